@@ -1,0 +1,25 @@
+"""Clocks. Decision cores never read one: they are handed `now_s`. Shells read `monotonic_s` and stamp with `unix_s`."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that never go backwards; only differences mean anything."""
+
+    def __call__(self) -> float: ...
+
+
+def monotonic_s() -> float:
+    """Seconds of CLOCK_MONOTONIC: goes on while the process is stopped, so a frozen worker sees its plans expire."""
+    return time.monotonic()
+
+
+def unix_s() -> float:
+    """Wall-clock seconds, for stamps people read and for `created` fields only."""
+    return time.time()
+
+
+def new_incarnation() -> int:
+    """A number larger than that of any earlier start of the same instance on this host (ns since 1970)."""
+    return time.time_ns()

@@ -1,0 +1,127 @@
+"""Every error Kvasir raises on purpose.
+
+KvasirError
+├── CallerError                 the other side's fault: the same call will fail again
+│   ├── InvalidMessage          bytes that are not the expected message
+│   ├── InvalidRequest          a well-formed request that cannot be served; `param` names the field
+│   │   ├── ContextOverflow     prompt + answer exceed what any worker can hold
+│   │   └── UnknownModel
+│   ├── Unauthorized
+│   ├── StaleEpoch              a command from a scheduler that has been replaced
+│   └── MessageTooLarge         over the server's payload limit; nothing was sent
+├── UnavailableError            nobody's fault that asking again would not cure; `retry_after_s` says when
+│   ├── DeadlineExceeded        no answer in time
+│   ├── NoResponder             nobody serves that subject now
+│   ├── BusUnavailable          not connected to NATS
+│   ├── Overloaded              a queue is at its bound
+│   └── NotLeader               this instance is a standby
+├── ConfigError                 a setting that cannot work; says which and what to write instead
+└── InternalError               our own fault
+
+Each class has a wire code; `to_wire` and `from_wire` carry an error across the bus with its type intact.
+"""
+
+from typing import Any, ClassVar
+
+
+class KvasirError(Exception):
+    """Base of all. `code` is stable and travels on the wire; the message says what to do."""
+
+    code: ClassVar[str] = "kvasir_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class CallerError(KvasirError):
+    code = "caller_error"
+
+
+class InvalidMessage(CallerError):
+    code = "invalid_message"
+
+
+class InvalidRequest(CallerError):
+    code = "invalid_request"
+
+
+class ContextOverflow(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(InvalidRequest):
+    code = "model_not_found"
+
+
+class Unauthorized(CallerError):
+    code = "invalid_api_key"
+
+
+class StaleEpoch(CallerError):
+    code = "stale_epoch"
+
+
+class MessageTooLarge(CallerError):
+    code = "message_too_large"
+
+
+class UnavailableError(KvasirError):
+    code = "unavailable"
+
+
+class DeadlineExceeded(UnavailableError):
+    code = "deadline_exceeded"
+
+
+class NoResponder(UnavailableError):
+    code = "no_responder"
+
+
+class BusUnavailable(UnavailableError):
+    code = "bus_unavailable"
+
+
+class Overloaded(UnavailableError):
+    code = "overloaded"
+
+
+class NotLeader(UnavailableError):
+    code = "not_leader"
+
+
+class ConfigError(KvasirError):
+    code = "config_error"
+
+
+class InternalError(KvasirError):
+    code = "internal_error"
+
+
+def _tree(root: type[KvasirError]) -> dict[str, type[KvasirError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """A MessagePack-able form. A foreign exception becomes an `InternalError` that keeps its type's name, not its text."""
+    if not isinstance(error, KvasirError):
+        error = InternalError(f"{type(error).__name__} in the handler; its log has the traceback")
+    wire: dict[str, Any] = {"code": error.code, "message": error.message}
+    if error.param is not None:
+        wire["param"] = error.param
+    if error.retry_after_s is not None:
+        wire["retry_after_s"] = error.retry_after_s
+    return wire
+
+
+def from_wire(wire: dict[str, Any]) -> KvasirError:
+    """The error `to_wire` wrote; an unknown code (a newer peer) becomes a plain `KvasirError`."""
+    cls = _tree(KvasirError).get(str(wire.get("code")), KvasirError)
+    return cls(
+        str(wire.get("message", "unknown error")), param=wire.get("param"), retry_after_s=wire.get("retry_after_s")
+    )

@@ -1,0 +1,1 @@
+"""Every message that travels on the bus. Import from the module that defines it."""

@@ -1,0 +1,36 @@
+"""What every message on the bus is: a frozen struct, encoded as a MessagePack map.
+
+Fields may be added when they have a default; unknown fields are ignored by readers; nothing is renamed or removed
+within one version of the subject prefix. Token frames alone are encoded as arrays and only ever appended to.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every control message and event."""
+
+
+class Empty(Message, frozen=True, kw_only=True):
+    """A reply that says only that the command was carried out, or a question without parameters."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """MessagePack bytes of one message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, message_type: type[M]) -> M:
+    """The message in `data`. Raises `msgspec.DecodeError` or its subclass `msgspec.ValidationError`."""
+    decoder = _decoders.get(message_type)
+    if decoder is None:
+        decoder = _decoders[message_type] = msgspec.msgpack.Decoder(message_type)
+    result: M = decoder.decode(data)
+    return result

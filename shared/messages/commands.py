@@ -1,0 +1,94 @@
+"""Control commands and their replies. Errors travel as `ErrorReply` (see `shared.errors`), never as a reply field."""
+
+from shared.messages.base import Message
+from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+
+
+class SubmitSequence(Message, frozen=True, kw_only=True):
+    """Gateway → scheduler. Idempotent: an attempt already known is left where it is; a higher one replaces it."""
+
+    spec: SequenceSpec
+
+
+class SubmitReply(Message, frozen=True, kw_only=True):
+    scheduler_id: str
+    incarnation: int
+    epoch: int
+    known: bool = False
+    """The attempt was known already (running, queued, or adopted from a worker)."""
+    worker_id: str | None = None
+
+
+class CancelSequence(Message, frozen=True, kw_only=True):
+    """Gateway → scheduler and worker. Ends this attempt and every lower one; leaves a tombstone (it may overtake the start)."""
+
+    ref: SequenceRef
+    reason: FinishReason = FinishReason.CANCELLED
+
+
+class TakeSnapshot(Message, frozen=True, kw_only=True):
+    """Scheduler → worker: give up all plans at the next step boundary and answer with a `WorkerReported`."""
+
+    epoch: int
+
+
+class PredictLength(Message, frozen=True, kw_only=True):
+    """Scheduler → predictor."""
+
+    ref: SequenceRef
+    prompt: bytes
+    max_tokens: int
+    generated_tokens: int = 0
+    """When above 0, the length is conditioned on the answer being longer than this."""
+
+
+class LengthPrediction(Message, frozen=True, kw_only=True):
+    """Whole response length in tokens (`rl_tokens`, with quantiles), capped at `max_tokens`."""
+
+    rl_tokens: int
+    p50_tokens: int
+    p80_tokens: int
+    p90_tokens: int
+    p95_tokens: int
+    model_version: str
+
+
+class PlacementItem(Message, frozen=True, kw_only=True):
+    ref: SequenceRef
+    size_tokens: int
+    """What is allocated to it, or will be when it starts: prompt + generated so far."""
+    limit_tokens: int
+    """Prompt + maximum answer: what it may grow to."""
+
+
+class PlaceSequences(Message, frozen=True, kw_only=True):
+    """Scheduler → placement, in order of precedence."""
+
+    items: tuple[PlacementItem, ...]
+    excluded_workers: tuple[str, ...] = ()
+    """Workers the scheduler knows to be gone or not in step yet."""
+
+
+class Placements(Message, frozen=True, kw_only=True):
+    """One worker id per item, in order; None says wait."""
+
+    worker_ids: tuple[str | None, ...]
+
+
+class FindCreditors(Message, frozen=True, kw_only=True):
+    """Worker → ledger: who could lend this many tokens' worth of KV?"""
+
+    debtor_id: str
+    tokens: int
+    refused_by: tuple[str, ...] = ()
+
+
+class Creditor(Message, frozen=True, kw_only=True):
+    worker_id: str
+    free_tokens: int
+    distance: int
+    """0 same host, 1 elsewhere."""
+
+
+class CreditorCandidates(Message, frozen=True, kw_only=True):
+    candidates: tuple[Creditor, ...]

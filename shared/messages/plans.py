@@ -1,0 +1,118 @@
+"""What the scheduler tells a worker to run, and what the worker reports after each step.
+
+A plan states intent. The worker applies each item only where it is valid (attempt alive, chunk starts where the
+computation stands, blocks free), skips the rest and reports what it skipped.
+"""
+
+from enum import StrEnum
+
+from shared.messages.base import Message
+from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+
+
+class PreemptMode(StrEnum):
+    """What becomes of a preempted sequence's KV."""
+
+    RECOMPUTE = "recompute"
+    """Freed; the sequence is prefilled again from its tokens."""
+
+
+class PrefillChunk(Message, frozen=True, kw_only=True):
+    """Compute tokens [first_token, end_token) of prompt + generated. The chunk that reaches the end samples one token."""
+
+    ref: SequenceRef
+    first_token: int
+    end_token: int
+    allocated_blocks: int
+    """The sequence's total allocation once the item is applied."""
+
+
+class Decode(Message, frozen=True, kw_only=True):
+    """One token in each of the plan's steps, as long as the allocation lasts."""
+
+    ref: SequenceRef
+    allocated_blocks: int
+    """The sequence's total allocation once the item is applied."""
+
+
+class Preemption(Message, frozen=True, kw_only=True):
+    """Take the blocks of a running sequence; applied before anything else in the plan."""
+
+    ref: SequenceRef
+    mode: PreemptMode = PreemptMode.RECOMPUTE
+
+
+class BatchPlan(Message, frozen=True, kw_only=True):
+    """Up to `steps` iterations of one worker without asking again. Applied in the order of the fields."""
+
+    epoch: int
+    """Of the scheduler; a worker refuses a plan older than the highest it has seen."""
+    seq: int
+    """Counts the plans sent to this worker within one epoch, from 1."""
+    steps: int = 1
+    valid_for_s: float = 5.0
+    """On the worker's monotonic clock, from receipt; an expired plan is not run and reported as such."""
+    supersedes: bool = False
+    """Drop what remains of earlier plans at the next step boundary."""
+    drops: tuple[SequenceRef, ...] = ()
+    """Forget these attempts (a later one lives elsewhere)."""
+    preemptions: tuple[Preemption, ...] = ()
+    starts: tuple[SequenceSpec, ...] = ()
+    """Sequences the worker does not hold yet; an already held equal attempt is left as it is."""
+    prefills: tuple[PrefillChunk, ...] = ()
+    """Run in the plan's first step only."""
+    decodes: tuple[Decode, ...] = ()
+
+
+class SkipReason(StrEnum):
+    """Why a worker did not apply an item."""
+
+    UNKNOWN = "unknown"
+    """The attempt is not held (ended, cancelled, or never arrived)."""
+    MISALIGNED = "misaligned"
+    """The chunk does not start where the computation stands, or the sequence is not at a decode."""
+    NO_BLOCKS = "no_blocks"
+    EXHAUSTED = "exhausted"
+    """The allocation has no slot for the next token."""
+
+
+class SkippedItem(Message, frozen=True, kw_only=True):
+    ref: SequenceRef
+    reason: SkipReason
+
+
+class EndedSequence(Message, frozen=True, kw_only=True):
+    ref: SequenceRef
+    finish_reason: FinishReason
+    generated_tokens: int
+
+
+class StepOutcome(StrEnum):
+    """What became of the plan a report is about."""
+
+    RAN = "ran"
+    EXPIRED = "expired"
+    SUPERSEDED = "superseded"
+    STALE_EPOCH = "stale_epoch"
+
+
+class WorkerStepped(Message, frozen=True, kw_only=True):
+    """After each step (or when a plan is given up). Lists exceptions only: what is not listed went as planned."""
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    """Counts this worker's `stepped` reports within its incarnation, from 1; a gap calls for a snapshot."""
+    epoch: int
+    plan_seq: int
+    outcome: StepOutcome = StepOutcome.RAN
+    steps_done: int
+    """Steps of the plan run so far."""
+    plan_over: bool
+    """No further step of this plan will run."""
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    step_s: float = 0.0
+    free_blocks: int = 0
+    ended: tuple[EndedSequence, ...] = ()
+    skipped: tuple[SkippedItem, ...] = ()

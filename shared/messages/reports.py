@@ -1,0 +1,131 @@
+"""Heartbeats: what each publisher says of itself at a fixed interval. Together they are the stack's recoverable state."""
+
+from enum import StrEnum
+from typing import Any
+
+from shared.messages.base import Message
+from shared.messages.sequence import FinishReason, SequenceRef
+
+
+class Capacity(Message, frozen=True, kw_only=True):
+    """A worker's KV in its own blocks. Lent blocks are outside `total_blocks`, borrowed ones inside."""
+
+    total_blocks: int
+    free_blocks: int
+    evictable_blocks: int = 0
+    """Unreferenced prefix blocks."""
+    lent_blocks: int = 0
+    borrowed_blocks: int = 0
+    growable_blocks: int = 0
+    doomed_blocks: int = 0
+    """About to vanish because the pool shrinks."""
+
+    @property
+    def plannable_blocks(self) -> int:
+        """What a plan may count on being able to allocate now."""
+        return max(0, self.free_blocks + self.evictable_blocks - self.doomed_blocks)
+
+
+class SequenceState(StrEnum):
+    """A sequence as its worker sees it."""
+
+    WAITING = "waiting"
+    """Held, nothing computed (new, or preempted for recomputation)."""
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+    """Kept until the gateway acknowledges the end."""
+
+
+class SequenceReport(Message, frozen=True, kw_only=True):
+    """One sequence in a worker's heartbeat: enough for a new scheduler to adopt it and for a gateway to see gaps."""
+
+    ref: SequenceRef
+    gateway_id: str
+    state: SequenceState
+    prompt_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    """Tokens whose KV is present (chunk progress)."""
+    max_tokens: int
+    allocated_blocks: int
+    finish_reason: FinishReason | None = None
+    waited_s: float = 0.0
+    """Seconds since the gateway accepted the request."""
+    deadline_in_s: float | None = None
+
+
+class WorkerReported(Message, frozen=True, kw_only=True):
+    """A worker's heartbeat, and its answer to a snapshot command."""
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    """Counts heartbeats and snapshots of this incarnation, from 1."""
+    stepped_seq: int
+    """`seq` of the last `WorkerStepped` this report includes."""
+    epoch: int
+    """Highest scheduler epoch seen."""
+    plan_seq: int
+    """Last plan taken up in that epoch."""
+    model: str
+    """Name the model is served under."""
+    block_tokens: int
+    max_context_tokens: int
+    """Longest prompt + answer this worker can hold: the model's limit, or its KV capacity when that is smaller."""
+    capacity: Capacity
+    sequences: tuple[SequenceReport, ...] = ()
+    host: str = ""
+    """Locality: workers with equal hosts are neighbours."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured, exponentially weighted; 0 before the first measurement."""
+    decode_step_s: float = 0.0
+    """Measured, exponentially weighted; 0 before the first measurement."""
+
+
+class SchedulerAnnounced(Message, frozen=True, kw_only=True):
+    """At start, then at a fixed interval. A new incarnation asks every gateway to resubmit what it has running."""
+
+    scheduler_id: str
+    incarnation: int
+    epoch: int
+    policy: str
+    queued: int = 0
+    running: int = 0
+
+
+class WorkerLost(Message, frozen=True, kw_only=True):
+    """Scheduler → gateways: this worker is silent or was restarted; resubmit these sequences with a higher attempt."""
+
+    worker_id: str
+    incarnation: int
+    refs: tuple[SequenceRef, ...]
+
+
+class GatewayReported(Message, frozen=True, kw_only=True):
+    """A gateway's heartbeat. Sequences of a silent gateway, or of its earlier incarnation, have no reader any more."""
+
+    gateway_id: str
+    incarnation: int
+    active: int = 0
+
+
+class SequenceFinished(Message, frozen=True, kw_only=True):
+    """Gateway → whoever learns: a complete answer, once."""
+
+    ref: SequenceRef
+    prompt: bytes
+    output_tokens: int
+    finish_reason: FinishReason
+    max_tokens: int
+
+
+class ServiceStatus(Message, frozen=True, kw_only=True):
+    """Answer of every instance to `cmd.<service>.status`."""
+
+    service: str
+    instance: str
+    incarnation: int
+    uptime_s: float
+    details: dict[str, Any] = {}
+    """Scalars, and tables as lists of dictionaries, for people to read."""

@@ -1,0 +1,47 @@
+"""Token frames: what a worker sends each gateway after each step. The one message encoded as arrays, append-only."""
+
+import msgspec
+
+from shared.messages.base import Message
+from shared.messages.sequence import FinishReason, SequenceRef
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence. A reader holding fewer than `first_index` tokens has missed some."""
+
+    request_id: str
+    choice: int
+    attempt: int
+    first_index: int
+    """Index in the answer of the first token of this delta."""
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that were served from the prefix cache."""
+
+
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+    """One step's tokens for one gateway."""
+
+    worker_id: str
+    incarnation: int
+    deltas: tuple[TokenDelta, ...]
+
+
+class FetchTokens(Message, frozen=True, kw_only=True):
+    """Gateway → worker: the tokens from `first_index` on, because a frame was missed."""
+
+    ref: SequenceRef
+    first_index: int
+
+
+class FetchedTokens(Message, frozen=True, kw_only=True):
+    """Worker → gateway. `delta` is None when the worker does not hold that attempt."""
+
+    delta: TokenDelta | None = None
+
+
+class AcknowledgeEnds(Message, frozen=True, kw_only=True):
+    """Gateway → worker: these ends arrived (or nobody wants them); the worker may forget the sequences."""
+
+    refs: tuple[SequenceRef, ...]
