@@ -1,0 +1,59 @@
+# The two commands: `make up` sets everything up and starts the stack, `make test` sets everything up and tests it.
+
+PYTHON ?= python3
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help up down status chat test check lint types layers format slow lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+up: .venv/.runtime ## set up, start the stack in the background, print its URL, key and a curl line
+	@$(BIN)/python -m services up --detach $(ARGS)
+
+down: .venv/.runtime ## end the stack
+	@$(BIN)/python -m services down
+
+status: .venv/.runtime ## what every service says of itself
+	@$(BIN)/python -m services status
+
+chat: .venv/.runtime ## talk to the model in this terminal
+	@$(BIN)/python -m services chat
+
+test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+slow: .venv/.dev ## the tests that take minutes
+	$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+check: lint types layers ## everything that reads the code without running it
+
+lint: .venv/.dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.dev ## mypy, strict
+	$(BIN)/mypy
+
+layers: .venv/.dev ## import-linter: pure cores, independent services
+	$(BIN)/lint-imports --no-cache
+
+format: .venv/.dev ## write the format that `make lint` asks for
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+.venv/.runtime: requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	@touch $@
+
+.venv/.dev: requirements-dev.txt .venv/.runtime
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
+	@touch $@
+
+lock: .venv/.dev ## rewrite constraints.txt from what is installed
+	@{ echo "# Exact versions of everything, transitive dependencies included. Made by: make lock"; \
+	  $(BIN)/python -m pip freeze | sed 's/+cpu$$//'; } > constraints.txt.new && mv constraints.txt.new constraints.txt
+
+clean: ## remove what was built and run; the virtual environment stays
+	rm -rf .run build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
