@@ -72,6 +72,7 @@ def test_every_module_says_what_it_is() -> None:
         str(path)
         for folder in (*SOURCES, "tests")
         for path in python_files(folder)
-        if (ROOT / path).read_text().strip() and ast.get_docstring(ast.parse((ROOT / path).read_text())) is None
+        if (ROOT / path).read_text().strip()
+        and ast.get_docstring(ast.parse((ROOT / path).read_text())) is None
     ]
     assert silent == []

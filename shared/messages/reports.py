@@ -77,6 +77,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     sequences: tuple[SequenceReport, ...] = ()
     host: str = ""
     """Locality: workers with equal hosts are neighbours."""
+    lent_to_blocks: dict[str, int] = {}
+    """Of `capacity.lent_blocks`: what each debtor holds, by worker id."""
+    borrowed_from_blocks: dict[str, int] = {}
+    """Of `capacity.borrowed_blocks`: what each creditor lends, by worker id."""
     prefill_tokens_per_s: float = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
     decode_step_s: float = 0.0

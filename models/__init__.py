@@ -1,0 +1,1 @@
+"""Models that ship with Kvasir, and the scripts that made them."""

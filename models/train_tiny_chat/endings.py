@@ -1,0 +1,133 @@
+"""Last stage of the training: teaches the model to end where its own greedy answers would start to loop.
+
+A small model decoded greedily falls into loops that no text ever showed it. So it answers training prompts
+itself; an answer that does not end is cut at the last sentence before the first repetition, and the model is
+trained to write the end token there, next to ordinary chats that keep everything else in place. The idea is
+DAgger's (Ross et al., 2011): labels for states that the model itself visits. `python -m
+models.train_tiny_chat.endings --checkpoint /tmp/tiny_chat.pt --out models/tiny_chat`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from models.train_tiny_chat.chat import END, Chat, data_folder
+from models.train_tiny_chat.corpus import build_corpus
+from models.train_tiny_chat.export import export_model
+from models.train_tiny_chat.generation import Answer, Generator
+from models.train_tiny_chat.packing import MAX_ANSWER_TOKENS, EncodedChat, RowPacker
+from models.train_tiny_chat.tokenizer import token_id
+from models.train_tiny_chat.train import Trainer
+
+ROW_TOKENS = 2048
+REPEAT_TOKENS = 12
+PEAK_FACTOR = 0.06  # of the learning rates of the main training
+CORRECTION_WEIGHT = 0.3
+LOOPING_KINDS = (
+    "open",
+    "open_detailed",
+    "open_brief",
+    "continue",
+    "continue_long",
+    "reading",
+    "reading_long",
+    "maths",
+)
+
+
+def loop_start(tokens: list[int]) -> int | None:
+    """Index where a run of REPEAT_TOKENS tokens occurs for the second time, or None."""
+    seen: dict[tuple[int, ...], int] = {}
+    for at in range(len(tokens) - REPEAT_TOKENS + 1):
+        run = tuple(tokens[at : at + REPEAT_TOKENS])
+        if run in seen:
+            return at
+        seen[run] = at
+    return None
+
+
+def correction(answer: Answer, tokenizer: Tokenizer) -> EncodedChat | None:
+    """The prompt, the good part of an answer that did not end, and its end, the only part to learn.
+
+    None where there is no good part or the row would be too long.
+    """
+    at = loop_start(answer.tokens)
+    good = answer.tokens[: at + 1 if at is not None else MAX_ANSWER_TOKENS - 20]
+    text = tokenizer.decode(good).rstrip(" ,;:-")
+    ends = [m.end() for m in re.finditer(r"[.!?][\"']?(?=\s|$)", text)]
+    closing = [token_id(tokenizer, END)]
+    if not ends:
+        closing = [token_id(tokenizer, "."), *closing]
+    kept = tokenizer.encode(text[: ends[-1]] if ends else text, add_special_tokens=False).ids
+    prompt = tokenizer.encode(answer.prompt, add_special_tokens=False).ids
+    tokens = [*prompt, *kept, *closing]
+    if not kept or len(tokens) > ROW_TOKENS:
+        return None
+    return EncodedChat(tokens, [index >= len(prompt) + len(kept) for index in range(len(tokens))])
+
+
+def draw_prompts(chats: list[Chat], count: int, rng: random.Random) -> list[str]:
+    """Training prompts, three quarters of them of the kinds whose answers loop."""
+    looping = [c.prompt() for c in chats if c.kind in LOOPING_KINDS and len(c.prompt()) < 7000]
+    other = [c.prompt() for c in chats if c.kind not in LOOPING_KINDS]
+    return rng.sample(looping, count * 3 // 4) + rng.sample(other, count // 4)
+
+
+def train_round(trainer: Trainer, packer: RowPacker, steps: int, factor: float) -> None:
+    """`steps` optimizer steps, each on two rows of ordinary chats and two rows of corrections."""
+    for _ in range(steps):
+        total = torch.zeros(())
+        for source, weight in ((trainer.data, 1.0), (packer, CORRECTION_WEIGHT)):
+            inputs, targets = source.batch(2, ROW_TOKENS, 1.0, answers_only=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                total = total + weight * trainer.model(inputs, targets) / max(1, int((targets != -100).sum()))
+        total.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        for optimizer, peak in trainer.optimizers:
+            optimizer.param_groups[0]["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=480, help="prompts answered in a round")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in a round")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    train, held = build_corpus(data_folder(), args.seed)
+    tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
+    trainer = Trainer(tokenizer, train, held, args.seed + 1)
+    trainer.load(args.checkpoint)
+    rng = random.Random(args.seed)
+    corrections: list[EncodedChat] = []
+    for turn in range(args.rounds):
+        export_model(trainer.model, tokenizer, args.out)
+        answers = Generator(args.out).answer(draw_prompts(train.chats, args.prompts, rng), temperature=0.0)
+        bad = [a for a in answers if not a.ended]
+        corrections += [fixed for a in bad if (fixed := correction(a, tokenizer))]
+        print(f"round {turn}: {len(bad)} of {len(answers)} greedy answers did not end", flush=True)
+        if not corrections:
+            break
+        packer = RowPacker([token_id(tokenizer, END)], corrections, args.seed + turn)
+        train_round(trainer, packer, args.steps, PEAK_FACTOR * (1 - turn / args.rounds))
+        print("held out", {k: round(v, 4) for k, v in trainer.held_out_loss().items()}, flush=True)
+    trainer.save(args.checkpoint.with_name("tiny_chat_final.pt"))
+    export_model(trainer.model, tokenizer, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""From a request body to a job: validated, tokenized and within the limits, or refused.
+
+Knows the model's codec and the configured limits; nothing of HTTP connections or of the bus.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.gateway import features, schemas
+from services.gateway.config import GatewayConfig
+from services.gateway.replies import Kind
+from services.gateway.tokenizer import Codec
+from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
+from shared.messages.sequence import Sampling
+
+DEFAULT_TEXT_MAX_TOKENS = 16
+"""What OpenAI's /v1/completions answers with when no limit is given."""
+SEED_MASK = 2**63 - 1
+LEAST_TEMPERATURE = 1e-5
+LEAST_TOP_P = 1e-6
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be generated: for each prompt, `n` choices under one sampling."""
+
+    kind: Kind
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[Sampling, ...]
+    """One per prompt; they differ in what the context leaves to the answer."""
+    n: int
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    unknown_fields: tuple[str, ...]
+
+
+class Acceptance:
+    """Turns bodies into jobs; tokenizes in threads of its own, at most so many requests at a time."""
+
+    def __init__(self, config: GatewayConfig, codec: Codec) -> None:
+        self._config = config
+        self._codec = codec
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+        self._waiting = 0
+
+    async def chat(self, body: dict[str, Any], context_tokens: int) -> Job:
+        """A job of one prompt. Raises InvalidRequest and its kinds, or Overloaded."""
+        request = schemas.parse(schemas.ChatRequest, body)
+        unknown = self._check(request)
+        messages = schemas.template_messages(request.messages)
+        prompt = await self._in_thread(lambda: self._codec.encode_chat(messages))
+        limit = request.max_completion_tokens or request.max_tokens
+        return self._job("chat", request, [prompt], limit, context_tokens, unknown)
+
+    async def text(self, body: dict[str, Any], context_tokens: int) -> Job:
+        """A job of one or several prompts. Raises InvalidRequest and its kinds, or Overloaded."""
+        request = schemas.parse(schemas.TextRequest, body)
+        unknown = self._check(request)
+        if (request.best_of or 1) > (request.n or 1):
+            raise InvalidRequest("best_of above n is not supported", param="best_of")
+        if len(request.prompts) * (request.n or 1) > self._config.max_sequences_per_request:
+            limit = self._config.max_sequences_per_request
+            raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
+        prompts = await self._in_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
+        return self._job("text", request, prompts, request.max_tokens, context_tokens, unknown)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, request: schemas.CompletionFields) -> list[str]:
+        if request.model != self._config.model_name:
+            text = f"the model {request.model!r} does not exist; there is {self._config.model_name!r}"
+            raise UnknownModel(text, param="model")
+        extra = request.model_extra or {}
+        features.refuse_unsupported(extra)
+        if (request.n or 1) > self._config.max_n:
+            raise InvalidRequest(f"n may be at most {self._config.max_n}", param="n")
+        return features.unknown_fields(extra)
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._codec.encode_text(prompt)
+        if any(not 0 <= token < self._codec.vocab_size for token in prompt):
+            raise InvalidRequest(f"token ids are from 0 to {self._codec.vocab_size - 1}", param="prompt")
+        return prompt
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        if self._waiting >= self._config.max_waiting_tokenizations:
+            raise Overloaded("too many requests are waiting to be tokenized", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._waiting -= 1
+
+    def _job(
+        self,
+        kind: Kind,
+        request: schemas.CompletionFields,
+        prompts: Sequence[Sequence[int]],
+        limit: int | None,
+        context_tokens: int,
+        unknown: Sequence[str],
+    ) -> Job:
+        seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
+        limits = [self._limit(kind, len(prompt), limit, context_tokens) for prompt in prompts]
+        return Job(
+            kind=kind,
+            prompts=tuple(tuple(prompt) for prompt in prompts),
+            samplings=tuple(self._sampling(request, seed, max_tokens) for max_tokens in limits),
+            n=request.n or 1,
+            stops=tuple(request.stop or ()),
+            stream=bool(request.stream),
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            unknown_fields=tuple(unknown),
+        )
+
+    def _limit(self, kind: Kind, prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
+        """Longest answer. Raises ContextOverflow, in the words that clients look for."""
+        param = "messages" if kind == "chat" else "prompt"
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens", param=param)
+        left = context_tokens - prompt_tokens
+        wanted = limit or 1
+        if wanted > left:
+            raise ContextOverflow(
+                f"This model's maximum context length is {context_tokens} tokens. However, you requested "
+                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion)."
+                f" Please reduce the length of the {param} or completion.",
+                param=param,
+            )
+        if limit is not None:
+            return limit
+        default = DEFAULT_TEXT_MAX_TOKENS if kind == "text" else self._config.default_max_tokens
+        return min(left, default or left)
+
+    def _sampling(self, request: schemas.CompletionFields, seed: int, max_tokens: int) -> Sampling:
+        temperature = 1.0 if request.temperature is None else float(request.temperature)
+        top_p = 1.0 if request.top_p is None else float(request.top_p)
+        return Sampling(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=max(top_p, LEAST_TOP_P),
+            top_k=max(request.top_k or 0, 0),
+            end_token_ids=() if request.ignore_eos else self._codec.end_token_ids,
+        )

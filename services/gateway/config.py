@@ -1,0 +1,61 @@
+"""The gateway's settings."""
+
+import re
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from shared.config import ServiceConfig
+
+KeyHash = Annotated[str, StringConstraints(pattern=re.compile(r"^[0-9a-f]{64}$"))]
+
+
+class GatewayConfig(ServiceConfig):
+    """Read once, in `__main__`."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_key_sha256: tuple[KeyHash, ...] = Field(
+        (), description="SHA-256 of each accepted API key, in hex; none means that every request is refused"
+    )
+
+    model: str = Field(
+        "models/tiny_chat", description="folder or hub id whose tokenizer and chat template are used"
+    )
+    model_name: str = Field("tiny_chat", description="name the model is served under")
+
+    max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="longest request body")
+    max_header_bytes: int = Field(64 * 1024, gt=0, description="longest request line and headers")
+    receive_timeout_s: float = Field(
+        10.0, gt=0, description="for the headers, and again for the body, to arrive"
+    )
+    write_timeout_s: float = Field(60.0, gt=0, description="for a client to take in more of its answer")
+    keep_alive_s: float = Field(30.0, gt=0, description="an idle connection is kept this long")
+    max_connections: int = Field(8192, gt=0, description="open connections")
+    shutdown_grace_s: float = Field(
+        5.0, ge=0, description="running answers may go on this long after SIGTERM"
+    )
+
+    max_n: int = Field(16, ge=1, le=128, description="choices per request")
+    max_sequences_per_request: int = Field(128, ge=1, description="prompts times choices in one request")
+    max_active_sequences: int = Field(
+        4096, ge=1, description="sequences in progress; more are refused with 429"
+    )
+    max_waiting_tokenizations: int = Field(2048, ge=1, description="requests waiting to be tokenized")
+    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize")
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="cap on a chat answer that sets no limit; unset means what is left of the context",
+    )
+
+    admit_timeout_s: float = Field(10.0, gt=0, description="for a scheduler to take a request before 503")
+    submit_deadline_s: float = Field(2.0, gt=0, description="for one answer of the scheduler")
+    fetch_deadline_s: float = Field(1.0, gt=0, description="for one answer of a worker")
+    frame_timeout_s: float = Field(
+        3.0, gt=0, description="without a sign of life a sequence is submitted again"
+    )
+    worker_timeout_s: float = Field(3.0, gt=0, description="a worker without heartbeat for this long is lost")
+    scheduler_timeout_s: float = Field(3.0, gt=0, description="a scheduler unheard for this long is away")
+    give_up_s: float = Field(60.0, gt=0, description="a sequence nobody answers for fails after this")
+    report_interval_s: float = Field(0.5, gt=0, description="between the gateway's own heartbeats")

@@ -1,0 +1,113 @@
+"""Carries out what streams ask for: submissions and fetches as tasks, everything smaller through the outbox.
+
+Knows the bus; decides nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.gateway.config import GatewayConfig
+from services.gateway.counters import Counters
+from services.gateway.effects import Acknowledge, Cancel, Effect, Effects, Fetch, Submit
+from services.gateway.exchange import Sequence
+from services.gateway.outbox import Outbox
+from shared import log, subjects
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.errors import InternalError, KvasirError
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.tokens import FetchedTokens, FetchTokens
+
+MAX_AT_ONCE = 256
+_logger = log.get_logger("gateway.dispatch")
+
+Apply = Callable[[Sequence, Effects], None]
+
+
+class Dispatch:
+    """`apply` is called with what a stream answers to the outcome of a command."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        bus: Bus,
+        tasks: asyncio.TaskGroup,
+        now_s: Clock,
+        counters: Counters,
+        apply: Apply,
+    ) -> None:
+        self._config = config
+        self._bus = bus
+        self._tasks = tasks
+        self._now_s = now_s
+        self._counters = counters
+        self._apply = apply
+        self._lanes = asyncio.Semaphore(MAX_AT_ONCE)
+        self.outbox = Outbox(bus)
+
+    def carry_out(self, sequence: Sequence, effect: Effect) -> None:
+        """Begin it; never waits."""
+        if isinstance(effect, Submit):
+            self._spawn(self._submit(sequence, effect), sequence)
+        elif isinstance(effect, Fetch):
+            self._spawn(self._fetch(sequence, effect), sequence)
+        else:
+            self.tell(effect)
+
+    def tell(self, effect: Acknowledge | Cancel) -> None:
+        """What needs no sequence: said once, and again when a heartbeat shows that it was not heard."""
+        if isinstance(effect, Acknowledge):
+            self.outbox.acknowledge(effect.worker_id, effect.ref)
+            return
+        command = CancelSequence(ref=effect.ref)
+        if effect.worker_id is not None:
+            self.outbox.put(subjects.worker_cancel(effect.worker_id), command)
+        if effect.is_final:
+            self.outbox.put(subjects.SCHEDULER_CANCEL, command)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], sequence: Sequence) -> None:
+        self._tasks.create_task(work, context=sequence.context)
+
+    async def _submit(self, sequence: Sequence, effect: Submit) -> None:
+        stream = sequence.stream
+        async with self._lanes:
+            if not stream.is_open or stream.attempt != effect.attempt:
+                return
+            spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
+            command = SubmitSequence(spec=spec)
+            try:
+                await self._bus.request(
+                    subjects.SCHEDULER_SUBMIT, command, SubmitReply, deadline_s=self._config.submit_deadline_s
+                )
+            except Exception as error:
+                known = _known(error)
+                self._counters.submits.labels(known.code).inc()
+                effects = stream.on_submit_failed(effect.serial, known, self._now_s())
+            else:
+                self._counters.submits.labels("taken").inc()
+                effects = stream.on_submitted(effect.serial, self._now_s())
+        self._apply(sequence, effects)
+
+    async def _fetch(self, sequence: Sequence, effect: Fetch) -> None:
+        self._counters.fetches.inc()
+        subject = subjects.worker_fetch(effect.worker[0])
+        question = FetchTokens(ref=effect.ref, first_index=effect.first_index)
+        try:
+            answer = await self._bus.request(
+                subject, question, FetchedTokens, deadline_s=self._config.fetch_deadline_s
+            )
+        except Exception as error:
+            _known(error)
+            effects = sequence.stream.on_fetch_failed(effect.ref, self._now_s())
+        else:
+            effects = sequence.stream.on_fetched(effect.ref, answer.delta, effect.worker, self._now_s())
+        self._apply(sequence, effects)
+
+
+def _known(error: Exception) -> KvasirError:
+    """One of ours; anything else is logged with its traceback and becomes an InternalError."""
+    if isinstance(error, KvasirError):
+        return error
+    _logger.error("a command failed in an unforeseen way", exc_info=error)
+    return InternalError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,85 @@
+"""The outermost ASGI layer: request ids, keys, and one error format for whatever goes wrong inside.
+
+Everything needs a key that is not open on purpose. One canonical log line per request. Knows no routes.
+"""
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.auth import OPEN_PATHS, KeyRing
+from services.gateway.body import ClientGone
+from services.gateway.counters import Counters
+from services.gateway.errors import error_response
+from services.gateway.record import RequestRecord, echoed_id
+from shared import log
+from shared.bus import tracing
+from shared.clock import monotonic_s
+from shared.errors import InternalError, KvasirError
+
+_logger = log.get_logger("gateway.request")
+RECORD = "kvasir.record"
+"""Where routes find the `RequestRecord` in the ASGI scope."""
+CLIENT_GONE_STATUS = 499
+
+
+class Edge:
+    """Wraps the application."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, counters: Counters) -> None:
+        self._app = app
+        self._keys = keys
+        self._counters = counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        record = RequestRecord(scope["method"], scope["path"], echoed_id(headers.get("x-request-id")))
+        trace = tracing.attach(headers)
+        record.trace_id = tracing.trace_id()
+        scope[RECORD] = record
+        try:
+            await self._serve(scope, receive, _stamped(record, send), headers.get("authorization"))
+        except ClientGone:
+            record.is_gone = True
+            record.status = record.status or CLIENT_GONE_STATUS
+            self._counters.disconnects.inc()
+        finally:
+            tracing.detach(trace)
+            self._log(record)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, authorization: str | None) -> None:
+        record: RequestRecord = scope[RECORD]
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                record.key = self._keys.check(authorization)
+            await self._app(scope, receive, send)
+        except ClientGone:
+            raise
+        except Exception as error:
+            record.error = error
+            if not isinstance(error, KvasirError):
+                _logger.exception("a request ended in an unforeseen error")
+            if record.status is None:
+                known = error if isinstance(error, KvasirError) else InternalError(str(error))
+                await error_response(known)(scope, receive, send)
+
+    def _log(self, record: RequestRecord) -> None:
+        route = record.path if record.path.startswith("/v1/") and record.status not in (401, 404) else "other"
+        if record.path.startswith("/v1/models/"):
+            route = "/v1/models/{id}"
+        self._counters.requests.labels(route, str(record.status)).inc()
+        if record.path not in OPEN_PATHS or record.error is not None:
+            log.canonical(_logger, "request", **record.fields(monotonic_s()))
+
+
+def _stamped(record: RequestRecord, send: Send) -> Send:
+    """`send`, with the ids in the headers; notes the status."""
+
+    async def stamped(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+            ours = record.request_id
+            shown = record.client_request_id or ours
+            ids = [(b"x-request-id", shown.encode()), (b"x-kvasir-request-id", ours.encode())]
+            message = {**message, "headers": [*message.get("headers", ()), *ids]}
+        await send(message)
+
+    return stamped

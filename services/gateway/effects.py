@@ -1,0 +1,49 @@
+"""What a stream asks its shell to do. Pure data."""
+
+from dataclasses import dataclass
+
+from shared.messages.sequence import SequenceRef
+
+WorkerStart = tuple[str, int]
+"""(worker id, incarnation): one run of a worker's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send the scheduler the prompt and the tokens held, under `attempt`; report back with `serial`."""
+
+    attempt: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Ask the worker for the tokens from `first_index` on."""
+
+    worker: WorkerStart
+    ref: SequenceRef
+    first_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the worker that it may forget this end."""
+
+    worker_id: str
+    ref: SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Tell the worker, where one is known, to end this attempt and lower ones; the scheduler too if that
+    is all.
+    """
+
+    ref: SequenceRef
+    worker_id: str | None
+    is_final: bool = True
+    """False when a higher attempt goes on: the scheduler learns that from its submission."""
+
+
+Effect = Submit | Fetch | Acknowledge | Cancel
+Effects = tuple[Effect, ...]

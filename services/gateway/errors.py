@@ -1,0 +1,107 @@
+"""Errors as OpenAI clients read them: `{"error": {message, type, param, code}}`, and the status each one has.
+
+Knows nothing of where an error came from.
+"""
+
+import math
+from collections.abc import Mapping
+
+import orjson
+from starlette.responses import Response
+
+from shared.errors import (
+    CallerError,
+    ContextOverflow,
+    InvalidRequest,
+    KvasirError,
+    MessageTooLarge,
+    Overloaded,
+    Unauthorized,
+    UnavailableError,
+    UnknownModel,
+)
+
+DEFAULT_RETRY_AFTER_S = 1.0
+INVALID = "invalid_request_error"
+
+
+class HttpError(CallerError):
+    """A request refused for its HTTP form: `status` says how."""
+
+    code = "invalid_http_request"
+
+    def __init__(self, status: int, message: str, *, error_code: str, closes: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error_code = error_code
+        self.closes = closes
+        """The rest of the body is not read, so the connection cannot be used again."""
+
+
+class UnsupportedFeature(InvalidRequest):
+    """The request asks for something this server does not do; `param` names it."""
+
+    code = "unsupported_parameter"
+
+
+_KINDS: tuple[tuple[type[KvasirError], int, str], ...] = (
+    (UnknownModel, 404, INVALID),
+    (InvalidRequest, 400, INVALID),
+    (Unauthorized, 401, INVALID),
+    (MessageTooLarge, 413, INVALID),
+    (Overloaded, 429, "rate_limit_error"),
+    (UnavailableError, 503, "server_error"),
+)
+
+
+def status_of(error: KvasirError) -> tuple[int, str]:
+    """HTTP status and OpenAI error type. What is nobody's fault outside is a 500."""
+    if isinstance(error, HttpError):
+        return error.status, INVALID
+    for kind, status, type_name in _KINDS:
+        if isinstance(error, kind):
+            return status, type_name
+    return 500, "server_error"
+
+
+def code_of(error: KvasirError) -> str | None:
+    """A stable string where clients can act on it, else None."""
+    if isinstance(error, HttpError):
+        return error.error_code
+    if type(error) is InvalidRequest:
+        return None
+    if isinstance(error, ContextOverflow):
+        return ContextOverflow.code
+    return error.code
+
+
+def body_of(error: KvasirError) -> dict[str, dict[str, str | None]]:
+    """The error object. Our own faults keep their text to the log."""
+    status, type_name = status_of(error)
+    message = error.message if status != 500 else "the server failed to answer; its log has the reason"
+    return {"error": {"message": message, "type": type_name, "param": error.param, "code": code_of(error)}}
+
+
+def headers_of(error: KvasirError) -> dict[str, str]:
+    """Retry-After in whole seconds where asking again helps; Connection: close where the body was not
+    read.
+    """
+    status, _ = status_of(error)
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, HttpError) and error.closes:
+        headers["connection"] = "close"
+    return headers
+
+
+def error_response(error: KvasirError, headers: Mapping[str, str] | None = None) -> Response:
+    """The whole response."""
+    return Response(
+        orjson.dumps(body_of(error)),
+        status_code=status_of(error)[0],
+        headers=headers_of(error) | dict(headers or {}),
+        media_type="application/json",
+    )

@@ -1,0 +1,89 @@
+"""One HTTP request's sequences in progress, and the event that wakes whoever writes its answer."""
+
+import asyncio
+from contextvars import Context
+from dataclasses import dataclass, field
+
+from services.gateway.body import ClientGone
+from services.gateway.streams import Phase, Stream
+from shared.errors import InternalError, NoResponder
+from shared.messages.sequence import Sampling, SequenceSpec, pack_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A stream together with what it takes to submit it again."""
+
+    stream: Stream
+    prompt: bytes
+    sampling: Sampling
+    exchange: "Exchange"
+    accepted_s: float
+    context: Context
+    """Of the request that began it, so that its trace goes along with every submission."""
+
+    def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
+        """Everything needed to compute it, or to go on with it."""
+        return SequenceSpec(
+            ref=self.stream.ref,
+            gateway_id=gateway_id,
+            gateway_incarnation=gateway_incarnation,
+            prompt=self.prompt,
+            sampling=self.sampling,
+            generated=pack_tokens(self.stream.tokens),
+            waited_s=max(0.0, now_s - self.accepted_s),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """The sequences of one request.
+
+    `changed` is set whenever one of them, or the client's presence, changes.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_gone: bool = False
+    """The client has closed the connection."""
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.is_gone = True
+        self.changed.set()
+
+    async def wait(self) -> None:
+        """Until something changed since the last wait. Raises ClientGone, or the failure of a sequence.
+
+        Ends in any case: a stream that nobody answers for fails by itself.
+        """
+        await self.changed.wait()
+        self.changed.clear()
+        self.check()
+
+    def check(self) -> None:
+        """Raises ClientGone, or the failure of a sequence."""
+        if self.is_gone:
+            raise ClientGone
+        for sequence in self.sequences:
+            if sequence.stream.phase is Phase.FAILED:
+                raise sequence.stream.failure or InternalError("a sequence failed without saying why")
+
+
+async def admitted(exchange: Exchange, timeout_s: float) -> None:
+    """Returns when every sequence is in a scheduler's hands. Nothing has been sent to the client before.
+
+    Raises what refused one of them, ClientGone, or NoResponder when no scheduler answered in time.
+    """
+
+    def waiting() -> int:
+        return sum(not sequence.stream.accepted for sequence in exchange.sequences)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            while waiting():
+                await exchange.wait()
+    except TimeoutError:
+        text = f"no scheduler took {waiting()} of {len(exchange.sequences)} sequences within {timeout_s:g} s"
+        raise NoResponder(text, retry_after_s=2.0) from None
+    exchange.check()

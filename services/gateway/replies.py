@@ -1,0 +1,105 @@
+"""Bodies of successful answers, as OpenAI's schema has them.
+
+Optional fields are left out; required ones may be null. Knows texts and counts; nothing of sequences or of how an answer came about.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from services.gateway.errors import body_of
+from shared.errors import KvasirError
+
+DONE = b"data: [DONE]\n\n"
+
+Kind = Literal["chat", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; `completion_tokens` counts each choice up to and including what ended
+    it.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    index: int
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Letterhead:
+    """What all bodies of one answer share."""
+
+    kind: Kind
+    id: str
+    created: int
+    model: str
+
+    def role_event(self, index: int) -> bytes:
+        """The first delta of a chat choice; a text choice has none."""
+        if self.kind == "text":
+            return b""
+        return self._event([_chat_delta(index, {"role": "assistant", "content": ""}, None)])
+
+    def text_event(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        """A piece of one choice; the last one carries the reason."""
+        if self.kind == "text":
+            return self._event(
+                [{"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}]
+            )
+        return self._event([_chat_delta(index, {"content": text} if text else {}, finish_reason)])
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """What `stream_options.include_usage` asks for, after all choices."""
+        return self._event([], usage=usage.body())
+
+    def whole(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        return orjson.dumps(self._body("", [self._choice(choice) for choice in choices], usage=usage.body()))
+
+    def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": choice.index}
+        if self.kind == "text":
+            body["text"] = choice.text
+        else:
+            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        return body | {"logprobs": None, "finish_reason": choice.finish_reason}
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return b"data: " + orjson.dumps(self._body(".chunk", choices, **more)) + b"\n\n"
+
+    def _body(self, suffix: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        name = "text_completion" if self.kind == "text" else f"chat.completion{suffix}"
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+
+def error_event(error: KvasirError) -> bytes:
+    """What a stream that has begun says before it breaks off."""
+    return b"data: " + orjson.dumps(body_of(error)) + b"\n\n"
+
+
+def model_body(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
+    """One entry of /v1/models."""
+    body: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "kvasir"}
+    return body if max_model_len is None else body | {"max_model_len": max_model_len}
+
+
+def _chat_delta(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish_reason}

@@ -1,0 +1,124 @@
+"""The HTTP routes.
+
+Each reads its request, asks the service, and answers; errors are raised, never written here.
+"""
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from services.gateway.acceptance import Acceptance
+from services.gateway.body import parse_object, read_body
+from services.gateway.config import GatewayConfig
+from services.gateway.delivery import Delivery
+from services.gateway.desk import Desk
+from services.gateway.edge import RECORD
+from services.gateway.errors import HttpError, error_response
+from services.gateway.record import RequestRecord
+from services.gateway.replies import Kind, Letterhead, model_body
+from shared import metrics
+from shared.clock import unix_s
+from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder, UnknownModel
+
+VERSION = "0.1.0"
+
+
+def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastAPI:
+    """The application behind `Edge`. It has no pages of its own: no schema, no docs."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    began_s = int(unix_s())
+
+    async def complete(kind: Kind, request: Request) -> Response:
+        record: RequestRecord = request.scope[RECORD]
+        body = await read_body(
+            request.receive,
+            request.headers.get("content-length"),
+            max_bytes=config.max_body_bytes,
+            timeout_s=config.receive_timeout_s,
+        )
+        fields = parse_object(body)
+        context_tokens = await desk.context_tokens(config.admit_timeout_s)
+        accept = acceptance.chat if kind == "chat" else acceptance.text
+        job = await accept(fields, context_tokens)
+        desk.note_accepted(job, record)
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
+        letterhead = Letterhead(kind, answer_id, int(unix_s()), config.model_name)
+        return Delivery(desk, job, letterhead, record, config.admit_timeout_s)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await complete("chat", request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete("text", request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        entry = model_body(config.model_name, began_s, desk.workers.context_tokens)
+        return _json({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        if model_id != config.model_name:
+            raise UnknownModel(f"the model {model_id!r} does not exist", param="model")
+        return _json(model_body(config.model_name, began_s, desk.workers.context_tokens))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reasons = desk.unready_reasons()
+        if reasons:
+            raise NoResponder("not ready: " + "; ".join(reasons))
+        return _json({"status": "ready"})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": VERSION})
+
+    _handle_errors(app)
+    return app
+
+
+def _json(content: object) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def on_kvasir_error(request: Request, error: Exception) -> Response:
+        known = error if isinstance(error, KvasirError) else InternalError(str(error))
+        request.scope[RECORD].error = known
+        return error_response(known)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        known = _known(error, request) if isinstance(error, HTTPException) else InternalError(str(error))
+        request.scope[RECORD].error = known
+        headers = error.headers if isinstance(error, HTTPException) else None
+        return error_response(known, headers)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        return await on_kvasir_error(request, InvalidRequest(str(error)))
+
+    app.add_exception_handler(KvasirError, on_kvasir_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(Exception, on_kvasir_error)
+
+
+def _known(error: HTTPException, request: Request) -> KvasirError:
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return HttpError(404, f"there is nothing at {where}", error_code="unknown_url")
+    if error.status_code == 405:
+        return HttpError(405, f"{where} is not allowed", error_code="method_not_allowed")
+    return HttpError(error.status_code, str(error.detail), error_code="http_error")

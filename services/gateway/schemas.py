@@ -1,0 +1,153 @@
+"""Request bodies of the two completion endpoints, as OpenAI's clients send them.
+
+Types and ranges only; what is asked for but not supported is in `features`. Unknown fields are kept in
+`model_extra`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from services.gateway.errors import UnsupportedFeature
+from shared.errors import InvalidRequest
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+_UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class CompletionFields(BaseModel):
+    """What both endpoints have. None is the same as absent, as in OpenAI's schema."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list)] = Field(None, max_length=MAX_STOPS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat. `content` is a string or a list of typed parts."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class ChatRequest(CompletionFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+class TextRequest(CompletionFields):
+    """POST /v1/completions. Each prompt is a text or a list of token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+R = TypeVar("R", bound=CompletionFields)
+
+
+def parse(schema: type[R], body: Mapping[str, Any]) -> R:
+    """The request in `body`.
+
+    Raises InvalidRequest whose `param` is the path of the first field that is wrong.
+    """
+    try:
+        request = schema.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        path = _path(first["loc"])
+        raise InvalidRequest(f"{path}: {first['msg']}", param=path) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
+    return request
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, str]]:
+    """Messages as templates take them: texts only, parts joined by newlines, `developer` called `system`.
+
+    Raises UnsupportedFeature for tools, audio and parts that are not text.
+    """
+    return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def _template_message(message: Message, path: str) -> dict[str, str]:
+    if message.role in ("tool", "function"):
+        raise UnsupportedFeature(f"messages of role {message.role} are not supported", param=f"{path}.role")
+    for field in ("tool_calls", "function_call", "audio"):
+        if getattr(message, field):
+            raise UnsupportedFeature(f"{field} in a message is not supported", param=f"{path}.{field}")
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
+    role = "system" if message.role == "developer" else message.role
+    rendered = {"role": role, "content": _text(message.content, f"{path}.content")}
+    return rendered | ({"name": message.name} if message.name is not None else {})
+
+
+def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        if part.get("type") not in ("text", "refusal"):
+            raise UnsupportedFeature(
+                "content parts other than text are not supported", param=f"{path}[{at}].type"
+            )
+        text = part.get(part["type"])
+        if not isinstance(text, str):
+            raise InvalidRequest("a text part needs a string `text`", param=f"{path}[{at}].text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, without pydantic's names for the branches of a union."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not path:
+            path = part
+        elif not _UNION_BRANCH.fullmatch(part):
+            path += f".{part}"
+    return path

@@ -1,0 +1,8 @@
+"""`python -m services.ledger`: the ledger alone, against a NATS server that runs already."""
+
+from services.ledger.config import LedgerConfig
+from services.ledger.service import run
+from shared.bus import run_main
+
+if __name__ == "__main__":
+    run_main("ledger", LedgerConfig, run)

@@ -1,0 +1,54 @@
+"""Whom a debtor should ask for memory. Source: papers/001 §5, `algorithms.md` §4.
+
+Candidates are sorted by (distance, −free, id). Free memory that was just pointed out to another debtor counts
+as taken, which spreads debtors that ask at the same time; a worker with nothing left unpromised comes last,
+not never. It knows no bus and no clock, and grants nothing: the creditor decides.
+"""
+
+from services.ledger.state import Account, Table
+from shared.messages.commands import Creditor
+
+OFFERED_CREDITORS = 3
+SAME_HOST, OTHER_HOST = 0, 1
+
+
+def distance(debtor_host: str, creditor_host: str) -> int:
+    """0 on the same host, 1 elsewhere; an unnamed host is nobody's neighbour."""
+    return SAME_HOST if debtor_host and debtor_host == creditor_host else OTHER_HOST
+
+
+def candidates(
+    table: Table,
+    debtor_id: str,
+    tokens: int,
+    refused_by: tuple[str, ...] = (),
+    *,
+    limit: int = OFFERED_CREDITORS,
+) -> list[Creditor]:
+    """Up to `limit` workers to ask, best first, and notes in `table` what the first of them is asked for."""
+    table.on_refused(refused_by)
+    debtor = table.get(debtor_id)
+    debtor_host = debtor.host if debtor is not None else ""
+    for account in table:
+        account.promises.pop(debtor_id, None)  # it asks again: what it was pointed to before did not serve it
+
+    def rank(account: Account) -> tuple[bool, int, int, str]:
+        free = account.unpromised_tokens
+        return (free <= 0, distance(debtor_host, account.host), -free, account.worker_id)
+
+    eligible = [
+        account
+        for account in table
+        if account.worker_id != debtor_id and not account.refused and account.own_free_tokens > 0
+    ]
+    chosen = sorted(eligible, key=rank)[:limit]
+    if chosen:
+        table.on_offered(chosen[0].worker_id, debtor_id, min(tokens, chosen[0].own_free_tokens))
+    return [
+        Creditor(
+            worker_id=account.worker_id,
+            free_tokens=account.own_free_tokens,
+            distance=distance(debtor_host, account.host),
+        )
+        for account in chosen
+    ]

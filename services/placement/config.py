@@ -1,0 +1,17 @@
+"""Placement's settings."""
+
+from pydantic import Field
+
+from shared.config import ServiceConfig
+
+
+class PlacementConfig(ServiceConfig):
+    """Section `placement`."""
+
+    policy: str = Field(
+        default="worst_fit", description="best_fit, worst_fit, or a name an installed package registers"
+    )
+    worker_timeout_s: float = Field(default=2.0, gt=0, description="A worker silent for longer gets nothing")
+    reservation_s: float = Field(
+        default=5.0, gt=0, description="How long a placed sequence counts before it is seen"
+    )

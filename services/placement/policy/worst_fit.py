@@ -1,0 +1,15 @@
+"""The worker with the most free memory: spreads load and leaves everyone room to grow.
+
+A baseline of papers/000 §VI. It never migrates.
+"""
+
+from collections.abc import Sequence
+
+from services.placement.policy.base import Room
+
+
+class WorstFit:
+    """Most free memory; then the fewest sequences, then the lowest id."""
+
+    def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
+        return min(rooms, key=lambda room: (-room.free_tokens, room.sequences, room.worker_id)).worker_id

@@ -1,0 +1,203 @@
+"""Which worker has room: its last heartbeat, less what it owes its sequences, less what was placed since.
+
+Soft state: one round of heartbeats rebuilds it; a reservation ends when a heartbeat lists its sequence, when
+a step report says it ended, or after `reservation_s`. It knows no bus and no clock; `now_s` is passed in.
+"""
+
+from dataclasses import dataclass, field
+
+from services.placement.policy.base import PlacementPolicy, Room
+from shared.messages.commands import PlacementItem
+from shared.messages.plans import WorkerStepped
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import SequenceKey
+
+GROWTH_BLOCKS = 1
+"""Left free beside a sequence that joins others, so that its first decode does not preempt one of them."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A sequence that was placed on a worker and is not in its heartbeats yet."""
+
+    attempt: int
+    blocks: int
+    placed_s: float
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A live sequence in a heartbeat, in blocks: what it has, and what its tokens need at least."""
+
+    attempt: int
+    allocated_blocks: int
+    needed_blocks: int
+
+
+@dataclass
+class Worker:
+    """One worker's room, in its own blocks."""
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    stepped_seq: int
+    block_tokens: int
+    max_context_tokens: int
+    total_blocks: int
+    plannable_blocks: int
+    heard_s: float
+    residents: dict[SequenceKey, Resident]
+    reservations: dict[SequenceKey, Reservation] = field(default_factory=dict)
+
+    @property
+    def free_blocks(self) -> int:
+        """Plannable and spoken for by nobody; negative when residents wait for memory themselves."""
+        owed = sum(max(0, r.needed_blocks - r.allocated_blocks) for r in self.residents.values())
+        return self.plannable_blocks - owed - sum(r.blocks for r in self.reservations.values())
+
+    @property
+    def empty(self) -> bool:
+        return not self.residents and not self.reservations
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def admits(self, item: PlacementItem) -> bool:
+        """Whether it could ever hold the whole answer."""
+        return item.limit_tokens <= self.max_context_tokens
+
+    def fits(self, item: PlacementItem) -> bool:
+        """Whether it has room now. An empty worker takes whatever it admits."""
+        if not self.admits(item):
+            return False
+        return self.empty or self.blocks(item.size_tokens) + GROWTH_BLOCKS <= self.free_blocks
+
+    def room(self) -> Room:
+        return Room(
+            worker_id=self.worker_id,
+            free_tokens=self.free_blocks * self.block_tokens,
+            total_tokens=self.total_blocks * self.block_tokens,
+            sequences=len(self.residents) + len(self.reservations),
+        )
+
+
+class Fleet:
+    """All workers that were heard within `silence_s`."""
+
+    def __init__(self, *, silence_s: float = 2.0, reservation_s: float = 5.0) -> None:
+        self.silence_s = silence_s
+        self.reservation_s = reservation_s
+        self.workers: dict[str, Worker] = {}
+
+    def on_reported(self, report: WorkerReported, now_s: float) -> None:
+        """Takes a heartbeat in. An older one is ignored; a new incarnation starts without reservations."""
+        known = self.workers.get(report.worker_id)
+        reservations: dict[SequenceKey, Reservation] = {}
+        if known is not None:
+            if (report.incarnation, report.seq) <= (known.incarnation, known.seq):
+                return
+            if report.incarnation == known.incarnation:
+                reservations = known.reservations
+        for sequence in report.sequences:
+            reserved = reservations.get(sequence.ref.key)
+            if reserved is not None and reserved.attempt <= sequence.ref.attempt:
+                del reservations[sequence.ref.key]
+        self.workers[report.worker_id] = _worker(report, reservations, now_s)
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        """Frees what ended sequences held, ahead of the next heartbeat."""
+        worker = self.workers.get(stepped.worker_id)
+        if worker is None or stepped.incarnation != worker.incarnation:
+            return
+        for end in stepped.ended:
+            key, attempt = end.ref.key, end.ref.attempt
+            reserved = worker.reservations.get(key)
+            if reserved is not None and reserved.attempt <= attempt:
+                del worker.reservations[key]
+            resident = worker.residents.get(key)
+            if stepped.seq > worker.stepped_seq and resident is not None and resident.attempt <= attempt:
+                del worker.residents[key]
+                worker.plannable_blocks += resident.allocated_blocks
+
+    def on_tick(self, now_s: float) -> list[str]:
+        """Drops silent workers and expired reservations; returns the ids of the workers dropped."""
+        silent = [w.worker_id for w in self.workers.values() if now_s - w.heard_s > self.silence_s]
+        for worker_id in silent:
+            del self.workers[worker_id]
+        for worker in self.workers.values():
+            worker.reservations = {
+                key: r for key, r in worker.reservations.items() if now_s - r.placed_s <= self.reservation_s
+            }
+        return silent
+
+    def place(
+        self,
+        items: tuple[PlacementItem, ...],
+        excluded: frozenset[str],
+        policy: PlacementPolicy,
+        now_s: float,
+    ) -> tuple[str | None, ...]:
+        """A worker for each item, or None: wait. First come, first served: once one waits, so do all after.
+
+        An item larger than every worker waits alone: room for it can only come with another worker.
+        """
+        self.on_tick(now_s)
+        answers: list[str | None] = []
+        somebody_waits = False
+        for item in items:
+            self._release(item)
+            chosen = None if somebody_waits else self._place_one(item, excluded, policy, now_s)
+            somebody_waits |= chosen is None and any(w.admits(item) for w in self.workers.values())
+            answers.append(chosen)
+        return tuple(answers)
+
+    def _place_one(
+        self, item: PlacementItem, excluded: frozenset[str], policy: PlacementPolicy, now_s: float
+    ) -> str | None:
+        able = [w for w in self.workers.values() if w.worker_id not in excluded and w.fits(item)]
+        if not able:
+            return None
+        chosen = self.workers[policy.choose(item.size_tokens, [worker.room() for worker in able])]
+        reserved = Reservation(item.ref.attempt, chosen.blocks(item.size_tokens), now_s)
+        chosen.reservations[item.ref.key] = reserved
+        return chosen.worker_id
+
+    def _release(self, item: PlacementItem) -> None:
+        """It is asked for again: an earlier answer did not arrive or no longer holds."""
+        for worker in self.workers.values():
+            worker.reservations.pop(item.ref.key, None)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books contradict themselves."""
+        homes: set[SequenceKey] = set()
+        for worker_id, worker in self.workers.items():
+            assert worker_id == worker.worker_id
+            assert worker.plannable_blocks <= worker.total_blocks, "more free than there is"
+            assert not worker.reservations.keys() & worker.residents.keys() or all(
+                r.attempt > worker.residents[key].attempt
+                for key, r in worker.reservations.items()
+                if key in worker.residents
+            ), "counted twice"
+            assert not homes & worker.reservations.keys(), "reserved on two workers"
+            homes |= worker.reservations.keys()
+
+
+def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> Worker:
+    def resident(sequence: SequenceReport) -> Resident:
+        tokens = sequence.prompt_tokens + sequence.generated_tokens
+        return Resident(sequence.ref.attempt, sequence.allocated_blocks, -(-tokens // report.block_tokens))
+
+    return Worker(
+        worker_id=report.worker_id,
+        incarnation=report.incarnation,
+        seq=report.seq,
+        stepped_seq=report.stepped_seq,
+        block_tokens=report.block_tokens,
+        max_context_tokens=report.max_context_tokens,
+        total_blocks=report.capacity.total_blocks,
+        plannable_blocks=min(report.capacity.plannable_blocks, report.capacity.total_blocks),
+        heard_s=now_s,
+        residents={s.ref.key: resident(s) for s in report.sequences if s.state is not SequenceState.ENDED},
+        reservations=reservations,
+    )

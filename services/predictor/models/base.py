@@ -1,0 +1,51 @@
+"""What every length model can do. Source: papers/003 (EcoServe) §2.3; `algorithms.md` §2.
+
+A length is the number of tokens of a whole answer, the end token included. An answer cut by its limit says
+only that the true length is larger: it is a *censored* sample, and a model that took it for a length would
+learn its own caps.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class LengthSample:
+    """One finished answer."""
+
+    prompt: bytes
+    """Token ids, packed (`shared.messages.sequence.pack_tokens`)."""
+    output_tokens: int
+    censored: bool
+    """Cut by its limit: the true length is above `output_tokens`."""
+
+
+@dataclass(frozen=True)
+class PredictedLength:
+    """Whole answer length in tokens, each value in (generated, max_tokens]."""
+
+    rl_tokens: int
+    """Expected length; given g > 0 generated tokens, g + E[RL − g | RL > g], rounded up."""
+    p50_tokens: int
+    p80_tokens: int
+    p90_tokens: int
+    p95_tokens: int
+
+
+class LengthModel(Protocol):
+    """Predicts answer lengths and learns from finished answers."""
+
+    name: str
+
+    @property
+    def version(self) -> str:
+        """Changes with every update, so that a prediction can be traced to what the model knew."""
+        ...
+
+    def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
+        """The length of the answer to `prompt`, which is known to be longer than `generated_tokens`."""
+        ...
+
+    def observe(self, sample: LengthSample) -> None:
+        """Learns from one finished answer."""
+        ...

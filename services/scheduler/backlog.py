@@ -1,0 +1,85 @@
+"""Sequences that wait for a worker, and the one open question to placement about them. Pure.
+
+First come, first served: the oldest are asked about first, in order. No answer, and no worker for an item, both mean
+that it is asked again: when something changed, or after an interval.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from services.scheduler.effects import AskPlacement
+from services.scheduler.rules import Rules
+from services.scheduler.state import Sequence
+from shared.messages.commands import PlacementItem
+from shared.messages.sequence import SequenceKey, SequenceRef
+
+
+class Backlog:
+    """Ordered by arrival; bounded by whoever adds to it."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._waiting: list[Sequence] = []
+        self._question = 0
+        self._open: tuple[SequenceRef, ...] | None = None
+        self._due_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        at = bisect_left(self._waiting, sequence.order, key=_order)
+        return at < len(self._waiting) and self._waiting[at] is sequence
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_order)
+        self.poke()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Raises ValueError when it does not wait."""
+        if sequence not in self:
+            raise ValueError(f"{sequence.ref} is not in the backlog")
+        del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
+
+    def poke(self) -> None:
+        """Something changed: the next question need not wait for the interval."""
+        self._due_s = float("-inf")
+
+    def ask(self, excluded_workers: tuple[str, ...], now_s: float) -> AskPlacement | None:
+        """The next question, when one is due and none is open."""
+        if self._open is not None or not self._waiting or now_s < self._due_s:
+            return None
+        batch = self._waiting[: self._rules.placement_batch]
+        self._question += 1
+        self._open = tuple(sequence.ref for sequence in batch)
+        self._due_s = float("inf")
+        items = tuple(
+            PlacementItem(
+                ref=sequence.ref,
+                size_tokens=sequence.prompt_tokens + sequence.generated_tokens,
+                limit_tokens=sequence.limit_tokens,
+            )
+            for sequence in batch
+        )
+        return AskPlacement(self._question, items, excluded_workers)
+
+    def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
+        """The refs that the question was about; empty when it is not the open one. `more`: go on without a pause."""
+        if question != self._question or self._open is None:
+            return ()
+        refs, self._open = self._open, None
+        poked = self._due_s == float("-inf")
+        self._due_s = float("-inf") if more or poked else now_s + self._rules.placement_interval_s
+        return refs
+
+    def check_integrity(self) -> None:
+        keys: list[SequenceKey] = [sequence.key for sequence in self._waiting]
+        assert len(keys) == len(set(keys))
+        assert self._waiting == sorted(self._waiting, key=_order), "out of order"
+
+
+def _order(sequence: Sequence) -> tuple[float, SequenceKey]:
+    return sequence.order

@@ -1,0 +1,185 @@
+"""The scheduler's decisions: one method per event, each returning the effects to carry out, in order.
+
+Pure and deterministic: no clock, no bus. Its state is soft: a new core on an empty table finds everything again in
+heartbeats, snapshots and resubmissions. Batches are the policy's affair, workers' placement is placement's.
+"""
+
+from typing import Any
+
+from services.scheduler.effects import AskPlacement, Effect, StepDown
+from services.scheduler.fleet import Fleet
+from services.scheduler.intake import Admission, Intake
+from services.scheduler.planning import Sync
+from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.roster import Roster
+from services.scheduler.rules import Rules
+from services.scheduler.state import HELD
+from shared.errors import ContextOverflow, InvalidRequest
+from shared.messages.commands import CancelSequence, LengthPrediction
+from shared.messages.plans import StepOutcome, WorkerStepped
+from shared.messages.reports import GatewayReported, WorkerReported
+from shared.messages.sequence import SequenceRef, SequenceSpec
+
+_EXPIRE_INTERVAL_S = 1.0
+
+
+class SchedulerCore:
+    """One term of leadership. `epoch` is final once the first round of heartbeats is over (`is_commanding`)."""
+
+    def __init__(self, rules: Rules, make_policy: PolicyFactory, epoch: int, now_s: float) -> None:
+        self._rules = rules
+        self._roster = Roster(rules)
+        self._fleet = Fleet(self._roster, make_policy, epoch)
+        self._intake = Intake(self._roster)
+        self._round_ends_s = now_s + rules.round_s
+        self._ticked_s = now_s
+        self._expired_s = now_s
+        self._deposed = False
+
+    @property
+    def epoch(self) -> int:
+        return self._fleet.epoch
+
+    @property
+    def is_commanding(self) -> bool:
+        return self._fleet.commanding
+
+    @property
+    def queued(self) -> int:
+        """Sequences that no worker holds yet."""
+        return sum(sequence.phase not in HELD for sequence in self._roster.sequences.values())
+
+    @property
+    def running(self) -> int:
+        return sum(sequence.phase in HELD for sequence in self._roster.sequences.values())
+
+    def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
+        """Raises what `Intake.on_submit` raises; then nothing has changed."""
+        admission, effects = self._intake.on_submit(spec, now_s)
+        return admission, effects + self._ask_placement(now_s)
+
+    def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
+        return self._after(self._intake.on_cancel(command, now_s), now_s)
+
+    def on_gateway_reported(self, event: GatewayReported, now_s: float) -> list[Effect]:
+        """A heartbeat of an incarnation that was replaced is ignored."""
+        try:
+            return self._after(self._intake.on_gateway_reported(event, now_s), now_s)
+        except InvalidRequest:
+            return []
+
+    def on_worker_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
+        if report.epoch >= self.epoch and not self.is_commanding:
+            self._fleet.epoch = report.epoch + 1
+        if report.epoch > self.epoch:
+            return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
+        return self._after(self._fleet.on_reported(report, now_s), now_s)
+
+    def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
+        if event.outcome is StepOutcome.STALE_EPOCH and event.epoch == self.epoch:
+            return self._step_down(self.epoch, f"{event.worker_id} refuses epoch {self.epoch}")
+        return self._after(self._fleet.on_stepped(event, now_s), now_s)
+
+    def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
+        effects = self._fleet.on_snapshot(snapshot, now_s)
+        for listed in snapshot.sequences:
+            self._intake.watch(listed.gateway_id, now_s)
+        return self._after(effects, now_s)
+
+    def on_snapshot_failed(self, worker_id: str, now_s: float) -> list[Effect]:
+        """No answer; it is asked again for as long as the worker is heard of."""
+        self._fleet.on_snapshot_failed(worker_id, now_s)
+        return []
+
+    def on_placed(
+        self, question: int, worker_ids: tuple[str | None, ...] | None, now_s: float
+    ) -> list[Effect]:
+        """Placement's answer, one worker or None per item; `worker_ids` is None when there was no answer."""
+        answered = worker_ids or ()
+        more = len(self._roster.backlog) > len(answered) and any(answered)
+        refs = self._roster.backlog.close(question, more=more, now_s=now_s)
+        effects: list[Effect] = []
+        for ref, worker_id in zip(refs, answered, strict=False):
+            sequence = self._roster.find(ref)
+            lane = self._roster.lanes.get(worker_id or "")
+            if sequence is None or sequence not in self._roster.backlog:
+                continue
+            try:
+                self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
+            except ContextOverflow as error:
+                effects.append(self._roster.give_up(sequence, error.message, now_s))
+                continue
+            if lane is not None and lane.sync is Sync.IN_STEP:
+                if sequence.limit_tokens <= lane.report.max_context_tokens:
+                    self._roster.place(sequence, lane, now_s)
+        return self._after(effects, now_s)
+
+    def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
+        sequence = self._roster.find(ref)
+        if sequence is None:
+            return []
+        sequence.prediction = prediction
+        lane = self._roster.lanes.get(sequence.worker_id or "")
+        if lane is not None and lane.policy is not None:
+            lane.policy.on_predicted(ref.key, prediction, now_s)
+        return []
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        """To be called every few hundredths of a second while connected, and only then."""
+        paused_s = now_s - self._ticked_s
+        self._ticked_s = now_s
+        if paused_s > self._rules.stall_s:
+            self._fleet.forgive(paused_s)
+            self._intake.forgive(paused_s)
+            self._round_ends_s += paused_s
+        effects: list[Effect] = []
+        if not self.is_commanding and now_s >= self._round_ends_s:
+            effects += self._fleet.command(self.epoch, now_s)
+        effects += self._fleet.on_tick(now_s)
+        effects += self._intake.on_tick(now_s)
+        if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
+            self._expired_s = now_s
+            self._roster.expire(now_s)
+        return self._after(effects, now_s)
+
+    def _after(self, effects: list[Effect], now_s: float) -> list[Effect]:
+        """Whatever changed: plan where there is room, and ask for places."""
+        if self._deposed:
+            return effects
+        for lane in self._roster.lanes.values():
+            effects += lane.next_plans(now_s)
+        return effects + self._ask_placement(now_s)
+
+    def _ask_placement(self, now_s: float) -> list[Effect]:
+        lanes = self._roster.lanes
+        if not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
+            return []
+        excluded = tuple(sorted(name for name, lane in lanes.items() if lane.sync is not Sync.IN_STEP))
+        question: AskPlacement | None = self._roster.backlog.ask(excluded, now_s)
+        return [] if question is None else [question]
+
+    def _step_down(self, epoch: int, reason: str) -> list[Effect]:
+        self._deposed = True
+        return [StepDown(epoch, reason)]
+
+    def describe(self) -> dict[str, Any]:
+        """For people: counts, and one row per worker."""
+        phases: dict[str, int] = {}
+        for sequence in self._roster.sequences.values():
+            phases[sequence.phase] = phases.get(sequence.phase, 0) + 1
+        workers = [
+            {
+                "worker": lane.worker_id,
+                "sync": str(lane.sync),
+                "outstanding_steps": lane.outstanding_steps,
+                "sequences": len(self._roster.of_worker(lane.worker_id)),
+                "free_blocks": lane.report.capacity.free_blocks,
+                "total_blocks": lane.report.capacity.total_blocks,
+            }
+            for lane in self._roster.lanes.values()
+        ]
+        return {"epoch": self.epoch, "resyncs": self._fleet.resyncs, **phases, "workers": workers}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when roster, backlog, lanes or a policy disagree."""
+        self._roster.check_integrity()

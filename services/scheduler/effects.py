@@ -1,0 +1,90 @@
+"""What the core wants done. It sends nothing itself; whoever drives it carries these out, in order."""
+
+from dataclasses import dataclass
+
+from services.scheduler.state import Phase
+from shared.messages.commands import CancelSequence, PlacementItem
+from shared.messages.plans import BatchPlan
+from shared.messages.reports import WorkerLost
+from shared.messages.sequence import FinishReason, SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    worker_id: str
+    plan: BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class AskPlacement:
+    """One question is open at a time; answer with `on_placed(question, …)`, None when there was no answer."""
+
+    question: int
+    items: tuple[PlacementItem, ...]
+    excluded_workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrediction:
+    """Answer with `on_predicted`, or not at all."""
+
+    ref: SequenceRef
+    prompt: bytes
+    max_tokens: int
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Answer with `on_snapshot` or `on_snapshot_failed`."""
+
+    worker_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAtWorker:
+    worker_id: str
+    command: CancelSequence
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWorkerLost:
+    lost: WorkerLost
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start anew."""
+
+    epoch: int
+    """The epoch heard."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLeft:
+    """A sequence is over for the scheduler; for the one line it logs about it."""
+
+    ref: SequenceRef
+    phase: Phase
+    finish_reason: FinishReason | None
+    worker_id: str | None
+    prompt_tokens: int
+    generated_tokens: int | None
+    queued_s: float
+    """From acceptance to its first planned chunk, or to the end if it never started."""
+    total_s: float
+
+
+Effect = (
+    SendPlan
+    | AskPlacement
+    | AskPrediction
+    | AskSnapshot
+    | CancelAtWorker
+    | PublishWorkerLost
+    | StepDown
+    | SequenceLeft
+)

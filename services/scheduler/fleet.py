@@ -1,0 +1,187 @@
+"""The workers: heartbeats, loss, and the one way back into step (snapshot, adoption).
+
+Start of the scheduler, start or return of a worker, a gap in its reports, a skipped item and a lost plan are all the
+same to it: no plan until the worker has said what it holds. Pure.
+"""
+
+from services.scheduler.adoption import adopt_snapshot
+from services.scheduler.effects import AskSnapshot, Effect, PublishWorkerLost
+from services.scheduler.planning import Lane, Sync, Trouble
+from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.roster import Roster
+from services.scheduler.state import HELD, Phase
+from shared.messages.plans import WorkerStepped
+from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
+from shared.messages.sequence import SequenceRef
+
+_STRANGER_HEARTBEATS = 4
+
+
+class Fleet:
+    """Lanes come and go with heartbeats. `commanding` is False until a new scheduler has heard one round of them."""
+
+    def __init__(self, roster: Roster, make_policy: PolicyFactory, epoch: int) -> None:
+        self.roster = roster
+        self.epoch = epoch
+        self.commanding = False
+        self.resyncs = 0
+        self._make_policy = make_policy
+        self._rules = roster.rules
+
+    def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        lane = self.roster.lanes.get(report.worker_id)
+        if lane is not None and report.incarnation < lane.incarnation:
+            return effects
+        if lane is not None and report.incarnation > lane.incarnation:
+            effects += self.lose(lane, now_s)
+            lane = None
+        if lane is None:
+            lane = self._welcome(report, now_s)
+        lane.heard_s = now_s
+        if report.seq < lane.report.seq:
+            return effects
+        trouble = self._compare(lane, report, now_s)
+        lane.report = report
+        if lane.sync is Sync.UNSYNCED and self.commanding:
+            effects += self._resync(lane, Trouble("worker heard of"), now_s)
+        elif trouble is not None:
+            effects += self._resync(lane, trouble, now_s)
+        return effects
+
+    def _welcome(self, report: WorkerReported, now_s: float) -> Lane:
+        lane = Lane(
+            worker_id=report.worker_id,
+            incarnation=report.incarnation,
+            epoch=self.epoch,
+            rules=self._rules,
+            sequences=self.roster.sequences,
+            report=report,
+            heard_s=now_s,
+        )
+        self.roster.lanes[report.worker_id] = lane
+        return lane
+
+    def _compare(self, lane: Lane, report: WorkerReported, now_s: float) -> Trouble | None:
+        if lane.policy is None:
+            return None
+        lane.resize(report.capacity, now_s)
+        lane.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
+        return lane.on_heartbeat(report, now_s) or self._strangers(lane, report)
+
+    def _strangers(self, lane: Lane, report: WorkerReported) -> Trouble | None:
+        """Sequences that live there unbeknown to us would take blocks that plans count on."""
+        seen: dict[SequenceRef, int] = {}
+        for listed in report.sequences:
+            known = self.roster.find(listed.ref)
+            here = known is not None and known.worker_id == lane.worker_id and known.phase in HELD
+            if listed.state is not SequenceState.ENDED and not here:
+                seen[listed.ref] = lane.strangers.get(listed.ref, 0) + 1
+        lane.strangers = seen
+        if any(count >= _STRANGER_HEARTBEATS for count in seen.values()):
+            return Trouble("it holds sequences that are not known to be there")
+        return None
+
+    def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
+        lane = self.roster.lanes.get(event.worker_id)
+        if lane is None or lane.incarnation != event.incarnation:
+            return []
+        effects: list[Effect] = []
+        for end in event.ended:
+            sequence = self.roster.find(end.ref)
+            if sequence is not None and sequence.worker_id == event.worker_id and sequence.phase in HELD:
+                effects.append(
+                    self.roster.leave(
+                        sequence,
+                        Phase.ENDED,
+                        now_s,
+                        reason=end.finish_reason,
+                        generated_tokens=end.generated_tokens,
+                    )
+                )
+        trouble = lane.on_stepped(event, now_s)
+        if trouble is not None:
+            effects += self._resync(lane, trouble, now_s)
+        return effects
+
+    def command(self, epoch: int, now_s: float) -> list[Effect]:
+        """The first round of heartbeats is over: take every worker over."""
+        self.epoch, self.commanding = epoch, True
+        effects: list[Effect] = []
+        for lane in self.roster.lanes.values():
+            lane.epoch = epoch
+            effects += self._resync(lane, Trouble("new scheduler"), now_s)
+        return effects
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for lane in list(self.roster.lanes.values()):
+            hung = lane.sync is Sync.ASKED and now_s - lane.asked_s > self._rules.snapshot_patience_s
+            if hung or now_s - lane.heard_s > self._rules.worker_timeout_s:
+                effects += self.lose(lane, now_s)
+                continue
+            trouble = lane.on_tick(now_s)
+            if trouble is not None:
+                effects += self._resync(lane, trouble, now_s)
+            elif lane.ask_again_s is not None and now_s >= lane.ask_again_s:
+                lane.ask_again_s = None
+                effects.append(AskSnapshot(lane.worker_id, self.epoch, "asked again"))
+        return effects
+
+    def forgive(self, paused_s: float) -> None:
+        """The scheduler itself did not listen for so long: nobody was silent."""
+        for lane in self.roster.lanes.values():
+            lane.heard_s += paused_s
+            lane.asked_s += paused_s
+
+    def on_snapshot_failed(self, worker_id: str, now_s: float) -> None:
+        lane = self.roster.lanes.get(worker_id)
+        if lane is not None and lane.sync is Sync.ASKED:
+            lane.ask_again_s = now_s + self._rules.snapshot_retry_s
+
+    def lose(self, lane: Lane, now_s: float) -> list[Effect]:
+        """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
+        del self.roster.lanes[lane.worker_id]
+        effects: list[Effect] = []
+        refs = []
+        for sequence in self.roster.of_worker(lane.worker_id):
+            if sequence.phase is Phase.PLACED:
+                self.roster.take_back(sequence, now_s)
+            else:
+                refs.append(sequence.ref)
+                effects.append(self.roster.leave(sequence, Phase.LOST, now_s))
+        for key, (_, worker_id) in self.roster.ended.items():
+            if worker_id == lane.worker_id:
+                self.roster.ended.pop(key)
+        lost = WorkerLost(worker_id=lane.worker_id, incarnation=lane.incarnation, refs=tuple(refs))
+        return [*effects, PublishWorkerLost(lost)]
+
+    def _resync(self, lane: Lane, trouble: Trouble, now_s: float) -> list[Effect]:
+        """Stop planning and ask what the worker holds; give up whatever keeps causing this."""
+        effects: list[Effect] = []
+        culprits = [sequence for ref in trouble.culprits if (sequence := self.roster.find(ref)) is not None]
+        lane.barren_resyncs += 1
+        if not culprits and lane.barren_resyncs > self._rules.max_faults:
+            newest = lane.newest_planned()
+            culprits = [] if newest is None else [newest]
+            lane.barren_resyncs = 0
+            for sequence in culprits:
+                sequence.faults = self._rules.max_faults
+        lane.lose_step(now_s)
+        for sequence in culprits:
+            sequence.faults += 1
+            if sequence.faults > self._rules.max_faults:
+                effects.append(
+                    self.roster.give_up(sequence, f"{lane.worker_id} cannot run it: {trouble.reason}", now_s)
+                )
+        self.resyncs += 1
+        return [*effects, AskSnapshot(lane.worker_id, self.epoch, trouble.reason)]
+
+    def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
+        """The worker said what it holds: in step again, with a policy that knows it."""
+        lane = self.roster.lanes.get(snapshot.worker_id)
+        if lane is None or lane.sync is not Sync.ASKED or lane.incarnation != snapshot.incarnation:
+            return []
+        lane.heard_s = now_s
+        effects = adopt_snapshot(self.roster, lane, snapshot, self._make_policy, now_s)
+        return effects

@@ -1,0 +1,148 @@
+"""What gateways ask for: submissions, cancels, and their own signs of life. Pure.
+
+Submissions are idempotent: an attempt that is known, over or cancelled is left as it is; a higher one replaces it.
+"""
+
+from dataclasses import dataclass
+
+from services.scheduler.effects import AskPrediction, Effect
+from services.scheduler.roster import Roster
+from services.scheduler.state import Phase, Sequence
+from shared.errors import ContextOverflow, InternalError, InvalidRequest, MessageTooLarge, Overloaded
+from shared.messages.commands import CancelSequence
+from shared.messages.reports import GatewayReported
+from shared.messages.sequence import TOKEN_BYTES, FinishReason, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The answer to a submission."""
+
+    known: bool
+    worker_id: str | None = None
+
+
+class Intake:
+    """Admits sequences into the roster, and ends them when nobody reads them any more."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self._rules = roster.rules
+        self._gateways: dict[str, tuple[int, float]] = {}
+        """Incarnation, and when it was last heard."""
+
+    def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
+        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, or InternalError when it was given up."""
+        self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
+        known = self.roster.sequences.get(spec.ref.key)
+        if known is not None and known.ref.attempt >= spec.ref.attempt:
+            return self._submit_again(known, spec)
+        if self._is_over(spec, now_s):
+            return Admission(known=True), []
+        self._check(spec, now_s)
+        effects: list[Effect] = []
+        if known is not None:
+            effects.append(self.roster.leave(known, Phase.REPLACED, now_s))
+        sequence = Sequence.from_spec(spec, now_s)
+        self.roster.add(sequence)
+        return Admission(known=False), [*effects, _question(sequence, spec)]
+
+    def _submit_again(self, known: Sequence, spec: SequenceSpec) -> tuple[Admission, list[Effect]]:
+        effects: list[Effect] = []
+        if known.spec is None and known.ref == spec.ref:
+            known.spec, known.gateway_incarnation = spec, spec.gateway_incarnation
+            effects.append(_question(known, spec))
+        return Admission(known=True, worker_id=known.worker_id), effects
+
+    def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
+        """Cancelled (the cancel may have overtaken the submission), or ended with its tokens kept at a worker."""
+        cancelled = self.roster.tombstones.get(spec.ref.key, now_s)
+        ended = self.roster.ended.get(spec.ref.key, now_s)
+        return (cancelled is not None and spec.ref.attempt <= cancelled) or (
+            ended is not None and spec.ref.attempt <= ended[0]
+        )
+
+    def _check(self, spec: SequenceSpec, now_s: float) -> None:
+        given_up = self.roster.dropped.get(spec.ref.key, now_s)
+        if given_up is not None and spec.ref.attempt <= given_up[0]:
+            raise InternalError(f"{spec.ref} was given up: {given_up[1]}")
+        if not spec.prompt or len(spec.prompt) % TOKEN_BYTES or len(spec.generated) % TOKEN_BYTES:
+            raise InvalidRequest(
+                "the prompt is empty or not a whole number of packed token ids", param="prompt"
+            )
+        if spec.generated_tokens >= spec.sampling.max_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {spec.sampling.max_tokens} and {spec.generated_tokens} tokens are there already",
+                param="max_tokens",
+            )
+        if len(spec.prompt) + len(spec.generated) > self._rules.max_start_bytes:
+            raise MessageTooLarge(
+                f"{len(spec.prompt) + len(spec.generated)} bytes of token ids are more than the"
+                f" {self._rules.max_start_bytes} that one start may have",
+                param="prompt",
+            )
+        self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
+        if self.roster.is_full(resumed=spec.ref.attempt > 1 or bool(spec.generated)):
+            raise Overloaded(f"{self._rules.max_queued} sequences wait already", retry_after_s=1.0)
+
+    def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises ContextOverflow when no worker known could ever hold prompt and answer."""
+        limit = self.roster.longest_context_tokens()
+        if limit is not None and prompt_tokens + max_tokens > limit:
+            raise ContextOverflow(
+                f"This model's maximum context length is {limit} tokens. However, you requested"
+                f" {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the"
+                " completion). Please reduce the length of the messages or completion.",
+                param="messages",
+            )
+
+    def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
+        """This attempt and every lower one; remembered for a while, for a submission that it overtook."""
+        before = self.roster.tombstones.get(command.ref.key, now_s) or 0
+        known = self.roster.sequences.get(command.ref.key)
+        effects: list[Effect] = []
+        if known is not None and known.ref.attempt <= command.ref.attempt:
+            effects = self.roster.cancel(known, command.reason, now_s)
+        self.roster.tombstones.put(command.ref.key, max(before, command.ref.attempt), now_s)
+        return effects
+
+    def on_gateway_reported(self, event: GatewayReported, now_s: float) -> list[Effect]:
+        return self._hear(event.gateway_id, event.incarnation, now_s)
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for gateway_id, (_, heard_s) in list(self._gateways.items()):
+            if now_s - heard_s > self._rules.gateway_timeout_s:
+                del self._gateways[gateway_id]
+                effects += self._end_all(gateway_id, None, now_s)
+        return effects
+
+    def forgive(self, paused_s: float) -> None:
+        """The scheduler itself did not listen for so long: nobody was silent."""
+        self._gateways = {
+            name: (number, heard + paused_s) for name, (number, heard) in self._gateways.items()
+        }
+
+    def watch(self, gateway_id: str, now_s: float) -> None:
+        """Sequences of this gateway were adopted: it has to show itself from now on."""
+        self._gateways.setdefault(gateway_id, (0, now_s))
+
+    def _hear(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
+        known, _ = self._gateways.get(gateway_id, (0, now_s))
+        if incarnation < known:
+            raise InvalidRequest(f"an earlier incarnation of {gateway_id} is not listened to any more")
+        self._gateways[gateway_id] = (incarnation, now_s)
+        return self._end_all(gateway_id, incarnation, now_s) if known and incarnation > known else []
+
+    def _end_all(self, gateway_id: str, before: int | None, now_s: float) -> list[Effect]:
+        """Sequences of incarnations earlier than `before` (None: of all) have no reader any more."""
+        effects: list[Effect] = []
+        for sequence in list(self.roster.sequences.values()):
+            unread = before is None or 0 < sequence.gateway_incarnation < before
+            if sequence.gateway_id == gateway_id and unread:
+                effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
+        return effects
+
+
+def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
+    return AskPrediction(sequence.ref, spec.prompt, sequence.max_tokens, sequence.generated_tokens)

@@ -1,0 +1,165 @@
+"""What a batching policy is: the seam between the plan pipeline and every algorithm, in-tree or from outside.
+
+One policy object decides for one worker. It lives on *projected* state: whatever `plan` returned is taken as done as
+soon as it is returned, because the next plan is made while this one runs. Events correct the projection. What a
+policy reserves, lends or groups inside (EcoServe's two queues, groups, hosted ranges) is its own affair; this contract
+carries only what physically happens at the worker: chunks, decodes, total allocations, preemptions.
+
+Knows nothing of attempts, epochs, messages or other workers. Source: papers/003 §2 for the split of roles.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from shared.messages.commands import LengthPrediction
+from shared.messages.plans import PreemptMode
+from shared.messages.sequence import SequenceKey
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A sequence as a policy sees it. Immutable: progress is the policy's own record."""
+
+    key: SequenceKey
+    prompt_tokens: int
+    max_tokens: int
+    """Limit of the whole answer, `generated_tokens` included."""
+    arrival_s: float
+    """When the gateway accepted it, on the driver's clock; resumed sequences keep their place."""
+    generated_tokens: int = 0
+    """Answer tokens there are already; they are prefilled together with the prompt."""
+    deadline_s: float | None = None
+    prediction: LengthPrediction | None = None
+
+    @property
+    def limit_tokens(self) -> int:
+        """KV slots the last decode needs: the last token of the answer is never written."""
+        return self.prompt_tokens + self.max_tokens - 1
+
+    @property
+    def order(self) -> tuple[float, SequenceKey]:
+        """First come, first served, with ties broken the same way everywhere."""
+        return (self.arrival_s, self.key)
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What a sequence already holds at the worker."""
+
+    computed_tokens: int
+    """Tokens of prompt + generated whose KV is there."""
+    allocated_blocks: int
+    decoding: bool = False
+    """Its prefill is over: the next token comes from a decode, and all but the last generated token have KV."""
+
+
+class PlannedPrefill(msgspec.Struct, frozen=True):
+    """Compute tokens [first_token, end_token) of prompt + generated; the chunk that reaches the end yields one token."""
+
+    key: SequenceKey
+    first_token: int
+    end_token: int
+    allocated_blocks: int
+    """Total allocation once applied; covers `end_token`."""
+
+
+class PlannedDecode(msgspec.Struct, frozen=True):
+    """One token in each step, `tokens` in all: fewer than the steps only when the answer's limit comes first."""
+
+    key: SequenceKey
+    tokens: int
+    allocated_blocks: int
+    """Total allocation once applied; covers every token of the batch."""
+
+
+class PlannedPreemption(msgspec.Struct, frozen=True):
+    key: SequenceKey
+    mode: PreemptMode = PreemptMode.RECOMPUTE
+
+
+class PlannedQuestion(msgspec.Struct, frozen=True):
+    """The policy wants this sequence's length predicted anew, given that the answer is longer than `generated_tokens`."""
+
+    key: SequenceKey
+    generated_tokens: int
+
+
+class PlannedBatch(msgspec.Struct, frozen=True):
+    """Up to `steps` iterations. Applied as preemptions, prefills (first step only), decodes. A key is in one item only.
+
+    No allocation may count on blocks of a sequence that is merely expected to end: ends are `on_ended` events.
+    """
+
+    steps: int = 1
+    preemptions: tuple[PlannedPreemption, ...] = ()
+    prefills: tuple[PlannedPrefill, ...] = ()
+    decodes: tuple[PlannedDecode, ...] = ()
+    questions: tuple[PlannedQuestion, ...] = ()
+
+    @property
+    def decodes_only(self) -> bool:
+        """Such a batch may be cut short between any two steps, and each missing step is one `on_short` per decode."""
+        return not (self.preemptions or self.prefills)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    """What a policy has to know of its worker when it is made."""
+
+    block_tokens: int
+    capacity_blocks: int
+    """Blocks that plans may hand out altogether."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Limits that hold for any policy, and `options` that only the named one understands."""
+
+    chunked_prefill: bool = True
+    max_batch_sequences: int = 64
+    token_budget: int = 512
+    """Tokens computed in one step: decodes and prompt chunks together."""
+    max_steps: int = 8
+    start_tokens: int = 65_536
+    """Prompt + generated tokens of all sequences that one batch starts (their text travels in the plan), or one sequence."""
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@runtime_checkable
+class BatchPolicy(Protocol):
+    """Decides one worker's batches. Deterministic: the same calls give the same batches.
+
+    A key that is not known (any more) is ignored by every event: ends and cancels may arrive twice, late, or while a
+    planned item is in flight.
+    """
+
+    def on_arrival(self, task: Task, now_s: float) -> None:
+        """A sequence that holds nothing at the worker."""
+
+    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
+        """A sequence found at the worker, before the first plan. `task.generated_tokens` is what it has by now."""
+
+    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+        """Ended or cancelled: its blocks are free by the time the next plan is applied."""
+
+    def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
+        """Decodes-only batches were cut short: this sequence generated `missing_tokens` fewer than was planned."""
+
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        """The worker's capacity changed; a policy that hands out too much now preempts in its next plan."""
+
+    def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:
+        """The worker's measured speeds; 0 before the first measurement."""
+
+    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        """The predictor's answer, if it ever comes."""
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        """The next batch, taken as run once returned; None when nothing can run. Asked again after every event."""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance."""
+
+
+PolicyFactory = Callable[[WorkerShape, PolicySettings], BatchPolicy]

@@ -1,0 +1,43 @@
+"""A map whose entries fade: what was cancelled, ended or given up lately. Pure; bounded in time and in number."""
+
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class RecentMap(Generic[K, V]):
+    """Each entry is kept `ttl_s` after it was last put, the newest `limit` of them at most."""
+
+    def __init__(self, ttl_s: float, limit: int) -> None:
+        self._ttl_s = ttl_s
+        self._limit = limit
+        self._entries: dict[K, tuple[V, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, key: K, value: V, now_s: float) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = (value, now_s)
+        if len(self._entries) > self._limit:
+            del self._entries[next(iter(self._entries))]
+
+    def get(self, key: K, now_s: float) -> V | None:
+        """The value, if it is recent enough."""
+        entry = self._entries.get(key)
+        return entry[0] if entry is not None and now_s - entry[1] <= self._ttl_s else None
+
+    def pop(self, key: K) -> None:
+        """Forget it, if it is there."""
+        self._entries.pop(key, None)
+
+    def items(self) -> list[tuple[K, V]]:
+        return [(key, value) for key, (value, _) in self._entries.items()]
+
+    def expire(self, now_s: float) -> None:
+        """Forget what is too old; entries lie in the order of their age."""
+        for key in list(self._entries):
+            if now_s - self._entries[key][1] <= self._ttl_s:
+                return
+            del self._entries[key]

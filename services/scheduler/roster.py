@@ -1,0 +1,156 @@
+"""Every sequence the scheduler knows, where it is, and what left lately. The one place where sequences come and go.
+
+Knows workers only as lanes. Pure.
+"""
+
+from services.scheduler.backlog import Backlog
+from services.scheduler.effects import CancelAtWorker, Effect, SequenceLeft
+from services.scheduler.planning import Lane, Sync
+from services.scheduler.recent import RecentMap
+from services.scheduler.rules import Rules
+from services.scheduler.state import HELD, Phase, Sequence
+from shared.messages.commands import CancelSequence
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
+
+_LIMIT = 65_536
+"""Entries of each memory of what is over."""
+
+
+class Roster:
+    """Sequences by key, lanes by worker, the backlog between them."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.sequences: dict[SequenceKey, Sequence] = {}
+        self.lanes: dict[str, Lane] = {}
+        self.backlog = Backlog(rules)
+        self.tombstones: RecentMap[SequenceKey, int] = RecentMap(rules.tombstone_s, _LIMIT)
+        """Highest cancelled attempt."""
+        self.ended: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.ended_s, _LIMIT)
+        """Attempt that ended, and the worker that keeps its tokens."""
+        self.dropped: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.tombstone_s, _LIMIT)
+        """Attempt that was given up, and why."""
+
+    def find(self, ref: SequenceRef) -> Sequence | None:
+        """The sequence, if this very attempt of it is known."""
+        sequence = self.sequences.get(ref.key)
+        return sequence if sequence is not None and sequence.ref.attempt == ref.attempt else None
+
+    def of_worker(self, worker_id: str) -> list[Sequence]:
+        return [sequence for sequence in self.sequences.values() if sequence.worker_id == worker_id]
+
+    def is_full(self, *, resumed: bool) -> bool:
+        """Whether as many sequences wait as may; those that were accepted before have room of their own."""
+        limit = self.rules.max_queued * (2 if resumed else 1)
+        if len(self.sequences) < limit:
+            return False
+        return sum(sequence.phase not in HELD for sequence in self.sequences.values()) >= limit
+
+    def longest_context_tokens(self) -> int | None:
+        """Of any worker known; None when none is."""
+        return max((lane.report.max_context_tokens for lane in self.lanes.values()), default=None)
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence without a worker. Whatever attempt was known before has left."""
+        assert sequence.key not in self.sequences
+        self.sequences[sequence.key] = sequence
+        self.backlog.add(sequence)
+
+    def adopt(self, sequence: Sequence, lane: Lane, phase: Phase, now_s: float) -> None:
+        """Found at this lane's worker: new, queued, already known to be there, or meant for another worker."""
+        known = self.sequences.setdefault(sequence.key, sequence) is sequence
+        assert known, "another attempt is known"
+        if sequence.worker_id is None and sequence in self.backlog:
+            self.backlog.remove(sequence)
+        elif sequence.worker_id not in (None, lane.worker_id):
+            held = sequence.phase in HELD
+            other = self._forget_at_lane(sequence, now_s)
+            if other is not None and held:
+                other.drop(sequence.ref)
+        sequence.move_to(phase)
+        sequence.worker_id, sequence.confirmed = lane.worker_id, True
+
+    def place(self, sequence: Sequence, lane: Lane, now_s: float) -> None:
+        """From the backlog to a worker's policy."""
+        self.backlog.remove(sequence)
+        sequence.move_to(Phase.PLACED)
+        sequence.worker_id = lane.worker_id
+        lane.arrive(sequence, now_s)
+
+    def take_back(self, sequence: Sequence, now_s: float) -> None:
+        """From a worker that never heard of it to the backlog."""
+        self._forget_at_lane(sequence, now_s)
+        sequence.move_to(Phase.QUEUED)
+        sequence.worker_id, sequence.confirmed = None, False
+        self.backlog.add(sequence)
+
+    def leave(
+        self,
+        sequence: Sequence,
+        phase: Phase,
+        now_s: float,
+        *,
+        reason: FinishReason | None = None,
+        generated_tokens: int | None = None,
+    ) -> SequenceLeft:
+        """It is over. What a worker still holds of it is dropped there with the next plan."""
+        if sequence.phase is Phase.QUEUED:
+            self.backlog.remove(sequence)
+        elif sequence.worker_id is not None:
+            held = sequence.phase in HELD
+            lane = self._forget_at_lane(sequence, now_s)
+            if lane is not None and held and phase not in (Phase.ENDED, Phase.LOST):
+                lane.drop(sequence.ref)
+        sequence.move_to(phase)
+        del self.sequences[sequence.key]
+        if phase is Phase.ENDED and sequence.worker_id is not None:
+            self.ended.put(sequence.key, (sequence.ref.attempt, sequence.worker_id), now_s)
+        self.backlog.poke()
+        return SequenceLeft(
+            ref=sequence.ref,
+            phase=phase,
+            finish_reason=reason,
+            worker_id=sequence.worker_id,
+            prompt_tokens=sequence.prompt_tokens,
+            generated_tokens=generated_tokens,
+            queued_s=(now_s if sequence.started_s is None else sequence.started_s) - sequence.accepted_s,
+            total_s=now_s - sequence.accepted_s,
+        )
+
+    def cancel(self, sequence: Sequence, reason: FinishReason, now_s: float) -> list[Effect]:
+        """End it on behalf of its gateway, at its worker too; whoever sees the attempt again takes it for cancelled."""
+        self.tombstones.put(sequence.key, sequence.ref.attempt, now_s)
+        held_by = sequence.worker_id if sequence.phase in HELD else None
+        effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason=reason)]
+        if held_by is not None:
+            effects.append(CancelAtWorker(held_by, CancelSequence(ref=sequence.ref, reason=reason)))
+        return effects
+
+    def give_up(self, sequence: Sequence, why: str, now_s: float) -> SequenceLeft:
+        """It can run nowhere. The gateway learns why when it submits the sequence again."""
+        self.dropped.put(sequence.key, (sequence.ref.attempt, why), now_s)
+        return self.leave(sequence, Phase.DROPPED, now_s, reason=FinishReason.ERROR)
+
+    def expire(self, now_s: float) -> None:
+        self.tombstones.expire(now_s)
+        self.ended.expire(now_s)
+        self.dropped.expire(now_s)
+
+    def check_integrity(self) -> None:
+        self.backlog.check_integrity()
+        queued = [sequence for sequence in self.sequences.values() if sequence.phase is Phase.QUEUED]
+        assert {sequence.key for sequence in queued} == {sequence.key for sequence in self.backlog}
+        for key, sequence in self.sequences.items():
+            assert sequence.key == key
+            assert (sequence.worker_id is None) == (sequence.phase is Phase.QUEUED)
+            assert sequence.worker_id is None or sequence.worker_id in self.lanes
+            assert sequence.phase in HELD or sequence.spec is not None
+        for worker_id, lane in self.lanes.items():
+            assert lane.worker_id == worker_id
+            lane.check_integrity()
+
+    def _forget_at_lane(self, sequence: Sequence, now_s: float) -> Lane | None:
+        lane = self.lanes.get(sequence.worker_id or "")
+        if lane is not None and lane.sync is Sync.IN_STEP:
+            lane.end(sequence.key, now_s)
+        return lane

@@ -1,0 +1,39 @@
+"""The numbers by which the core decides; configuration fills them in."""
+
+from dataclasses import dataclass, field
+
+from services.scheduler.policy.contract import PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """All times in seconds on one monotonic clock."""
+
+    settings: PolicySettings = field(default_factory=PolicySettings)
+    outstanding_steps: int = 2
+    """Steps a worker should have left, the running one included, before the next plan is made."""
+    valid_for_s: float = 5.0
+    worker_timeout_s: float = 2.0
+    gateway_timeout_s: float = 10.0
+    round_s: float = 0.6
+    """What a new scheduler waits for heartbeats before its first command."""
+    snapshot_patience_s: float = 10.0
+    """A worker that sends heartbeats but answers no snapshot for so long counts as lost."""
+    snapshot_retry_s: float = 0.1
+    placement_interval_s: float = 0.05
+    placement_batch: int = 64
+    max_queued: int = 4096
+    """Sequences that no worker holds yet; resumed ones may exceed it twofold."""
+    max_start_bytes: int = 262_144
+    """Token ids of one sequence, packed; more cannot be sent to a worker in one message."""
+    max_faults: int = 4
+    """Resyncs that one sequence may cause before it is given up."""
+    tombstone_s: float = 60.0
+    ended_s: float = 30.0
+    """How long a resubmission of an ended attempt is answered with `known`."""
+    report_grace_s: float = 0.25
+    """A step report may arrive so much later than a heartbeat that counts it."""
+    plan_grace_s: float = 1.0
+    """A plan that a worker's heartbeat does not know after so long was lost on the way."""
+    stall_s: float = 1.0
+    """A pause between two ticks longer than this was the scheduler's own: nobody else is blamed for it."""

@@ -1,0 +1,119 @@
+"""The scheduler on the bus: feeds events to the core, carries its effects out, holds the lease.
+
+An instance without the lease is a standby: it listens to workers' heartbeats (for the highest epoch) and answers
+`status`, nothing else. Leadership is a `Term`; when the lease is lost, or a higher epoch is heard, the term ends, its
+core with it, and the instance stands for the lease again. No state outlives a term.
+"""
+
+import asyncio
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.policy import find_policy
+from services.scheduler.term import HANDLERS as TERM_HANDLERS
+from services.scheduler.term import Term
+from shared import subjects
+from shared.bus import Bus, Gatherable, Lease, Listener
+from shared.clock import monotonic_s
+from shared.errors import NotLeader, UnavailableError
+from shared.log import canonical, get_logger
+from shared.messages.base import Empty
+from shared.messages.reports import ServiceStatus, WorkerReported
+
+_log = get_logger("scheduler")
+_ROLE = "scheduler"
+_AFTER_ERROR_S = 0.5
+
+HANDLERS = (
+    Gatherable(subjects.status("scheduler"), Empty, "status"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
+)
+"""Served at all times; `term.HANDLERS` are added while leading."""
+
+
+class SchedulerService:
+    """One instance: standby, leader, standby again."""
+
+    def __init__(self, config: SchedulerConfig, bus: Bus) -> None:
+        self._config = config
+        self._bus = bus
+        self._make_policy = find_policy(config.policy)
+        self._started_s = monotonic_s()
+        self._highest_epoch = 0
+        self._term: Term | None = None
+
+    def on_worker_reported(self, report: WorkerReported) -> None:
+        self._highest_epoch = max(self._highest_epoch, report.epoch)
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        term = self._term
+        details = {"role": "standby", "policy": self._config.policy}
+        if term is not None:
+            details |= {"role": "leader", **term.describe()}
+        return ServiceStatus(
+            service="scheduler",
+            instance=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            uptime_s=monotonic_s() - self._started_s,
+            details=details,
+        )
+
+    async def serve(self) -> None:
+        """For ever: wait for the lease, lead until it ends. Cancel to stop."""
+        await self._bus.attach(HANDLERS, self)
+        while True:
+            lease = await self._bus.acquire_lease(_ROLE, ttl_s=self._config.lease_ttl_s)
+            try:
+                await self._lead(lease)
+            except Exception:
+                _log.exception("the term ended by an error")
+                await asyncio.sleep(_AFTER_ERROR_S)
+            finally:
+                self._term = None
+                await lease.release()
+
+    async def _lead(self, lease: Lease) -> None:
+        epoch = max(lease.epoch, self._highest_epoch + 1)
+        term = self._term = Term(self._config, self._bus, self._make_policy, epoch)
+        canonical(_log, "leading", epoch=epoch, policy=self._config.policy)
+        tasks = [asyncio.create_task(term.run()), asyncio.create_task(self._keep(lease))]
+        try:
+            await self._bus.attach(TERM_HANDLERS, term)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._bus.detach(TERM_HANDLERS, term)
+            self._highest_epoch = max(self._highest_epoch, term.epoch, term.heard_epoch)
+            canonical(
+                _log, "standing by", epoch=term.epoch, reason=term.end_reason or "lease lost, or stopping"
+            )
+
+    async def _keep(self, lease: Lease) -> None:
+        """Renew until the lease is taken, or nothing has been heard of it for its whole time to live."""
+        renewed_s = monotonic_s()
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / 4)
+            asked_s = monotonic_s()
+            try:
+                await lease.renew()
+                renewed_s = asked_s
+            except NotLeader as error:
+                _log.warning("%s", error)
+                return
+            except UnavailableError as error:
+                _log.warning("the lease was not renewed: %s", error)
+                if monotonic_s() - renewed_s > self._config.lease_ttl_s:
+                    return
+
+
+async def run(config: SchedulerConfig) -> None:
+    """Connect and serve until cancelled. Raises ConfigError (unknown policy) and BusUnavailable."""
+    find_policy(config.policy)
+    bus = await Bus.connect(config.bus, service="scheduler", instance=config.instance)
+    try:
+        await SchedulerService(config, bus).serve()
+    finally:
+        await bus.close()

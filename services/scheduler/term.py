@@ -1,0 +1,273 @@
+"""One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
+
+Everything published goes through one queue and one task, so that plans leave in the order they were made. Questions
+(placement, predictions, snapshots) are tasks with deadlines; the core hears the answer, or that there was none.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core import SchedulerCore
+from services.scheduler.effects import (
+    AskPlacement,
+    AskPrediction,
+    AskSnapshot,
+    CancelAtWorker,
+    Effect,
+    PublishWorkerLost,
+    SendPlan,
+    SequenceLeft,
+    StepDown,
+)
+from services.scheduler.policy.contract import PolicyFactory
+from shared import metrics, subjects
+from shared.bus import Bus, Endpoint, Listener
+from shared.clock import monotonic_s, new_incarnation
+from shared.errors import KvasirError, StaleEpoch
+from shared.log import canonical, get_logger
+from shared.messages.base import Message
+from shared.messages.commands import (
+    CancelSequence,
+    LengthPrediction,
+    Placements,
+    PlaceSequences,
+    PredictLength,
+    SubmitReply,
+    SubmitSequence,
+    TakeSnapshot,
+)
+from shared.messages.plans import WorkerStepped
+from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
+
+_log = get_logger("scheduler")
+_MAX_OUTBOX = 16_384
+_MAX_PREDICTIONS = 64
+"""Open at once; beyond that a sequence does without."""
+
+HANDLERS = (
+    Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+    Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported"),
+)
+
+
+class Term:
+    """Lives from gaining the lease to losing it. `run` returns when the core steps down."""
+
+    def __init__(self, config: SchedulerConfig, bus: Bus, make_policy: PolicyFactory, epoch: int) -> None:
+        self._config = config
+        self._bus = bus
+        self._incarnation = new_incarnation()
+        self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s())
+        self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue(_MAX_OUTBOX)
+        self._questions: set[asyncio.Task[None]] = set()
+        self._predictions = 0
+        self._ended = asyncio.Event()
+        self.end_reason: str | None = None
+        self.heard_epoch = 0
+        self._plans = metrics.counter("kvasir_scheduler_plans_total", "Plans sent")
+        self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
+        self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
+        self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
+
+    @property
+    def epoch(self) -> int:
+        return self._core.epoch
+
+    def describe(self) -> dict[str, Any]:
+        return {"queued": self._core.queued, "running": self._core.running, **self._core.describe()}
+
+    async def run(self) -> None:
+        """Until the core steps down, or cancelled."""
+        tasks = [asyncio.create_task(work) for work in (self._send(), self._tick(), self._announce())]
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            done, _ = await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (ended, *tasks, *self._questions):
+                task.cancel()
+            await asyncio.gather(ended, *tasks, *self._questions, return_exceptions=True)
+
+    async def submit(self, command: SubmitSequence) -> SubmitReply:
+        try:
+            admission, effects = self._core.on_submit(command.spec, monotonic_s())
+        except KvasirError:
+            raise
+        except Exception:
+            self._fail()
+            raise
+        self._carry_out(effects)
+        return SubmitReply(
+            scheduler_id=self._bus.instance,
+            incarnation=self._incarnation,
+            epoch=self._core.epoch,
+            known=admission.known,
+            worker_id=admission.worker_id,
+        )
+
+    def on_cancel(self, command: CancelSequence) -> None:
+        self._feed(self._core.on_cancel, command)
+
+    def on_worker_reported(self, report: WorkerReported) -> None:
+        self._feed(self._core.on_worker_reported, report)
+
+    def on_stepped(self, event: WorkerStepped) -> None:
+        self._feed(self._core.on_stepped, event)
+
+    def on_gateway_reported(self, event: GatewayReported) -> None:
+        self._feed(self._core.on_gateway_reported, event)
+
+    def _feed(self, on_event: Callable[..., list[Effect]], *event: Any) -> None:
+        """Hand the core an event. A core that fails is not to be trusted any more: the term ends."""
+        try:
+            effects = on_event(*event, monotonic_s())
+        except Exception:
+            self._fail()
+            return
+        self._carry_out(effects)
+
+    def _fail(self) -> None:
+        _log.exception("the core failed")
+        self._end("the core failed")
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendPlan():
+                    self._plans.inc()
+                    self._post(subjects.worker_plan(effect.worker_id), effect.plan)
+                case CancelAtWorker():
+                    self._post(subjects.worker_cancel(effect.worker_id), effect.command)
+                case PublishWorkerLost():
+                    self._lost.inc()
+                    _log.warning("worker %s is lost", effect.lost.worker_id)
+                    self._post(subjects.SCHEDULER_WORKER_LOST, effect.lost)
+                case AskPlacement():
+                    self._start(self._place(effect))
+                case AskPrediction():
+                    if self._predictions < _MAX_PREDICTIONS:
+                        self._predictions += 1
+                        self._start(self._predict(effect))
+                case AskSnapshot():
+                    self._resyncs.inc()
+                    self._start(self._snapshot(effect))
+                case SequenceLeft():
+                    self._note(effect)
+                case StepDown():
+                    self.heard_epoch = effect.epoch
+                    self._end(effect.reason)
+
+    def _post(self, subject: str, message: Message) -> None:
+        try:
+            self._outbox.put_nowait((subject, message))
+        except asyncio.QueueFull:
+            self._end("messages are not leaving")
+
+    def _end(self, reason: str) -> None:
+        self.end_reason = self.end_reason or reason
+        self._ended.set()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    def _note(self, left: SequenceLeft) -> None:
+        self._left.labels(left.phase).inc()
+        canonical(
+            _log,
+            "sequence",
+            ref=str(left.ref),
+            became=str(left.phase),
+            reason=left.finish_reason and str(left.finish_reason),
+            worker=left.worker_id,
+            prompt_tokens=left.prompt_tokens,
+            generated_tokens=left.generated_tokens,
+            queued_s=round(left.queued_s, 4),
+            total_s=round(left.total_s, 4),
+        )
+
+    async def _send(self) -> None:
+        while True:
+            subject, message = await self._outbox.get()
+            try:
+                await self._bus.publish(subject, message)
+            except KvasirError as error:
+                _log.warning("%s was not sent: %s", type(message).__name__, error)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            if self._bus.connected:
+                self._feed(self._core.on_tick)
+
+    async def _announce(self) -> None:
+        while True:
+            self._post(
+                subjects.SCHEDULER_ANNOUNCED,
+                SchedulerAnnounced(
+                    scheduler_id=self._bus.instance,
+                    incarnation=self._incarnation,
+                    epoch=self._core.epoch,
+                    policy=self._config.policy,
+                    queued=self._core.queued,
+                    running=self._core.running,
+                ),
+            )
+            await asyncio.sleep(self._config.announce_s)
+
+    async def _place(self, question: AskPlacement) -> None:
+        command = PlaceSequences(items=question.items, excluded_workers=question.excluded_workers)
+        worker_ids: tuple[str | None, ...] | None = None
+        try:
+            reply = await self._bus.request(
+                subjects.PLACEMENT_PLACE, command, Placements, deadline_s=self._config.place_deadline_s
+            )
+            worker_ids = reply.worker_ids
+        except KvasirError as error:
+            _log.debug("placement did not answer: %s", error)
+        self._feed(self._core.on_placed, question.question, worker_ids)
+
+    async def _predict(self, question: AskPrediction) -> None:
+        command = PredictLength(
+            ref=question.ref,
+            prompt=question.prompt,
+            max_tokens=question.max_tokens,
+            generated_tokens=question.generated_tokens,
+        )
+        try:
+            prediction = await self._bus.request(
+                subjects.PREDICTOR_PREDICT,
+                command,
+                LengthPrediction,
+                deadline_s=self._config.predict_deadline_s,
+            )
+        except KvasirError as error:
+            _log.debug("no prediction for %s: %s", question.ref, error)
+            return
+        finally:
+            self._predictions -= 1
+        self._feed(self._core.on_predicted, question.ref, prediction)
+
+    async def _snapshot(self, question: AskSnapshot) -> None:
+        _log.info("asking %s for a snapshot: %s", question.worker_id, question.reason)
+        try:
+            snapshot = await self._bus.request(
+                subjects.worker_snapshot(question.worker_id),
+                TakeSnapshot(epoch=question.epoch),
+                WorkerReported,
+                deadline_s=self._config.snapshot_deadline_s,
+            )
+        except StaleEpoch as error:
+            self._end(str(error))
+        except KvasirError as error:
+            _log.info("no snapshot of %s: %s", question.worker_id, error)
+            self._feed(self._core.on_snapshot_failed, question.worker_id)
+        else:
+            self._feed(self._core.on_snapshot, snapshot)

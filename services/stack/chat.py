@@ -1,0 +1,161 @@
+"""`chat`: a conversation on the terminal, over the gateway's HTTP interface like any other client."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from services.stack.rundir import RunDirectory
+from shared.errors import UnavailableError
+
+_CONNECT_S = 5.0
+_SILENCE_S = 120.0
+"""Without a byte for so long, an answer is given up."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the command line asked for."""
+
+    run: RunDirectory
+    question: str = ""
+    """Ask this once and end; empty: a conversation."""
+    system: str | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+
+class ChatFailed(UnavailableError):
+    """The gateway refused, or the answer broke off."""
+
+    code = "chat_failed"
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and how to go on."""
+
+    client: httpx.Client
+    model: str
+    options: ChatOptions
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, question: str) -> Iterator[str]:
+        """Streams the answer. A turn that fails or is abandoned leaves no trace. Raises ChatFailed."""
+        asked = [*self.messages, {"role": "user", "content": question}]
+        answer: list[str] = []
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", json=self._body(asked)) as response:
+                _raise_for(response)
+                for piece in contents(response.iter_lines()):
+                    answer.append(piece)
+                    yield piece
+        except httpx.HTTPError as error:
+            raise ChatFailed(f"the answer broke off: {error or type(error).__name__}") from None
+        self.messages = [*asked, {"role": "assistant", "content": "".join(answer)}]
+
+    def forget(self) -> None:
+        """Back to the system message."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True}
+        if self.options.temperature is not None:
+            body["temperature"] = self.options.temperature
+        if self.options.max_tokens is not None:
+            body["max_tokens"] = self.options.max_tokens
+        return body
+
+
+def chat(options: ChatOptions, console: Console) -> int:
+    """A conversation until /exit or the end of input, or one answer. Raises ChatFailed without a stack."""
+    state = options.run.read_state()
+    if options.run.holder() is None or "url" not in state:
+        raise ChatFailed(f"nothing runs from {options.run.path}; `python -m services up` starts it")
+    headers = {"Authorization": f"Bearer {options.run.credentials().api_key}"}
+    timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
+    with httpx.Client(base_url=state["url"], headers=headers, timeout=timeout, trust_env=False) as client:
+        conversation = Conversation(client, _first_model(client), options)
+        if options.system:
+            conversation.messages.append({"role": "system", "content": options.system})
+        if options.question:
+            _print_answer(conversation, options.question)
+            return 0
+        return _converse(conversation, console)
+
+
+def _converse(conversation: Conversation, console: Console) -> int:
+    console.print(
+        f"{conversation.model}: /exit ends, /new forgets, Ctrl-C stops an answer", style="dim", markup=False
+    )
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() its line editing
+    while (line := _read_line()) not in (None, "/exit", "/quit"):
+        if line == "/new":
+            conversation.forget()
+        elif line:
+            try:
+                _print_answer(conversation, line)
+            except ChatFailed as error:
+                console.print(error.message, style="red", markup=False)
+    return 0
+
+
+def _read_line() -> str | None:
+    """One line, stripped; None at the end of input. Ctrl-C at the prompt ends the program, as everywhere."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _print_answer(conversation: Conversation, question: str) -> None:
+    """Prints as it streams; Ctrl-C ends the answer (the gateway hears of it), not the program."""
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(conversation.ask(question)) as pieces:
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _first_model(client: httpx.Client) -> str:
+    try:
+        response = client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise ChatFailed(f"the gateway at {client.base_url} does not answer: {error}") from None
+    _raise_for(response)
+    return str(response.json()["data"][0]["id"])
+
+
+def _raise_for(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    body = response.read().decode("utf-8", "replace")
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = body[:300]
+    raise ChatFailed(f"{response.status_code}: {message}")
+
+
+def contents(lines: Iterator[str]) -> Iterator[str]:
+    """The content pieces of an event stream, up to its `[DONE]`. Raises ChatFailed for an error in it."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise ChatFailed(str(event["error"].get("message", event["error"])))
+        for choice in event.get("choices", []):
+            if content := choice.get("delta", {}).get("content"):
+                yield content
+    raise ChatFailed("the answer ended without [DONE]")

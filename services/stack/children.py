@@ -1,0 +1,60 @@
+"""What the supervisor is to run, as data, and how each of it fares."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from services.stack.backoff import Backoff
+from services.stack.probes import Probe
+from services.stack.process import ChildProcess
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One line of the child table."""
+
+    name: str
+    """Instance id; also the name of its log."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """All of its environment."""
+    ready: Probe | None = None
+    """None: ready as soon as it runs."""
+    stage: int = 0
+    """Higher stages are stopped first; all are started together."""
+
+
+class ChildState(StrEnum):
+    """Where a child stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"
+    STOPPED = "stopped"
+
+
+@dataclass
+class Child:
+    """One child over all its processes."""
+
+    spec: ChildSpec
+    backoff: Backoff
+    state: ChildState = ChildState.STOPPED
+    process: ChildProcess | None = None
+    restarts: int = 0
+    last_exit: str | None = None
+    obstacle: str | None = None
+    started_unix_s: float = field(default_factory=time.time)
+
+    def row(self) -> dict[str, Any]:
+        """For state.json and the status table."""
+        return {
+            "name": self.spec.name,
+            "pid": self.process.pid if self.process else None,
+            "state": str(self.state),
+            "restarts": self.restarts,
+            "last_exit": self.last_exit,
+            "started_unix_s": round(self.started_unix_s, 3),
+        }

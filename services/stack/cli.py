@@ -1,0 +1,124 @@
+"""The command line: `python -m services up | down | status | chat`."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from services.stack.config import StackConfig
+from services.stack.obstructions import Obstructed
+from services.stack.rundir import RunDirectory
+from services.stack.table import ROOT, parse_override
+from shared.config import load
+from shared.errors import ConfigError, KvasirError
+
+_DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
+_STACK_FLAGS = ("port", "nats_port", "workers", "model", "start_timeout_s", "stop_grace_s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carries out one command; returns the exit code: 0 done, 1 failed, 2 wrong settings, 3 something is in
+    the way."""
+    arguments = _parser().parse_args(argv)
+    console = Console(stderr=False, soft_wrap=True)
+    try:
+        code: int = arguments.command(arguments, console)
+        return code
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Obstructed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except KvasirError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m services", description="The local Kvasir stack.")
+    commands = parser.add_subparsers(required=True, metavar="up|down|status|chat")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--run-dir", type=Path, default=ROOT / ".run", help="state, logs, credentials [%(default)s]"
+    )
+
+    up = commands.add_parser("up", parents=[common], help="start everything; Ctrl-C ends it")
+    up.add_argument("--detach", action="store_true", help="return when it is ready and leave it running")
+    up.add_argument("--config", type=Path, help="YAML file [deploy/local.yaml, if there is one]")
+    for name in _STACK_FLAGS:
+        description = StackConfig.model_fields[name].description
+        up.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, help=description)
+    up.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="of a service or one instance: worker.kv_blocks=64, worker-1.kv_blocks=64; repeatable",
+    )
+    up.set_defaults(command=_up)
+
+    down = commands.add_parser("down", parents=[common], help="end the stack of this run directory")
+    down.set_defaults(command=_down)
+
+    status = commands.add_parser("status", parents=[common], help="what every service says of itself")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.set_defaults(command=_status)
+
+    chat = commands.add_parser(
+        "chat", parents=[common], help="talk to the model; with a question, ask it once"
+    )
+    chat.add_argument("question", nargs="*", help="ask this and end")
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--temperature", type=float, help="0 is greedy")
+    chat.add_argument("--max-tokens", type=int, help="longest answer")
+    chat.set_defaults(command=_chat)
+    return parser
+
+
+def _up(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.detach import up_detached
+    from services.stack.up import UpOptions, up
+
+    file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
+    flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
+    config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])
+    options = UpOptions(
+        config=config,
+        run=RunDirectory(arguments.run_dir),
+        config_file=file,
+        overrides=tuple(parse_override(text) for text in arguments.set),
+    )
+    if arguments.detach:
+        return up_detached(options.run, [word for word in sys.argv[1:] if word != "--detach"], console)
+    return asyncio.run(up(options, console))
+
+
+def _down(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.down import down
+
+    return down(RunDirectory(arguments.run_dir), console)
+
+
+def _status(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.status import status
+
+    return asyncio.run(status(RunDirectory(arguments.run_dir), console, as_json=arguments.json))
+
+
+def _chat(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.chat import ChatOptions, chat
+
+    options = ChatOptions(
+        run=RunDirectory(arguments.run_dir),
+        question=" ".join(arguments.question),
+        system=arguments.system,
+        temperature=arguments.temperature,
+        max_tokens=arguments.max_tokens,
+    )
+    return chat(options, console)

@@ -1,0 +1,89 @@
+"""What `up` shows while it starts and when it is ready: a live table on a terminal, a few plain lines
+elsewhere."""
+
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from services.stack.children import Child, ChildState
+
+_REFRESH_S = 0.1
+_PLAIN_EVERY_S = 5.0
+
+
+class StartDisplay:
+    """Shows which children are still awaited. Use it as a context; `tick` may be called as often as one
+    likes."""
+
+    def __init__(self, console: Console, children: Iterable[Child]) -> None:
+        self._console = console
+        self._children = list(children)
+        self._began_s = time.monotonic()
+        self._shown_s = self._began_s
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        )
+
+    def __enter__(self) -> "StartDisplay":
+        names = ", ".join(child.spec.name for child in self._children)
+        self._console.print(f"starting {names}", highlight=False)
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def tick(self) -> None:
+        now_s = time.monotonic()
+        every_s = _REFRESH_S if self._live else _PLAIN_EVERY_S
+        if now_s - self._shown_s < every_s:
+            return
+        self._shown_s = now_s
+        if self._live:
+            self._live.update(self._table(now_s - self._began_s), refresh=True)
+        else:
+            late = [c for c in self._children if c.state is not ChildState.READY]
+            waiting = ", ".join(f"{child.spec.name} ({_word(child)})" for child in late)
+            self._console.print(f"{now_s - self._began_s:.0f} s: waiting for {waiting}", highlight=False)
+
+    def _table(self, elapsed_s: float) -> Table:
+        table = Table(box=None, padding=(0, 2), show_header=False)
+        for child in self._children:
+            ready = child.state is ChildState.READY
+            mark = "[green]✓[/]" if ready else "[yellow]…[/]"
+            table.add_row(mark, child.spec.name, "" if ready else f"[dim]{_word(child)}[/]")
+        table.add_row("", f"[dim]{elapsed_s:.0f} s[/]", "")
+        return table
+
+
+def _word(child: Child) -> str:
+    return child.obstacle if child.obstacle and child.state is ChildState.STARTING else str(child.state)
+
+
+def curl_line(url: str, key: str, model: str) -> str:
+    """A command to paste that streams an answer."""
+    messages = '[{"role":"user","content":"Tell me about the sea."}]'
+    body = f'{{"model":"{model}","stream":true,"messages":{messages}}}'
+    return (
+        f"curl -N {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def ready_text(url: str, key: str, model: str, ready_s: float) -> str:
+    """What a person needs next."""
+    return f"""\
+ready in {ready_s:.1f} s
+
+  URL  {url}
+  key  {key}
+
+{curl_line(url, key, model)}
+
+python -m services chat     talk to it        python -m services status   look inside
+"""

@@ -1,0 +1,76 @@
+"""`down`: end the stack of a run directory, wait until it is gone, say what was done."""
+
+import contextlib
+import os
+import signal
+import time
+
+import psutil
+from rich.console import Console
+
+from services.stack.rundir import RunDirectory
+
+_STOP_WAIT_S = 45.0
+"""The supervisor bounds its own end: three stages of its grace period."""
+_KILL_WAIT_S = 5.0
+_POLL_S = 0.05
+
+
+def down(run: RunDirectory, console: Console) -> int:
+    """0 when nothing runs any more; 1 when something could not be ended. May be called again."""
+    began_s = time.monotonic()
+    pid = run.holder()
+    if pid is None:
+        left = _end_leftovers(run)
+        what = f"; ended {left} processes that it had left behind" if left else ""
+        _say(console, f"nothing runs from {run.path}{what}")
+        return 0
+    _signal(pid, signal.SIGTERM)
+    how = "stopped"
+    if not _gone(run, _STOP_WAIT_S):
+        how = "killed"
+        _signal(pid, signal.SIGKILL)
+        if not _gone(run, _KILL_WAIT_S):
+            _say(console, f"the supervisor (pid {pid}) of {run.path} could not be ended")
+            return 1
+    left = _end_leftovers(run)
+    count = len(run.read_state().get("children", []))
+    extra = f", {left} of them left behind and killed" if left else ""
+    _say(
+        console,
+        f"{how} the stack of {run.path} (pid {pid}): {count} processes{extra}, "
+        f"in {time.monotonic() - began_s:.1f} s",
+    )
+    return 0
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _gone(run: RunDirectory, timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while run.holder() is not None:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _end_leftovers(run: RunDirectory) -> int:
+    """Kills children of the last supervisor that still live (where the kernel does not do it); how many there
+    were."""
+    found = []
+    for row in run.read_state().get("children", []):
+        with contextlib.suppress(psutil.Error, KeyError, TypeError):
+            process = psutil.Process(row["pid"])
+            if abs(process.create_time() - row["started_unix_s"]) < 2.0:
+                process.kill()
+                found.append(process)
+    psutil.wait_procs(found, timeout=_KILL_WAIT_S)
+    return len(found)

@@ -1,0 +1,77 @@
+"""What tells that a child is ready. A probe answers with what is still missing, or None.
+
+Written on bare sockets: it runs while everything else starts, on the same cores.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Protocol
+
+_DEADLINE_S = 2.0
+_MAX_ANSWER_BYTES = 65_536
+
+
+class Probe(Protocol):
+    """Looks once."""
+
+    async def obstacle(self, started_unix_s: float) -> str | None:
+        """Why a child started then is not ready, in a few words; None when it is."""
+        ...
+
+
+@dataclass(frozen=True)
+class TcpProbe:
+    """Ready when something accepts connections on a loopback port."""
+
+    port: int
+
+    async def obstacle(self, started_unix_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except (OSError, TimeoutError):
+            return f"nothing listens on port {self.port} yet"
+        writer.close()
+        return None
+
+
+@dataclass(frozen=True)
+class HttpProbe:
+    """Ready when GET answers 200."""
+
+    port: int
+    path: str
+
+    async def obstacle(self, started_unix_s: float) -> str | None:
+        try:
+            status, body = await http_get(self.port, self.path)
+        except (OSError, TimeoutError, ValueError):
+            return f"no answer on port {self.port} yet"
+        return None if status == 200 else f"{self.path}: {' '.join(body.split())[:200] or status}"
+
+
+async def http_get(port: int, path: str, headers: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Status and body of a GET on loopback. Raises OSError, TimeoutError, ValueError (not HTTP)."""
+    async with asyncio.timeout(_DEADLINE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            lines = (f"GET {path} HTTP/1.0", f"Host: 127.0.0.1:{port}", "Connection: close", *headers, "", "")
+            writer.write("\r\n".join(lines).encode())
+            answer = await _read_all(reader)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    words = head.split(None, 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/"):
+        raise ValueError(f"no HTTP answer on port {port}")
+    return int(words[1]), body.decode("utf-8", "replace")
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    parts = bytearray()
+    while len(parts) < _MAX_ANSWER_BYTES and (part := await reader.read(_MAX_ANSWER_BYTES)):
+        parts += part
+    return bytes(parts)

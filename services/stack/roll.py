@@ -1,0 +1,72 @@
+"""Who answers on the bus: the status of every instance, asked with one scatter-gather per service.
+
+The supervisor learns from it that a service is up, `status` shows it to people. The bus is imported on first
+use: the supervisor starts its children before it spends time on that.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shared import subjects
+from shared.config import BusConfig
+from shared.errors import KvasirError
+from shared.messages.base import Empty
+from shared.messages.reports import ServiceStatus
+
+if TYPE_CHECKING:
+    from shared.bus import Bus
+
+
+class RollCall:
+    """Asks over a connection of its own. Close it."""
+
+    def __init__(self, config: BusConfig) -> None:
+        self._config = config
+        self._bus: Bus | None = None
+        self._connecting = asyncio.Lock()
+
+    async def ask(
+        self, service: str, *, deadline_s: float, expected: int | None = None
+    ) -> list[ServiceStatus]:
+        """Every answer within the deadline. Raises KvasirError when the bus cannot be reached."""
+        bus = await self._connected()
+        subject = subjects.status(service)
+        return await bus.gather(subject, Empty(), ServiceStatus, deadline_s=deadline_s, expected=expected)
+
+    async def ask_all(self, *, deadline_s: float) -> list[ServiceStatus]:
+        """Every answer of every service, in the order of `subjects.SERVICES`, then by instance."""
+        answers = await asyncio.gather(*(self.ask(s, deadline_s=deadline_s) for s in subjects.SERVICES))
+        return [status for group in answers for status in sorted(group, key=lambda status: status.instance)]
+
+    async def close(self) -> None:
+        """May be called again."""
+        if self._bus is not None:
+            await self._bus.close()
+            self._bus = None
+
+    async def _connected(self) -> "Bus":
+        async with self._connecting:
+            if self._bus is None:
+                from shared.bus import Bus
+
+                self._bus = await Bus.connect(self._config, service="stack", instance="stack-0")
+            return self._bus
+
+
+@dataclass(frozen=True)
+class StatusProbe:
+    """Ready when the instance answers, in an incarnation that is not older than its process."""
+
+    roll: RollCall
+    service: str
+    instance: str
+
+    async def obstacle(self, started_unix_s: float) -> str | None:
+        try:
+            answers = await self.roll.ask(self.service, deadline_s=0.3, expected=None)
+        except KvasirError as error:
+            return error.message
+        started_ns = started_unix_s * 1e9
+        heard = [a for a in answers if a.instance == self.instance and a.incarnation >= started_ns]
+        return None if heard else "does not answer on the bus yet"

@@ -1,0 +1,120 @@
+"""The run directory: lock, state, credentials and logs of one stack.
+
+`lock` is held (flock) for as long as a supervisor lives, so that whether one does is never a guess;
+`state.json` is written by it alone; `credentials.json` is made once and readable by its owner only.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_KEPT_LOGS = 3
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Secrets of one stack."""
+
+    api_key: str
+    nats_user: str
+    nats_password: str
+
+    @property
+    def api_key_sha256(self) -> str:
+        """What the gateway gets to know of the key."""
+        return hashlib.sha256(self.api_key.encode()).hexdigest()
+
+
+class RunDirectory:
+    """Paths and files below one folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.logs = self.path / "logs"
+        self.state_file = self.path / "state.json"
+        self._lock_file = self.path / "lock"
+        self._lock: int | None = None
+
+    def create(self) -> None:
+        """Makes the folder, closed to other users."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
+    def acquire(self) -> bool:
+        """Takes the lock for the rest of this process's life; False when another process has it."""
+        descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._lock = descriptor
+        return True
+
+    def release(self) -> None:
+        """Gives the lock back, if it is held."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def holder(self) -> int | None:
+        """Pid of the supervisor that runs here now; None when there is none."""
+        if not self._lock_file.exists():
+            return None
+        with self._lock_file.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read().strip()
+                return int(text) if text.isdigit() else None
+        return None
+
+    def read_state(self) -> dict[str, Any]:
+        """What the last supervisor wrote; empty when there is nothing readable."""
+        try:
+            state = json.loads(self.state_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return state if isinstance(state, dict) else {}
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replaces the state in one step: a reader sees the old or the new one."""
+        _write_private(self.state_file, json.dumps(state, indent=1))
+
+    def credentials(self) -> Credentials:
+        """The stack's secrets, made on first use. They begin with a letter: NATS parses $ and digits."""
+        path = self.path / "credentials.json"
+        try:
+            return Credentials(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            made = Credentials(
+                api_key=f"sk-{secrets.token_hex(24)}",
+                nats_user="kvasir",
+                nats_password=f"p{secrets.token_hex(24)}",
+            )
+            _write_private(path, json.dumps(made.__dict__))
+            return made
+
+    def rotate_logs(self) -> None:
+        """`x.log` becomes `x.log.1`, and so on; the oldest goes."""
+        for log in self.logs.glob("*.log"):
+            for number in range(_KEPT_LOGS, 0, -1):
+                older = log.with_name(f"{log.name}.{number}")
+                newer = log.with_name(f"{log.name}.{number - 1}") if number > 1 else log
+                if newer.exists():
+                    newer.replace(older)
+
+
+def _write_private(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    draft.replace(path)

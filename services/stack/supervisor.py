@@ -1,0 +1,207 @@
+"""Keeps a table of children running: starts them together, restarts what dies, ends them without orphans.
+
+It knows no NATS, no model and no terminal; what happens is told to `say`, and `on_change` is called for each
+change.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from services.stack.backoff import Backoff
+from services.stack.children import Child, ChildSpec, ChildState
+from services.stack.process import ChildProcess, describe_exit
+from shared.errors import InternalError, KvasirError
+
+START_FAILURES = 3
+"""Ends in a row of one child during start-up after which the start is given up."""
+COMPLAIN_FAILURES = 5
+"""Ends in a row later on after which the reason is shown; the child is still restarted, every `longest_s`."""
+CONFIG_EXIT_CODE = 2
+"""A service that ends with this has told that its configuration cannot work; asking again would not help."""
+_PROBE_S = 0.05
+_KILL_WAIT_S = 5.0
+
+
+class StartFailed(KvasirError):
+    """The stack did not become ready; `child` is the one to look at."""
+
+    code = "start_failed"
+
+    def __init__(self, message: str, children: Sequence[str]) -> None:
+        super().__init__(message)
+        self.children = tuple(children)
+
+
+class Supervisor:
+    """Runs one table of children."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        *,
+        cwd: Path,
+        logs: Path,
+        say: Callable[[str], None],
+        on_change: Callable[[], None] = lambda: None,
+        new_backoff: Callable[[], Backoff] = Backoff,
+    ) -> None:
+        self.children = {spec.name: Child(spec, new_backoff()) for spec in specs}
+        self._cwd = cwd
+        self._logs = logs
+        self._say = say
+        self._on_change = on_change
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._watcher: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._starting = True
+        self._failure: StartFailed | None = None
+
+    def log_path(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def start(self) -> None:
+        """Starts every child; returns at once."""
+        for name, child in self.children.items():
+            self._keepers[name] = asyncio.create_task(self._keep(child), name=f"keep {name}")
+        self._watcher = asyncio.create_task(self._watch(), name="watch readiness")
+
+    async def until_ready(self, timeout_s: float, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Returns when all are ready. Raises StartFailed when one keeps dying, or after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while unready := self._unready():
+            self._raise_failures()
+            if time.monotonic() > deadline_s:
+                why = ", ".join(f"{c.spec.name} ({c.obstacle or c.state})" for c in unready)
+                names = [child.spec.name for child in unready]
+                raise StartFailed(f"not ready after {timeout_s:g} s: {why}", names)
+            on_tick()
+            await asyncio.sleep(_PROBE_S)
+        self._starting = False
+
+    async def until_broken(self) -> None:
+        """Never returns in order: raises what ended one of the supervisor's own tasks."""
+        await asyncio.wait(self._tasks(), return_when=asyncio.FIRST_COMPLETED)
+        self._raise_failures()
+        raise InternalError("the supervisor lost a task")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends every child, higher stages first: SIGTERM, after `grace_s` SIGKILL. Returns when all have."""
+        self._stopping.set()
+        by_stage = sorted(self.children.values(), key=lambda child: -child.spec.stage)
+        for _, group in groupby(by_stage, key=lambda child: child.spec.stage):
+            await self._stop_stage(list(group), grace_s)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+
+    def kill(self) -> None:
+        """Ends every child now."""
+        self._stopping.set()
+        for child in self.children.values():
+            if child.process is not None:
+                child.process.kill()
+
+    def _unready(self) -> list[Child]:
+        return [child for child in self.children.values() if child.state is not ChildState.READY]
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._keepers.values(), *([self._watcher] if self._watcher else [])]
+
+    def _raise_failures(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for task in self._tasks():
+            if task.done():
+                task.result()
+
+    async def _watch(self) -> None:
+        """Looks after children that run and are not ready yet."""
+        while True:
+            starting = [c for c in self.children.values() if c.state is ChildState.STARTING]
+            await asyncio.gather(*(self._probe(child) for child in starting))
+            await asyncio.sleep(_PROBE_S)
+
+    async def _probe(self, child: Child) -> None:
+        probed = child.process
+        obstacle = await child.spec.ready.obstacle(child.started_unix_s) if child.spec.ready else None
+        if child.process is not probed or child.state is not ChildState.STARTING:
+            return
+        child.obstacle = obstacle
+        if obstacle is None:
+            self._set(child, ChildState.READY)
+
+    def _set(self, child: Child, state: ChildState) -> None:
+        child.state = state
+        self._on_change()
+
+    async def _keep(self, child: Child) -> None:
+        """Runs the child until the supervisor stops; its owner for life."""
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            status = await self._run_once(child)
+            if self._stopping.is_set():
+                break
+            lived_s = time.monotonic() - began_s
+            delay_s = child.backoff.on_exit(lived_s)
+            child.restarts += 1
+            self._complain(child, status, lived_s, delay_s)
+            self._set(child, ChildState.BACKING_OFF)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+        self._set(child, ChildState.STOPPED)
+
+    async def _run_once(self, child: Child) -> int:
+        spec = child.spec
+        child.started_unix_s = time.time()
+        try:
+            child.process = ChildProcess(spec.argv, spec.env, self._cwd, self.log_path(spec.name))
+        except OSError as error:
+            child.last_exit = str(error)
+            return CONFIG_EXIT_CODE
+        self._set(child, ChildState.STARTING)
+        status = await child.process.wait()
+        child.process = None
+        child.last_exit = describe_exit(status)
+        return status
+
+    def _complain(self, child: Child, status: int, lived_s: float, delay_s: float) -> None:
+        name, failures = child.spec.name, child.backoff.failures
+        what = f"{name} ended after {lived_s:.1f} s ({child.last_exit})"
+        if self._starting and (failures >= START_FAILURES or status == CONFIG_EXIT_CODE):
+            self._failure = self._failure or StartFailed(f"{what}, {failures} in a row", [name])
+            return
+        self._say(f"{what}; starting it again in {delay_s:g} s")
+        if failures == COMPLAIN_FAILURES:
+            log = self.log_path(name)
+            self._say(f"{name} keeps ending; the last lines of {log}:\n{tail(log)}")
+
+    async def _stop_stage(self, children: list[Child], grace_s: float) -> None:
+        for child in children:
+            if child.process is not None:
+                child.process.terminate()
+        keepers = [self._keepers[c.spec.name] for c in children if c.spec.name in self._keepers]
+        if not keepers:
+            return
+        _, late = await asyncio.wait(keepers, timeout=grace_s)
+        for child in children:
+            if child.process is not None:
+                self._say(f"{child.spec.name} did not end within {grace_s:g} s; killing it")
+                child.process.kill()
+        if late:
+            await asyncio.wait(late, timeout=_KILL_WAIT_S)
+
+
+def tail(path: Path, lines: int = 15, max_bytes: int = 16_384) -> str:
+    """The last lines of a log, indented; a note when there are none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - max_bytes))
+            last = file.read().decode("utf-8", "replace").splitlines()[-lines:]
+    except OSError:
+        last = []
+    return "\n".join(f"    {line}" for line in last) or "    (empty)"

@@ -1,0 +1,105 @@
+"""The child table of Kvasir: nats-server, six services, N workers. The supervisor knows nothing else of
+them."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from services.stack import nats_server
+from services.stack.children import ChildSpec
+from services.stack.config import StackConfig
+from services.stack.probes import HttpProbe, TcpProbe
+from services.stack.roll import RollCall, StatusProbe
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.config import ENV_CONFIG_FILE, ENV_PREFIX
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the repository: where `python -m services.…` works."""
+SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
+_NAME_SETTING = {"GATEWAY": "MODEL_NAME", "WORKER": "SERVED_NAME"}
+_BUS, _BACKEND, _FRONT = 0, 1, 2
+"""Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
+
+
+def kvasir_table(
+    config: StackConfig,
+    run: RunDirectory,
+    *,
+    port: int,
+    nats_port: int,
+    config_file: Path | None,
+    overrides: Sequence[tuple[str, str, str]],
+    environ: Mapping[str, str],
+    roll: RollCall,
+) -> list[ChildSpec]:
+    """Every child of a stack. `overrides` are (section or instance, setting, value). Raises ConfigError."""
+    credentials = run.credentials()
+    nats_config = run.path / "nats.conf"
+    nats_server.write_config(nats_config, nats_port, run.path / "nats", credentials)
+    shared_env = {
+        **environ,
+        f"{ENV_PREFIX}BUS__URL": f"nats://127.0.0.1:{nats_port}",
+        f"{ENV_PREFIX}BUS__USER": credentials.nats_user,
+        f"{ENV_PREFIX}BUS__PASSWORD": credentials.nats_password,
+        f"{ENV_PREFIX}GATEWAY__PORT": str(port),
+        f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([credentials.api_key_sha256]),
+        **_model_env(config),
+    }
+    if config_file is not None:
+        shared_env[ENV_CONFIG_FILE] = str(config_file.resolve())
+    shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))
+    instances = {f"{name}-0": name for name in ("gateway", *SOFT_STATE_SERVICES)}
+    instances |= {f"worker-{number}": "worker" for number in range(config.workers)}
+    for section, *_ in overrides:
+        known = {*subjects.SERVICES, *instances, "bus", "log_level", "log_format"}
+        if section not in known:
+            raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
+    nats_argv = (nats_server.binary(), "-c", str(nats_config))
+    table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(nats_port), stage=_BUS)]
+    for instance, service in instances.items():
+        front = service == "gateway"
+        table.append(
+            ChildSpec(
+                name=instance,
+                argv=(sys.executable, "-m", f"services.{service}", "--instance", instance),
+                env=shared_env | _override_env(overrides, service, instance),
+                ready=HttpProbe(port, "/ready") if front else StatusProbe(roll, service, instance),
+                stage=_FRONT if front else _BACKEND,
+            )
+        )
+    return table
+
+
+def parse_override(text: str) -> tuple[str, str, str]:
+    """`section.key.sub=value` as (section, key.sub, value). Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    section, dot, setting = name.strip().partition(".")
+    if not equals or not section or (not dot and section not in ("log_level", "log_format")):
+        raise ConfigError(f"--set {text!r}: write it as section.setting=value, as in worker.kv_blocks=64")
+    return section.strip(), setting.strip(), value.strip()
+
+
+def _model_env(config: StackConfig) -> dict[str, str]:
+    if config.model is None:
+        return {}
+    folder = Path(config.model)
+    model = str(folder.resolve()) if folder.is_dir() else config.model
+    name = folder.resolve().name if folder.is_dir() else config.model.rsplit("/", 1)[-1]
+    return {
+        f"{ENV_PREFIX}{section}__{key}": value
+        for section in _NAME_SETTING
+        for key, value in (("MODEL", model), (_NAME_SETTING[section], name))
+    }
+
+
+def _override_env(overrides: Sequence[tuple[str, str, str]], service: str, instance: str) -> dict[str, str]:
+    env: dict[str, str] = {}
+    for section, setting, value in overrides:
+        own = service if section == instance else section
+        if section in (service, instance) or section in ("bus", "log_level", "log_format"):
+            env[ENV_PREFIX + "__".join([own, *filter(None, setting.split("."))]).upper()] = value
+    return env

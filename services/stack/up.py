@@ -1,0 +1,199 @@
+"""`up`: one stack from an empty run directory to ready, and down again when a signal says so."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+from rich.console import Console
+
+from services.stack.config import StackConfig
+from services.stack.display import StartDisplay, ready_text
+from services.stack.obstructions import choose_nats_port, choose_port, running_already
+from services.stack.probes import http_get
+from services.stack.roll import RollCall
+from services.stack.rundir import RunDirectory
+from services.stack.supervisor import StartFailed, Supervisor, tail
+from services.stack.table import ROOT, kvasir_table
+from shared.config import BusConfig
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What the command line asked for."""
+
+    config: StackConfig
+    run: RunDirectory
+    config_file: Path | None
+    overrides: tuple[tuple[str, str, str], ...]
+
+
+async def up(options: UpOptions, console: Console) -> int:
+    """Runs a stack until a signal; returns the exit code. Raises ConfigError, and Obstructed when it cannot
+    start."""
+    run = options.run
+    run.create()
+    if not run.acquire():
+        raise running_already(run)
+    try:
+        return await _Stack(options, console).run()
+    finally:
+        run.release()
+
+
+class _Stack:
+    """One life of a stack."""
+
+    def __init__(self, options: UpOptions, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._run = options.run
+        config = options.config
+        self._port = choose_port(config.port)
+        self._nats_port = choose_nats_port(config.nats_port, self._say)
+        self._url = f"http://127.0.0.1:{self._port}"
+        credentials = self._run.credentials()
+        bus = BusConfig(
+            url=f"nats://127.0.0.1:{self._nats_port}",
+            user=credentials.nats_user,
+            password=SecretStr(credentials.nats_password),
+        )
+        self._roll = RollCall(bus)
+        specs = kvasir_table(
+            config,
+            self._run,
+            port=self._port,
+            nats_port=self._nats_port,
+            config_file=options.config_file,
+            overrides=options.overrides,
+            environ=os.environ,
+            roll=self._roll,
+        )
+        self._run.rotate_logs()
+        self._phase = "starting"
+        self._began_s, self._began_unix_s = time.monotonic(), time.time()
+        self._ready_s: float | None = None
+        self._model = ""
+        self._supervisor = Supervisor(
+            specs, cwd=ROOT, logs=self._run.logs, say=self._say, on_change=self._write_state
+        )
+
+    async def run(self) -> int:
+        _raise_file_limit()
+        stop = _stop_event(on_again=self._supervisor.kill)
+        try:
+            self._supervisor.start()
+            code = await _first(stop, self._start_and_watch())
+        except StartFailed as failure:
+            self._explain(failure)
+            code = 1
+        finally:
+            await self._end()
+        return code
+
+    async def _start_and_watch(self) -> None:
+        with StartDisplay(self._console, self._supervisor.children.values()) as display:
+            await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
+        self._ready_s = time.monotonic() - self._began_s
+        self._model = await self._served_model()
+        self._set_phase("ready")
+        key = self._run.credentials().api_key
+        self._console.print(
+            ready_text(self._url, key, self._model, self._ready_s),
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
+        await self._supervisor.until_broken()
+
+    async def _served_model(self) -> str:
+        key = self._run.credentials().api_key
+        _, body = await http_get(self._port, "/v1/models", (f"Authorization: Bearer {key}",))
+        try:
+            return str(json.loads(body)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            return "unknown"
+
+    async def _end(self) -> None:
+        self._set_phase("stopping")
+        began_s = time.monotonic()
+        await self._roll.close()
+        await self._supervisor.stop(self._options.config.stop_grace_s)
+        self._set_phase("stopped")
+        self._say(
+            f"stopped, {len(self._supervisor.children)} processes, in {time.monotonic() - began_s:.1f} s"
+        )
+
+    def _explain(self, failure: StartFailed) -> None:
+        self._say(f"the stack did not start: {failure.message}")
+        for name in failure.children:
+            log = self._supervisor.log_path(name)
+            self._say(f"the last lines of {log}:\n{tail(log)}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def _set_phase(self, phase: str) -> None:
+        self._phase = phase
+        self._write_state()
+
+    def _write_state(self) -> None:
+        self._run.write_state(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "phase": self._phase,
+            "started_unix_s": round(self._began_unix_s, 3),
+            "ready_s": round(self._ready_s, 2) if self._ready_s is not None else None,
+            "url": self._url,
+            "port": self._port,
+            "model": self._model,
+            "nats_url": f"nats://127.0.0.1:{self._nats_port}",
+            "children": [child.row() for child in self._supervisor.children.values()],
+        }
+
+
+def _raise_file_limit() -> None:
+    """One stream is one descriptor: use what the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _stop_event(on_again: Callable[[], None]) -> asyncio.Event:
+    """Set by the first signal to stop; a second one calls `on_again`. What was ignored at the start stays
+    ignored."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            on_again()
+        stop.set()
+
+    for number in _STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
+
+
+async def _first(stop: asyncio.Event, work: Any) -> int:
+    """0 as soon as `stop` is set; raises what `work` raises."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return 0
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait({working, stopping})

@@ -1,0 +1,36 @@
+"""Settings of one worker."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.config import ServiceConfig
+
+
+class WorkerConfig(ServiceConfig):
+    """Section `worker`. Durations in seconds, KV in blocks."""
+
+    model: str = Field(
+        default="models/tiny_chat", description="folder of a Hugging Face decoder, or a hub id"
+    )
+    served_name: str = Field(default="", description="name of the model; empty: the last part of `model`")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and KV")
+    device: str = Field(default="cpu", description="torch device")
+    threads: int = Field(default=1, ge=1, description="compute threads")
+    cores: tuple[int, ...] = Field(default=(), description="CPU cores to be bound to; empty: any")
+    block_tokens: int = Field(default=16, ge=1, description="tokens in one KV block")
+    kv_blocks: int = Field(default=1024, ge=1, description="KV capacity in blocks")
+    host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
+    heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
+    end_retention_s: float = Field(
+        default=60.0, gt=0, description="an end that nobody acknowledges is kept for so long"
+    )
+    gateway_timeout_s: float = Field(
+        default=10.0, gt=0, description="sequences of a gateway that is silent for longer are ended"
+    )
+    stall_timeout_s: float = Field(
+        default=60.0, gt=0, description="an iteration that takes longer ends the process"
+    )
+    fault_drop_final_frames: bool = Field(
+        default=False, description="for tests: lose every token frame in which a sequence ends"
+    )

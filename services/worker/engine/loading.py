@@ -1,0 +1,86 @@
+"""Load any Hugging Face decoder, from a folder or the hub, for packed and paged computation.
+
+No architecture is treated specially: what a layer keeps per token is found by running one token through the
+model.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.worker.engine.attention import LayerProbe, LayerShape
+from shared.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode and what the engine must know of it."""
+
+    module: Any
+    layers: tuple[LayerShape, ...]
+    vocabulary: int
+    """Token ids are below this."""
+    max_positions: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load(model: str, *, dtype: str, device: str) -> LoadedModel:
+    """The model in folder `model`, or of that hub id.
+
+    Raises ConfigError when it cannot be loaded or computed here.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
+    try:
+        module = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], attn_implementation="eager")
+    except (OSError, ValueError, KeyError) as error:
+        kind = "folder" if Path(model).is_dir() else "hub id"
+        raise ConfigError(
+            f"{kind} {model!r} holds no model that can be loaded: {error}", param="model"
+        ) from error
+    torch_module: Any = module
+    return describe(torch_module.to(device))
+
+
+def describe(module: Any) -> LoadedModel:
+    """Probe a transformers causal language model.
+
+    Raises ConfigError when its attention cannot be replaced by ours.
+    """
+    module.eval().requires_grad_(False)
+    config = module.config.get_text_config()
+    probe = LayerProbe()
+    replace_attention(module, probe.name)
+    parameter = next(module.parameters())
+    token = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+    with torch.inference_mode():
+        module(input_ids=token, position_ids=token, use_cache=False)
+    if sorted(probe.layers) != list(range(config.num_hidden_layers)):
+        raise ConfigError(
+            f"{type(module).__name__} calls attention in layers {sorted(probe.layers)} of "
+            f"{config.num_hidden_layers}; only decoders with attention in every layer are served",
+            param="model",
+        )
+    return LoadedModel(
+        module=module,
+        layers=tuple(probe.layers[index] for index in sorted(probe.layers)),
+        vocabulary=module.get_input_embeddings().num_embeddings,
+        max_positions=int(config.max_position_embeddings),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+
+
+def replace_attention(module: Any, name: str) -> None:
+    """Let every layer call the attention function registered under `name`."""
+    module.set_attn_implementation(name)
+    if module.config.get_text_config()._attn_implementation != name:
+        raise ConfigError(
+            f"{type(module).__name__} does not use transformers' attention interface", param="model"
+        )

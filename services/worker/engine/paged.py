@@ -1,0 +1,192 @@
+"""Attention over paged KV in plain torch: each result has its log-sum-exp, so that parts can be merged.
+
+Shapes (the contract for other implementations of the same operations, a C++ operator or a Triton kernel):
+
+- pools: K `[num_blocks, block_tokens, kv_heads, head_dim]`, V likewise with `value_dim`; fp32 or bf16
+- queries: `[rows, q_heads, head_dim]`, `q_heads` a multiple of `kv_heads` (grouped-query attention: query
+  head `h` reads KV head `h // (q_heads / kv_heads)`)
+- outputs: `[rows, q_heads, value_dim]` in the dtype of V, normalised; log-sum-exp `[rows, q_heads]`, always
+  fp32: ln Σ exp(scaling · q·k), natural logarithm, scaling included
+- every query sees at least one key in each operation; `merge` also takes −inf for a part that saw none
+
+Source of the merge: Infinite-LLM §4 (DistAttention), with m + ln l written as one number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_NEGATIVE_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How one layer's attention scores are made."""
+
+    scaling: float
+    softcap: float | None = None
+
+
+class Scratch:
+    """Memory that gathered blocks are copied into, kept between layers and steps: fresh pages are slow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def gather(self, name: str, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """`pool[blocks]` as `[len(blocks), *pool.shape[1:]]`; valid until the next gather under this name."""
+        elements = blocks.numel() * pool[0].numel()
+        buffer = self._buffers.get((name, pool.dtype))
+        if buffer is None or buffer.numel() < elements:
+            buffer = torch.empty(max(elements, 1 << 16) * 3 // 2, dtype=pool.dtype, device=self._device)
+            self._buffers[(name, pool.dtype)] = buffer
+        gathered = buffer[:elements].view(blocks.numel(), *pool.shape[1:])
+        torch.index_select(pool, 0, blocks, out=gathered)
+        return gathered
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: Shape,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of `[batch, q_heads, n, head_dim]` to `[batch, kv_heads, m, …]`.
+
+    Returns (`[batch, q_heads, n, value_dim]`, LSE `[batch, q_heads, n]` fp32).
+
+    `causal` needs n == m. `mask` is additive, broadcastable to `[batch, q_heads, n, m]`.
+    """
+    fused = query.device.type == "cpu" and shape.softcap is None and key.shape[-1] == value.shape[-1]
+    if not fused:
+        return _attend_plainly(query, key, value, shape, causal=causal, mask=mask)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=shape.scaling
+    )
+    return output, lse
+
+
+def _attend_plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: Shape,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, q_heads, rows, head_dim = query.shape
+    kv_heads, width = key.shape[1], key.shape[2]
+    grouped = query.reshape(batch, kv_heads, -1, head_dim)
+    scores = (grouped.float() @ key.float().transpose(-1, -2)) * shape.scaling
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores.view(batch, q_heads, rows, width)
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        future = torch.ones(rows, width, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(future, _NEGATIVE_INFINITY)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).view(batch, kv_heads, -1, width)
+    output = weights @ value.float()
+    return output.view(batch, q_heads, rows, -1).to(value.dtype), lse
+
+
+def attend_blocks(
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    tables: torch.Tensor,
+    mask: torch.Tensor | None,
+    shape: Shape,
+    scratch: Scratch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode: one query per sequence, each over its own blocks.
+
+    `query` `[rows, q_heads, head_dim]`; `tables` int64 `[rows, blocks]`, padded with any valid id; `mask`
+    additive `[rows, 1, 1, blocks * block_tokens]`, −inf on padding (None when every slot counts; each row
+    sees at least one).
+    """
+    rows, q_heads, head_dim = query.shape
+    kv_heads = k_pool.shape[2]
+    flat = tables.reshape(-1)
+    key = scratch.gather("k", k_pool, flat).view(rows, -1, kv_heads, k_pool.shape[3]).transpose(1, 2)
+    value = scratch.gather("v", v_pool, flat).view(rows, -1, kv_heads, v_pool.shape[3]).transpose(1, 2)
+    # The queries that share a KV head stand in the place of query positions: each KV head is read once.
+    grouped = query.reshape(rows, kv_heads, q_heads // kv_heads, head_dim)
+    output, lse = attend(grouped, key, value, shape, mask=mask)
+    return output.reshape(rows, q_heads, -1), lse.reshape(rows, q_heads)
+
+
+def attend_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: Shape,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prefill, the chunk with itself: causal.
+
+    `query` `[n, q_heads, head_dim]`, `key`, `value` `[n, kv_heads, …]`.
+    """
+    output, lse = attend(_heads_first(query), _heads_first(key), _heads_first(value), shape, causal=True)
+    return output[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def attend_context(
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table: torch.Tensor,
+    context_tokens: int,
+    shape: Shape,
+    scratch: Scratch,
+    *,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prefill, the chunk with the first `context_tokens` tokens of `table` `[blocks]`.
+
+    `query` `[n, q_heads, head_dim]`; `mask` additive `[n, context_tokens]`; without one every query sees all
+    of them.
+    """
+    key = scratch.gather("k", k_pool, table).flatten(0, 1)[:context_tokens]
+    value = scratch.gather("v", v_pool, table).flatten(0, 1)[:context_tokens]
+    if mask is None:
+        rows, q_heads, head_dim = query.shape
+        kv_heads = key.shape[1]
+        grouped = (
+            query.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
+        )
+        output, lse = attend(grouped, _heads_first(key), _heads_first(value), shape)
+        output, lse = output.reshape(q_heads, rows, -1), lse.reshape(q_heads, rows)
+    else:
+        output, lse = attend(
+            _heads_first(query), _heads_first(key), _heads_first(value), shape, mask=mask[None, None]
+        )
+        output, lse = output[0], lse[0]
+    return output.transpose(0, 1), lse.transpose(0, 1)
+
+
+def merge(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the results over a partition of the keys: exact, whatever the partition and its order.
+
+    `outputs` `[parts, …, value_dim]` normalised, `lses` `[parts, …]` fp32 → (`[…, value_dim]` fp32, `[…]`
+    fp32).
+    """
+    highest = lses.amax(0)
+    reference = torch.where(highest == _NEGATIVE_INFINITY, torch.zeros_like(highest), highest)
+    weights = torch.exp(lses - reference)
+    total = weights.sum(0)
+    output = (outputs.float() * weights.unsqueeze(-1)).sum(0) / total.clamp_min(
+        torch.finfo(torch.float32).tiny
+    ).unsqueeze(-1)
+    return output, reference + total.log()
+
+
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """`[n, heads, dim]` → `[1, heads, n, dim]`, a view."""
+    return rows.transpose(0, 1).unsqueeze(0)

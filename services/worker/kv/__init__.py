@@ -1,0 +1,1 @@
+"""Where a worker's keys and values are: counts and block ids here, tensors in `services.worker.engine`."""

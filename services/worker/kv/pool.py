@@ -1,0 +1,48 @@
+"""Which blocks of the device's KV are free. Pure bookkeeping of ids: no tensor, no sequence, no tier.
+
+A block is `block_tokens` consecutive tokens of one sequence over all layers.
+"""
+
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Block ids 0 … total-1, each free or taken. The block freed last is taken first (its memory is warm)."""
+
+    def __init__(self, total_blocks: int, block_tokens: int) -> None:
+        if total_blocks < 1 or block_tokens < 1:
+            raise ValueError(f"a pool needs blocks and tokens in them, got {total_blocks} of {block_tokens}")
+        self.total_blocks = total_blocks
+        self.block_tokens = block_tokens
+        self._free = list(range(total_blocks - 1, -1, -1))
+        self._is_free = [True] * total_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def can_allocate(self, blocks: int) -> bool:
+        return blocks <= len(self._free)
+
+    def allocate(self, blocks: int) -> list[int]:
+        """Ids of that many blocks. Raises ValueError, and takes none, when there are fewer."""
+        if blocks < 0 or not self.can_allocate(blocks):
+            raise ValueError(f"{blocks} blocks asked for, {self.free_blocks} free")
+        taken = [self._free.pop() for _ in range(blocks)]
+        for block in taken:
+            self._is_free[block] = False
+        return taken
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give blocks back. Raises ValueError on one that is free already or was never there."""
+        for block in blocks:
+            if not 0 <= block < self.total_blocks or self._is_free[block]:
+                raise ValueError(f"block {block} is not taken")
+            self._is_free[block] = True
+            self._free.append(block)
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """AssertionError unless `held` (all that anybody holds) and the free ones are each block once."""
+        seen = sorted([*held, *self._free])
+        assert seen == list(range(self.total_blocks)), f"blocks lost or held twice: {seen}"
+        assert all(self._is_free[block] for block in self._free), "a free block is marked as taken"

@@ -1,0 +1,178 @@
+"""The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
+
+Everything that changes the core runs on this thread. The event loop hands in commands (`post`, `ask`) and is
+handed effects (`deliver`, called on this thread). Knows neither the bus nor what is in a message.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from services.worker.engine.engine import Engine, Row
+from services.worker.engine.sampler import SamplePoint
+from services.worker.sequences import FAILED, WorkItem
+from services.worker.steps import Effects, StepCore, StepWork
+from shared.clock import Clock
+from shared.errors import InternalError, Overloaded
+
+_log = logging.getLogger("kvasir.worker.runner")
+_MAX_COMMANDS = 16384
+_TICK_S = 0.25
+_MOST_BROKEN_STEPS = 3
+"""After so many iterations in a row of which not one row could be computed, the engine itself is broken."""
+
+T = TypeVar("T")
+Command = Callable[[StepCore, float], Effects]
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """One command; `run` is called with the core and the time."""
+
+    run: Callable[[StepCore, float], None]
+
+
+class Runner:
+    """Owns the core, the engine and the thread.
+
+    `on_broken` is called on that thread when it ends by an error.
+    """
+
+    def __init__(
+        self,
+        core: StepCore,
+        engine: Engine,
+        clock: Clock,
+        *,
+        deliver: Callable[[Effects], None],
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        self._core = core
+        self._engine = engine
+        self._clock = clock
+        self._deliver = deliver
+        self._on_broken = on_broken
+        self._commands: queue.Queue[_Posted | None] = queue.Queue(_MAX_COMMANDS)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ticked_s = clock()
+        self._broken_steps = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, deadline_s: float) -> bool:
+        """Let the running step finish and end the thread. False when that took longer than the deadline."""
+        self._stopping.set()
+        try:
+            self._commands.put_nowait(None)
+        except queue.Full:
+            _log.debug("the engine thread has commands enough to wake up")
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def post(self, command: Command) -> None:
+        """Run a command between two steps and deliver its effects. Raises Overloaded when too many wait."""
+
+        def run(core: StepCore, now_s: float) -> None:
+            self._emit(command(core, now_s))
+
+        self._put(run)
+
+    def ask(self, question: Callable[[StepCore, float], T]) -> "Future[T]":
+        """Like `post`, for a command with an answer. Raises Overloaded when too many wait."""
+        future: Future[T] = Future()
+
+        def run(core: StepCore, now_s: float) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(question(core, now_s))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._put(run)
+        return future
+
+    def _put(self, run: Callable[[StepCore, float], None]) -> None:
+        try:
+            self._commands.put_nowait(_Posted(run))
+        except queue.Full:
+            raise Overloaded(f"{_MAX_COMMANDS} commands wait for the engine", retry_after_s=1.0) from None
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._take_commands()
+                self._step()
+        except BaseException as error:
+            self._on_broken(error)
+
+    def _take_commands(self) -> None:
+        """What has arrived; without plans, wait for the next command or tick."""
+        wait_s = 0.0 if self._core.has_plans else _TICK_S
+        try:
+            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while True:
+                if command is not None:
+                    command.run(self._core, self._clock())
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            pass
+        now_s = self._clock()
+        if now_s - self._ticked_s >= _TICK_S:
+            self._ticked_s = now_s
+            self._emit(self._core.on_tick(now_s))
+
+    def _step(self) -> None:
+        began_s = self._clock()
+        work, effects = self._core.begin_step(began_s)
+        self._emit(effects)
+        if work is None:
+            return
+        tokens = self._compute(work)
+        ended_s = self._clock()
+        self._emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
+
+    def _compute(self, work: StepWork) -> list[int | None]:
+        rows = [_row(item) for item in work.items]
+        try:
+            tokens = self._engine.step(rows)
+            self._broken_steps = 0
+            return tokens
+        except Exception:
+            _log.exception("a step of %d rows failed; each is tried alone", len(rows))
+            return self._compute_singly(rows)
+
+    def _compute_singly(self, rows: Sequence[Row]) -> list[int | None]:
+        """Find the rows at fault; only their sequences end. Computing a row again is harmless."""
+        tokens: list[int | None] = []
+        for row in rows:
+            try:
+                tokens += self._engine.step([row])
+            except Exception:
+                _log.exception(
+                    "a row of %d tokens at position %d failed", len(row.tokens), row.first_position
+                )
+                tokens.append(FAILED)
+        self._broken_steps = self._broken_steps + 1 if all(token == FAILED for token in tokens) else 0
+        if self._broken_steps >= _MOST_BROKEN_STEPS:
+            raise InternalError(f"{_MOST_BROKEN_STEPS} iterations in a row failed altogether")
+        return tokens
+
+    def _emit(self, effects: Effects) -> None:
+        if effects.frames or effects.stepped:
+            self._deliver(effects)
+
+
+def _row(item: WorkItem) -> Row:
+    sequence = item.sequence
+    point = None
+    if item.samples:
+        index = item.end_token - sequence.prompt_tokens
+        point = SamplePoint(sequence.sampling, sequence.ref.choice, index)
+    return Row(sequence.tokens[item.first_token : item.end_token], item.first_token, sequence.blocks, point)

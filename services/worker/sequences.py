@@ -1,0 +1,237 @@
+"""The sequences a worker holds, and the rules by which items of a plan apply to them. Pure.
+
+A plan states intent: each item is applied only where it is valid and reported otherwise (`SkipReason`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.worker.gateways import GatewayWatch
+from services.worker.kv.pool import BlockPool
+from services.worker.state import HeldSequence
+from services.worker.tombstones import Tombstones
+from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, SkipReason
+from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec
+
+MAX_SEQUENCES = 8192
+"""Held at once, ended ones included."""
+FAILED = -1
+"""In place of a token: the item could not be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sequence must keep to, so that it can be computed at all."""
+
+    max_context_tokens: int
+    vocabulary: int
+    end_retention_s: float
+    gateway_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """Compute tokens [first_token, end_token) of a sequence; `samples` when that is the last it has."""
+
+    sequence: HeldSequence
+    first_token: int
+    end_token: int
+    samples: bool
+    is_decode: bool
+
+
+class SequenceTable:
+    """Held sequences by (request, choice), their blocks, the tombstones of those that may not return."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self._limits = limits
+        self._held: dict[SequenceKey, HeldSequence] = {}
+        self._tombstones = Tombstones(limits.end_retention_s)
+        self._gateways = GatewayWatch(limits.gateway_timeout_s)
+        self._unreported: list[HeldSequence] = []
+
+    def find(self, ref: SequenceRef) -> HeldSequence | None:
+        """The sequence, when exactly this attempt of it is held."""
+        held = self._held.get(ref.key)
+        return held if held is not None and held.ref.attempt == ref.attempt else None
+
+    def take_ended(self) -> list[HeldSequence]:
+        """Sequences that ended, or were taken away, since the last call."""
+        ended, self._unreported = self._unreported, []
+        return ended
+
+    def reports(self, now_s: float) -> tuple[SequenceReport, ...]:
+        return tuple(held.report(now_s) for held in self._held.values())
+
+    def apply_plan(self, plan: BatchPlan, now_s: float) -> list[SkippedItem]:
+        """What a plan does once, before its first step: drops, preemptions, starts."""
+        for ref in plan.drops:
+            self.cancel(ref, FinishReason.CANCELLED, now_s)
+        unknown = [preemption.ref for preemption in plan.preemptions if not self._preempt(preemption.ref)]
+        skipped = [SkippedItem(ref=ref, reason=SkipReason.UNKNOWN) for ref in unknown]
+        for spec in plan.starts:
+            reason = self._start(spec, now_s)
+            if reason is not None:
+                skipped.append(SkippedItem(ref=spec.ref, reason=reason))
+        return skipped
+
+    def prepare(self, item: PrefillChunk | Decode) -> WorkItem | SkipReason:
+        """Allocate for one item and say what to compute, or why it cannot be."""
+        sequence = self.find(item.ref)
+        if sequence is None or not sequence.alive:
+            return SkipReason.UNKNOWN
+        if isinstance(item, Decode):
+            first, end = sequence.computed_tokens, len(sequence.tokens)
+            aligned = sequence.state is SequenceState.DECODING
+        else:
+            first, end = item.first_token, item.end_token
+            aligned = sequence.state is not SequenceState.DECODING and sequence.computed_tokens == first
+        if not aligned or not first < end <= len(sequence.tokens):
+            return SkipReason.MISALIGNED
+        if not self._raise_allocation(sequence, item.allocated_blocks):
+            return SkipReason.NO_BLOCKS
+        if len(sequence.blocks) * self.pool.block_tokens < end:
+            return SkipReason.EXHAUSTED
+        return WorkItem(sequence, first, end, end == len(sequence.tokens), isinstance(item, Decode))
+
+    def commit(self, item: WorkItem, token: int | None, now_s: float) -> None:
+        """The item was computed.
+
+        `token` is the sampled one, None when it samples none, `FAILED` ends it with ERROR.
+        """
+        sequence = item.sequence
+        if token == FAILED or (item.samples and token is None):
+            self.end(sequence, FinishReason.ERROR, now_s)
+            return
+        sequence.computed_tokens = item.end_token
+        if sequence.state is SequenceState.WAITING:
+            sequence.move_to(SequenceState.PREFILLING)
+        if token is None:
+            return
+        sequence.tokens.append(token)
+        if sequence.state is SequenceState.PREFILLING:
+            sequence.move_to(SequenceState.DECODING)
+        reason = sequence.due_reason()
+        if reason is not None:
+            self.end(sequence, reason, now_s)
+
+    def end(self, sequence: HeldSequence, reason: FinishReason, now_s: float) -> None:
+        """End an alive sequence; kept, without blocks, until acknowledged or for `end_retention_s`."""
+        self._free(sequence)
+        sequence.move_to(SequenceState.ENDED)
+        sequence.finish_reason = reason
+        sequence.ended_s = now_s
+        self._unreported.append(sequence)
+
+    def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float) -> None:
+        """Forget this attempt and every lower one, now and for a while to come.
+
+        Nobody waits for its tokens.
+        """
+        self._tombstones.bury(ref, now_s)
+        held = self._held.get(ref.key)
+        if held is not None and held.ref.attempt <= ref.attempt:
+            if held.alive:
+                self.end(held, reason, now_s)
+            del self._held[ref.key]
+
+    def acknowledge(self, refs: Iterable[SequenceRef], now_s: float) -> None:
+        """Forget ended sequences whose gateway has everything."""
+        for ref in refs:
+            held = self.find(ref)
+            if held is not None and not held.alive:
+                del self._held[ref.key]
+                self._tombstones.bury(ref, now_s)
+
+    def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
+        """A gateway lives. Sequences of its earlier incarnations have no reader and go."""
+        if not self._gateways.hear(gateway_id, incarnation):
+            return
+        for held in self._of_gateway(gateway_id):
+            if held.gateway_incarnation < incarnation:
+                self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
+        self._tombstones.expire(now_s)
+        for held in list(self._held.values()):
+            if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
+                del self._held[held.ref.key]
+        lost = [held for name in self._gateways.tick(now_s) for held in self._of_gateway(name) if held.alive]
+        for held in lost:
+            self.end(held, FinishReason.GATEWAY_LOST, now_s)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless blocks are conserved and every sequence is consistent with its state."""
+        self.pool.check_integrity([block for held in self._held.values() for block in held.blocks])
+        for key, held in self._held.items():
+            assert held.ref.key == key
+            assert not self._tombstones.covers(held.ref), f"{held.ref} is held and buried"
+            assert held.computed_tokens <= len(held.blocks) * self.pool.block_tokens
+            assert held.alive or (held.finish_reason is not None and not held.blocks)
+            if held.state is SequenceState.DECODING:
+                assert held.computed_tokens == len(held.tokens) - 1
+            if held.state is SequenceState.WAITING:
+                assert held.computed_tokens == 0
+
+    def _of_gateway(self, gateway_id: str) -> Sequence[HeldSequence]:
+        return [held for held in self._held.values() if held.gateway_id == gateway_id]
+
+    def _free(self, sequence: HeldSequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed_tokens = 0
+
+    def _raise_allocation(self, sequence: HeldSequence, blocks: int) -> bool:
+        missing = blocks - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        if not self.pool.can_allocate(missing):
+            return False
+        sequence.blocks += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, ref: SequenceRef) -> bool:
+        sequence = self.find(ref)
+        if sequence is None or not sequence.alive:
+            return False
+        self._free(sequence)
+        if sequence.state is not SequenceState.WAITING:
+            sequence.move_to(SequenceState.WAITING)
+        return True
+
+    def _start(self, spec: SequenceSpec, now_s: float) -> SkipReason | None:
+        held = self._held.get(spec.ref.key)
+        if held is not None and held.ref.attempt == spec.ref.attempt:
+            return None
+        superseded = held is not None and held.ref.attempt > spec.ref.attempt
+        if superseded or self._tombstones.covers(spec.ref):
+            return SkipReason.UNKNOWN
+        if not self._gateways.hear(spec.gateway_id, spec.gateway_incarnation):
+            return SkipReason.UNKNOWN
+        if held is not None:
+            self.cancel(held.ref, FinishReason.CANCELLED, now_s)
+        if not self._make_room():
+            return SkipReason.NO_BLOCKS
+        sequence = HeldSequence.from_spec(spec, self._limits.max_context_tokens, now_s)
+        self._held[spec.ref.key] = sequence
+        reason = sequence.due_reason() if self._computable(sequence) else FinishReason.ERROR
+        if reason is not None:
+            self.end(sequence, reason, now_s)
+        return None
+
+    def _computable(self, sequence: HeldSequence) -> bool:
+        inside = 0 < sequence.prompt_tokens < self._limits.max_context_tokens
+        return inside and max(sequence.tokens) < self._limits.vocabulary
+
+    def _make_room(self) -> bool:
+        """Below the bound, if need be by forgetting the oldest end."""
+        if len(self._held) < MAX_SEQUENCES:
+            return True
+        ended = [held for held in self._held.values() if not held.alive]
+        if not ended:
+            return False
+        del self._held[min(ended, key=lambda held: held.ended_s).ref.key]
+        return True

@@ -1,0 +1,193 @@
+"""A worker on the bus: plans and commands to the engine's thread, frames, reports and heartbeats from it.
+
+Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computation in `engine`.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.engine import Engine, TorchEngine, warm_up
+from services.worker.engine.loading import load
+from services.worker.heartbeat import Heartbeat
+from services.worker.kv.pool import BlockPool
+from services.worker.outbox import Outbox
+from services.worker.runner import Runner
+from services.worker.sequences import Limits, SequenceTable
+from services.worker.steps import Effects, Identity, StepCore
+from shared import subjects
+from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
+from shared.clock import Clock, monotonic_s
+from shared.errors import KvasirError
+from shared.log import canonical, get_logger
+from shared.messages.base import Empty
+from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.plans import BatchPlan
+from shared.messages.reports import GatewayReported, ServiceStatus, WorkerReported
+from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens
+
+HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.worker_plan, BatchPlan, "on_plan"),
+    Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
+    Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_acknowledge"),
+    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway"),
+    Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
+    Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
+    Gatherable(subjects.status("worker"), Empty, "status"),
+)
+_STOP_DEADLINE_S = 5.0
+
+_log = get_logger("worker")
+
+
+class Worker:
+    """The asyncio side of one worker; everything but `serve` hands over to the engine's thread."""
+
+    def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, clock: Clock = monotonic_s) -> None:
+        self._bus = bus
+        self._config = config
+        self._clock = clock
+        self._started_s = clock()
+        self._loop = asyncio.get_running_loop()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
+        self._runner = Runner(
+            _core(bus, config, engine), engine, clock, deliver=self._deliver, on_broken=self._on_broken
+        )
+        self._heartbeat = Heartbeat(
+            lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
+            interval_s=config.heartbeat_s,
+            stall_timeout_s=config.stall_timeout_s,
+        )
+
+    async def serve(self) -> None:
+        """Until cancelled. Raises KvasirError when the engine is broken: a supervisor restarts it."""
+        self._runner.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._outbox.drain())
+                await self._bus.attach(HANDLERS, self)
+                tasks.create_task(self._beat())
+                await self._broken
+        except* KvasirError as group:
+            raise group.exceptions[0] from None
+        finally:
+            await self._bus.detach(HANDLERS, self)
+            if not await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S):
+                _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
+
+    def on_plan(self, plan: BatchPlan) -> None:
+        received_s = self._clock()
+        self._runner.post(lambda core, _: core.on_plan(plan, received_s))
+
+    def on_cancel(self, cancel: CancelSequence) -> None:
+        self._runner.post(lambda core, now_s: core.on_cancel(cancel, now_s))
+
+    def on_acknowledge(self, acknowledged: AcknowledgeEnds) -> None:
+        self._runner.post(lambda core, now_s: core.on_acknowledge(acknowledged, now_s))
+
+    def on_gateway(self, reported: GatewayReported) -> None:
+        self._runner.post(lambda core, now_s: core.on_gateway(reported, now_s))
+
+    async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
+        """Raises StaleEpoch."""
+        future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
+        return self._heartbeat.number(await asyncio.wrap_future(future))
+
+    async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
+        return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        """What `python -m services status` shows."""
+        future = self._runner.ask(lambda core, now_s: core.report(now_s))
+        report = await asyncio.wrap_future(future)
+        return ServiceStatus(
+            service="worker",
+            instance=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            uptime_s=self._clock() - self._started_s,
+            details={
+                "model": report.model,
+                "epoch": report.epoch,
+                "total_blocks": report.capacity.total_blocks,
+                "free_blocks": report.capacity.free_blocks,
+                "block_tokens": report.block_tokens,
+                "sequences": len(report.sequences),
+                "prefill_tokens_per_s": round(report.prefill_tokens_per_s),
+                "decode_step_ms": round(report.decode_step_s * 1e3, 2),
+            },
+        )
+
+    async def _beat(self) -> None:
+        subject = subjects.worker_reported(self._bus.instance)
+        while True:
+            began_s = self._clock()
+            report = await self._heartbeat.next()
+            if report is not None:
+                try:
+                    await self._bus.publish(subject, report)
+                except KvasirError as error:
+                    _log.warning("heartbeat not sent: %s", error)
+            await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
+
+    def _deliver(self, effects: Effects) -> None:
+        self._on_loop(lambda: self._outbox.put(effects))
+
+    def _on_broken(self, error: BaseException) -> None:
+        def fail() -> None:
+            if not self._broken.done():
+                self._broken.set_exception(error)
+
+        self._on_loop(fail)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            _log.debug("the event loop has ended before the engine's thread")
+
+
+def _core(bus: Bus, config: WorkerConfig, engine: Engine) -> StepCore:
+    max_context_tokens = min(engine.max_positions, config.kv_blocks * config.block_tokens)
+    identity = Identity(
+        worker_id=bus.instance,
+        incarnation=bus.incarnation,
+        model=config.served_name or Path(config.model).name,
+        max_context_tokens=max_context_tokens,
+        host=config.host or socket.gethostname(),
+    )
+    limits = Limits(
+        max_context_tokens=max_context_tokens,
+        vocabulary=engine.vocabulary,
+        end_retention_s=config.end_retention_s,
+        gateway_timeout_s=config.gateway_timeout_s,
+    )
+    return StepCore(identity, SequenceTable(BlockPool(config.kv_blocks, config.block_tokens), limits))
+
+
+def make_engine(config: WorkerConfig) -> Engine:
+    """The configured engine, warm: the first request finds nothing left to set up. Raises ConfigError."""
+    if config.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, config.cores)
+    torch.set_num_threads(config.threads)
+    model = load(config.model, dtype=config.dtype, device=config.device)
+    engine = TorchEngine(model, kv_blocks=config.kv_blocks, block_tokens=config.block_tokens)
+    warm_up(engine, config.block_tokens, config.kv_blocks)
+    return engine
+
+
+async def run(config: WorkerConfig) -> None:
+    """Serves until cancelled. Raises ConfigError (the model) and BusUnavailable (no NATS at start)."""
+    bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
+    try:
+        engine = await asyncio.to_thread(make_engine, config)
+        worker = Worker(bus, config, engine)
+        canonical(_log, "worker serving", model=config.model, kv_blocks=config.kv_blocks, dtype=config.dtype)
+        await worker.serve()
+    finally:
+        await bus.close()

@@ -1,0 +1,26 @@
+"""How fast this worker computes, from the steps it ran: exponentially weighted. Pure."""
+
+WEIGHT = 0.1
+"""Of the newest measurement."""
+LEAST_PREFILL_TOKENS = 16
+"""Steps with fewer prompt tokens say nothing about prefill speed."""
+
+
+class SpeedMeter:
+    """Prefill in tokens/s, a decode step in seconds; 0 before the first measurement of each."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens_per_s = 0.0
+        self.decode_step_s = 0.0
+
+    def on_step(self, prefilled_tokens: int, decoded_tokens: int, step_s: float) -> None:
+        if prefilled_tokens == 0 and decoded_tokens:
+            self.decode_step_s = _blend(self.decode_step_s, step_s)
+        elif prefilled_tokens >= LEAST_PREFILL_TOKENS and step_s > 0:
+            decoding_s = self.decode_step_s if decoded_tokens else 0.0
+            prefill_s = max(step_s - decoding_s, 0.1 * step_s)
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prefilled_tokens / prefill_s)
+
+
+def _blend(old: float, new: float) -> float:
+    return new if old == 0.0 else (1 - WEIGHT) * old + WEIGHT * new

@@ -1,0 +1,108 @@
+"""A sequence held by this worker: its tokens, how far it is computed, its blocks. No decisions, no tensors.
+
+Legal transitions are one table, `TRANSITIONS`; anything else is a bug here and raises.
+"""
+
+from dataclasses import dataclass, field
+
+from shared.errors import InternalError
+from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.sequence import (
+    TOKEN_BYTES,
+    FinishReason,
+    Sampling,
+    SequenceRef,
+    SequenceSpec,
+    unpack_tokens,
+)
+
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.ENDED}),
+    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, SequenceState.WAITING, SequenceState.ENDED}),
+    SequenceState.DECODING: frozenset({SequenceState.WAITING, SequenceState.ENDED}),
+    SequenceState.ENDED: frozenset(),
+}
+"""From → to. Back to WAITING is a preemption with recomputation."""
+
+
+@dataclass(slots=True)
+class HeldSequence:
+    """One attempt of one sequence. `tokens` is the prompt followed by the answer so far."""
+
+    ref: SequenceRef
+    gateway_id: str
+    gateway_incarnation: int
+    sampling: Sampling
+    prompt_tokens: int
+    tokens: list[int]
+    limit_tokens: int
+    """Prompt + answer may not exceed this (the answer's limit, or the worker's context)."""
+    waited_s: float
+    """Since the gateway accepted it, at `received_s`."""
+    received_s: float
+    deadline_in_s: float | None
+    state: SequenceState = SequenceState.WAITING
+    computed_tokens: int = 0
+    """Tokens whose KV is present."""
+    blocks: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    ended_s: float = 0.0
+
+    @classmethod
+    def from_spec(cls, spec: SequenceSpec, max_context_tokens: int, now_s: float) -> "HeldSequence":
+        """Badly packed tokens count as none, so that the sequence ends as one that cannot be computed."""
+        malformed = len(spec.prompt) % TOKEN_BYTES or len(spec.generated) % TOKEN_BYTES
+        tokens = [] if malformed else unpack_tokens(spec.prompt)
+        prompt_tokens = len(tokens)
+        tokens += [] if malformed else unpack_tokens(spec.generated)
+        return cls(
+            ref=spec.ref,
+            gateway_id=spec.gateway_id,
+            gateway_incarnation=spec.gateway_incarnation,
+            sampling=spec.sampling,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            limit_tokens=min(prompt_tokens + spec.sampling.max_tokens, max_context_tokens),
+            waited_s=spec.waited_s,
+            received_s=now_s,
+            deadline_in_s=spec.deadline_in_s,
+        )
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def alive(self) -> bool:
+        return self.state is not SequenceState.ENDED
+
+    def due_reason(self) -> FinishReason | None:
+        """Why the answer is complete as it stands, or None."""
+        if self.generated_tokens and self.tokens[-1] in self.sampling.end_token_ids:
+            return FinishReason.STOP
+        if len(self.tokens) >= self.limit_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def move_to(self, state: SequenceState) -> None:
+        """Raises InternalError on a transition that `TRANSITIONS` does not list."""
+        if state not in TRANSITIONS[self.state]:
+            raise InternalError(f"{self.ref} cannot go from {self.state} to {state}")
+        self.state = state
+
+    def report(self, now_s: float) -> SequenceReport:
+        """What heartbeats say of it. Times are seconds on the worker's clock, sent as differences only."""
+        held_s = now_s - self.received_s
+        return SequenceReport(
+            ref=self.ref,
+            gateway_id=self.gateway_id,
+            state=self.state,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            computed_tokens=self.computed_tokens,
+            max_tokens=self.sampling.max_tokens,
+            allocated_blocks=len(self.blocks),
+            finish_reason=self.finish_reason,
+            waited_s=self.waited_s + held_s,
+            deadline_in_s=None if self.deadline_in_s is None else self.deadline_in_s - held_s,
+        )

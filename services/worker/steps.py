@@ -1,0 +1,256 @@
+"""One worker's decisions from message to step and back. Pure: computes nothing and sends nothing itself.
+
+The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods in between, never during a
+step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.worker.frames import AddressedFrame, assemble, fetched
+from services.worker.plans import GivenUpPlan, PlanQueue, QueuedPlan
+from services.worker.sequences import SequenceTable, WorkItem
+from services.worker.speed import SpeedMeter
+from services.worker.state import HeldSequence
+from shared.errors import StaleEpoch
+from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.plans import (
+    BatchPlan,
+    Decode,
+    EndedSequence,
+    PrefillChunk,
+    SkippedItem,
+    WorkerStepped,
+)
+from shared.messages.reports import Capacity, GatewayReported, WorkerReported
+from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker says of itself in every report."""
+
+    worker_id: str
+    incarnation: int
+    model: str
+    max_context_tokens: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """To be sent, in this order."""
+
+    frames: tuple[AddressedFrame, ...] = ()
+    stepped: tuple[WorkerStepped, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One iteration of the engine: what to compute, for which plan."""
+
+    queued: QueuedPlan
+    items: tuple[WorkItem, ...]
+    skipped: tuple[SkippedItem, ...]
+    ended: tuple[HeldSequence, ...]
+    """Ended since the last report, before this iteration."""
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return sum(item.end_token - item.first_token for item in self.items if not item.is_decode)
+
+    @property
+    def decoded_tokens(self) -> int:
+        return sum(item.is_decode for item in self.items)
+
+
+class StepCore:
+    """Plan queue and sequence table of one worker, and the reports about them."""
+
+    def __init__(self, identity: Identity, table: SequenceTable) -> None:
+        self._identity = identity
+        self._table = table
+        self._plans = PlanQueue()
+        self._speed = SpeedMeter()
+        self._stepped_seq = 0
+
+    @property
+    def has_plans(self) -> bool:
+        return len(self._plans) > 0
+
+    def on_plan(self, plan: BatchPlan, now_s: float) -> Effects:
+        return Effects(stepped=self._give_up(self._plans.offer(plan, now_s)))
+
+    def on_cancel(self, cancel: CancelSequence, now_s: float) -> Effects:
+        self._table.cancel(cancel.ref, cancel.reason, now_s)
+        return Effects()
+
+    def on_acknowledge(self, acknowledged: AcknowledgeEnds, now_s: float) -> Effects:
+        self._table.acknowledge(acknowledged.refs, now_s)
+        return Effects()
+
+    def on_gateway(self, reported: GatewayReported, now_s: float) -> Effects:
+        self._table.hear_gateway(reported.gateway_id, reported.incarnation, now_s)
+        return Effects()
+
+    def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
+        return fetched(self._table.find(fetch.ref), fetch.first_index)
+
+    def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
+        """Give up all plans and say what is held. Raises StaleEpoch for a scheduler that was replaced."""
+        if snapshot.epoch < self._plans.epoch:
+            raise StaleEpoch(f"epoch {snapshot.epoch} was replaced by {self._plans.epoch}")
+        self._plans.reset(snapshot.epoch)
+        self._table.take_ended()
+        return self.report(now_s)
+
+    def on_tick(self, now_s: float) -> Effects:
+        """Let time pass: expired plans, silent gateways, ends kept too long."""
+        self._table.tick(now_s)
+        _, expired = self._plans.head(now_s)
+        return Effects(stepped=self._give_up(expired))
+
+    def begin_step(self, now_s: float) -> tuple[StepWork | None, Effects]:
+        """The next iteration, or None when no plan has anything to compute."""
+        frames: list[AddressedFrame] = []
+        stepped: list[WorkerStepped] = []
+        while True:
+            queued, expired = self._plans.head(now_s)
+            stepped += self._give_up(expired)
+            work = None if queued is None else self._prepare(queued, now_s)
+            if work is None or work.items:
+                return work, Effects(tuple(frames), tuple(stepped))
+            self._plans.finish_head()
+            frames += self._frames({}, work.ended)
+            stepped.append(self._stepped(work, work.ended, plan_over=True))
+
+    def finish_step(
+        self, work: StepWork, tokens: Sequence[int | None], now_s: float, step_s: float
+    ) -> Effects:
+        """The iteration ran. `tokens` holds, per item, the sampled token; None where none was; `FAILED`."""
+        sampled: dict[SequenceRef, tuple[HeldSequence, int]] = {}
+        for item, token in zip(work.items, tokens, strict=True):
+            self._table.commit(item, token, now_s)
+            if item.samples:
+                sampled[item.sequence.ref] = (item.sequence, item.end_token - item.sequence.prompt_tokens)
+        ended = (*work.ended, *self._table.take_ended())
+        queued = work.queued
+        queued.ended.update(sequence.ref for sequence in ended)
+        queued.steps_done += 1
+        if queued.over:
+            self._plans.finish_head()
+        self._speed.on_step(work.prefilled_tokens, work.decoded_tokens, step_s)
+        stepped = self._stepped(work, ended, plan_over=queued.over, step_s=step_s, ran=True)
+        return Effects(self._frames(sampled, ended), (stepped,))
+
+    def report(self, now_s: float) -> WorkerReported:
+        """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""
+        pool = self._table.pool
+        return WorkerReported(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=0,
+            stepped_seq=self._stepped_seq,
+            epoch=self._plans.epoch,
+            plan_seq=self._plans.last_seq,
+            model=self._identity.model,
+            block_tokens=pool.block_tokens,
+            max_context_tokens=self._identity.max_context_tokens,
+            capacity=Capacity(total_blocks=pool.total_blocks, free_blocks=pool.free_blocks),
+            sequences=self._table.reports(now_s),
+            host=self._identity.host,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            decode_step_s=self._speed.decode_step_s,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless queue and table are each consistent."""
+        self._plans.check_integrity()
+        self._table.check_integrity()
+
+    def _prepare(self, queued: QueuedPlan, now_s: float) -> StepWork:
+        """Apply what is valid of the plan's next step. An item is reported as skipped once per plan."""
+        plan, first = queued.plan, queued.steps_done == 0
+        skipped = self._table.apply_plan(plan, now_s) if first else []
+        ended = self._table.take_ended()
+        queued.ended.update(sequence.ref for sequence in ended)
+        items: list[WorkItem] = []
+        seen: set[SequenceRef] = set()
+        planned: tuple[PrefillChunk | Decode, ...] = plan.decodes
+        if first:
+            planned = (*plan.prefills, *plan.decodes)
+        for item in planned:
+            if item.ref in seen:
+                continue
+            seen.add(item.ref)
+            prepared = self._table.prepare(item)
+            if isinstance(prepared, WorkItem):
+                items.append(prepared)
+            elif item.ref not in queued.ended and item.ref not in queued.skips_reported:
+                queued.skips_reported.add(item.ref)
+                skipped.append(SkippedItem(ref=item.ref, reason=prepared))
+        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended))
+
+    def _frames(
+        self, sampled: dict[SequenceRef, tuple[HeldSequence, int]], ended: Iterable[HeldSequence]
+    ) -> tuple[AddressedFrame, ...]:
+        """Tokens sampled in this step, and ends without one; nothing of what was taken away."""
+        changed = dict(sampled)
+        for sequence in ended:
+            changed.setdefault(sequence.ref, (sequence, sequence.generated_tokens))
+        held = [entry for ref, entry in changed.items() if self._table.find(ref) is entry[0]]
+        return assemble(self._identity.worker_id, self._identity.incarnation, held)
+
+    def _stepped(
+        self,
+        work: StepWork,
+        ended: Iterable[HeldSequence],
+        *,
+        plan_over: bool,
+        step_s: float = 0.0,
+        ran: bool = False,
+    ) -> WorkerStepped:
+        self._stepped_seq += 1
+        return WorkerStepped(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=self._stepped_seq,
+            epoch=work.queued.plan.epoch,
+            plan_seq=work.queued.plan.seq,
+            steps_done=work.queued.steps_done,
+            plan_over=plan_over,
+            prefilled_tokens=work.prefilled_tokens if ran else 0,
+            decoded_tokens=work.decoded_tokens if ran else 0,
+            step_s=step_s,
+            free_blocks=self._table.pool.free_blocks,
+            ended=tuple(_ended(sequence) for sequence in ended),
+            skipped=work.skipped,
+        )
+
+    def _give_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
+        reports = []
+        for plan in plans:
+            self._stepped_seq += 1
+            reports.append(
+                WorkerStepped(
+                    worker_id=self._identity.worker_id,
+                    incarnation=self._identity.incarnation,
+                    seq=self._stepped_seq,
+                    epoch=plan.epoch,
+                    plan_seq=plan.seq,
+                    outcome=plan.outcome,
+                    steps_done=plan.steps_done,
+                    plan_over=True,
+                    free_blocks=self._table.pool.free_blocks,
+                )
+            )
+        return tuple(reports)
+
+
+def _ended(sequence: HeldSequence) -> EndedSequence:
+    return EndedSequence(
+        ref=sequence.ref,
+        finish_reason=sequence.finish_reason or FinishReason.ERROR,
+        generated_tokens=sequence.generated_tokens,
+    )

@@ -1,0 +1,12 @@
+"""The bus: typed commands and events over NATS, with the failures of nats-py fenced in.
+
+A handler table names subjects, message types and methods; `Bus.attach` serves it. What goes wrong is always
+one of `shared.errors`. Knows no service and no message by name.
+"""
+
+from shared.bus.connection import Bus
+from shared.bus.handlers import Endpoint, Gatherable, Handler, Listener
+from shared.bus.lease import Lease
+from shared.bus.runtime import run_main, run_service
+
+__all__ = ["Bus", "Endpoint", "Gatherable", "Handler", "Lease", "Listener", "run_main", "run_service"]

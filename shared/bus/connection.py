@@ -1,0 +1,294 @@
+"""`Bus`: what a service sees of NATS.
+
+Publish, request, gather, serve a handler table, hold a lease. Every failure is one of `shared.errors`; every
+wait has the caller's deadline. Commands carry W3C trace context, events do not.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import nats.errors
+import nats.micro
+from nats.aio.msg import Msg
+from nats.micro.request import ERROR_HEADER
+from nats.micro.service import Service
+from prometheus_client import CollectorRegistry
+
+from shared.bus import tracing
+from shared.bus.counters import BusCounters
+from shared.bus.handlers import Handler, Listener
+from shared.bus.inbox import Inbox
+from shared.bus.lease import Lease, acquire
+from shared.bus.link import Link
+from shared.bus.serving import ServedEndpoint, ServedListener, decoded
+from shared.clock import new_incarnation
+from shared.config import BusConfig
+from shared.errors import (
+    BusUnavailable,
+    ConfigError,
+    DeadlineExceeded,
+    KvasirError,
+    MessageTooLarge,
+    NoResponder,
+    from_wire,
+)
+from shared.messages.base import encode
+from shared.subjects import checked_id
+
+_log = logging.getLogger("kvasir.bus")
+_VERSION = "0.1.0"
+_HEADER_BYTES = 256
+"""Reserved for trace context, which counts against the server's payload limit."""
+
+_PEERS_RECONNECT_S = 2.0
+"""After a reconnection, nobody serving a subject may only mean that its server has not reconnected yet."""
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class Bus:
+    """One process's connection to the others. Make it with `connect`, end it with `close`."""
+
+    def __init__(
+        self, config: BusConfig, service: str, instance: str, registry: CollectorRegistry | None
+    ) -> None:
+        self.config = config
+        self.service = service
+        self.instance = checked_id(instance)
+        self.incarnation = new_incarnation()
+        self._counters = BusCounters(registry)
+        self._link = Link(config, name=instance, counters=self._counters)
+        self._inbox = Inbox()
+        self._served: list[ServedEndpoint | ServedListener] = []
+        self._micro: Service | None = None
+        self._refused_subscriptions: set[str] = set()
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._closed = False
+        self._link.on_open = self._on_open
+        self._link.on_lost = self._on_lost
+        self._link.on_regained = self._on_regained
+        self._link.on_refused = self._on_refused
+
+    @classmethod
+    async def connect(
+        cls, config: BusConfig, *, service: str, instance: str, registry: CollectorRegistry | None = None
+    ) -> "Bus":
+        """Raises BusUnavailable after `config.connect_timeout_s`; afterwards the bus reconnects for ever."""
+        bus = cls(config, service, instance, registry)
+        await bus._link.open()
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected
+
+    def on_reconnected(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Run `callback` after each reconnection; subscriptions and endpoints are back by then."""
+        self._callbacks.append(callback)
+
+    async def attach(self, handlers: Sequence[Handler], target: object) -> None:
+        """Serve the table with `target`'s methods. When it returns, the server knows.
+
+        Raises ConfigError when the bus user may not subscribe to a subject, BusUnavailable without a
+        connection.
+        """
+        fresh = [self._bind(handler, target) for handler in handlers]
+        try:
+            async with asyncio.timeout(self.config.connect_timeout_s):
+                await self._link.wait_connected()
+                for served in fresh:
+                    await self._start(served)
+                    self._served.append(served)
+                await self._link.barrier()
+        except (TimeoutError, nats.errors.Error):
+            raise BusUnavailable(f"NATS at {self.config.url} did not confirm the subscriptions") from None
+        if refused := self._refused_subscriptions & {served.subject for served in fresh}:
+            raise ConfigError(
+                f"the bus user may not subscribe to {', '.join(sorted(refused))}: allow it in NATS"
+            )
+
+    async def detach(self, handlers: Sequence[Handler], target: object | None = None) -> None:
+        """Stop serving these handlers (of `target` only, if given); running ones may finish within
+        `drain_timeout_s`."""
+        leaving = [
+            served
+            for served in self._served
+            if served.spec in handlers and (target is None or served.target is target)
+        ]
+        self._served = [served for served in self._served if served not in leaving]
+        await asyncio.gather(*(served.stop(self.config.drain_timeout_s) for served in leaving))
+
+    async def publish(self, subject: str, message: msgspec.Struct) -> None:
+        """Send an event. While disconnected it is buffered, up to `outbound_buffer_bytes`.
+
+        Raises MessageTooLarge (nothing was sent) and BusUnavailable (closed, or the buffer is full).
+        """
+        data = self._encoded(subject, message, 0)
+        await self._link.send(subject, data)
+        self._counters.sent(type(message)).inc()
+
+    async def request(self, subject: str, message: msgspec.Struct, reply: type[R], *, deadline_s: float) -> R:
+        """Carry out a command and return its reply.
+
+        Raises DeadlineExceeded, NoResponder, BusUnavailable (no connection, or lost while waiting: the
+        command may have been carried out), MessageTooLarge, or the `KvasirError` that the peer raised.
+        """
+        try:
+            data = self._encoded(subject, message, _HEADER_BYTES)
+            self._counters.sent(type(message)).inc()
+            async with asyncio.timeout(deadline_s):
+                await self._link.wait_connected()
+                while True:
+                    msg = await self._ask(subject, data)
+                    if not _is_unserved(msg):
+                        return _reply_in(msg, reply)
+                    if not self._link.regained_within(_PEERS_RECONNECT_S):
+                        raise NoResponder(f"nobody serves {subject} now")
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise self._counted(self._too_late(subject, deadline_s)) from None
+        except KvasirError as error:
+            raise self._counted(error) from error.__cause__
+
+    async def gather(
+        self,
+        subject: str,
+        message: msgspec.Struct,
+        reply: type[R],
+        *,
+        deadline_s: float,
+        expected: int | None = None,
+    ) -> list[R]:
+        """What every instance answers within the deadline, or the first `expected` of them; errors are left
+        out.
+
+        Raises BusUnavailable and MessageTooLarge; nobody there is an empty list.
+        """
+        data = self._encoded(subject, message, _HEADER_BYTES)
+        replies: list[R] = []
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_reply(msg: Msg) -> None:
+            try:
+                replies.extend([] if _is_unserved(msg) else [_reply_in(msg, reply)])
+            except KvasirError as error:
+                self._counted(error)
+            if not done.done() and (_is_unserved(msg) or (expected and len(replies) >= expected)):
+                done.set_result(None)
+
+        def on_failure(error: KvasirError) -> None:
+            if not done.done():
+                done.set_result(None)
+
+        inbox = self._inbox.open(subject, on_reply, on_failure)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._link.wait_connected()
+                await self._link.send(subject, data, inbox, tracing.inject())
+                self._counters.sent(type(message)).inc()
+                await done
+        except TimeoutError:
+            if not self.connected:
+                raise BusUnavailable(f"not connected to NATS at {self.config.url}") from None
+        finally:
+            self._inbox.close(inbox)
+        return replies
+
+    async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
+        """Wait, for as long as it takes, until this instance holds the role; see `shared.bus.lease`."""
+        return await acquire(
+            self._link, role, instance=self.instance, incarnation=self.incarnation, ttl_s=ttl_s
+        )
+
+    async def close(self) -> None:
+        """Stop serving, let running handlers finish within `drain_timeout_s`, disconnect. May be called
+        again."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.detach([served.spec for served in self._served])
+        self._inbox.fail(BusUnavailable("the bus is closed"))
+        await self._link.close(self.config.drain_timeout_s)
+
+    def _bind(self, handler: Handler, target: object) -> ServedEndpoint | ServedListener:
+        if isinstance(handler, Listener):
+            return ServedListener(handler, target, self.instance, self._counters, self._link)
+        return ServedEndpoint(handler, target, self.instance, self.incarnation, self._counters, self._link)
+
+    async def _start(self, served: ServedEndpoint | ServedListener) -> None:
+        client = self._link.client
+        if isinstance(served, ServedEndpoint) and self._micro is None:
+            metadata = {"instance": self.instance, "incarnation": str(self.incarnation)}
+            name = f"kvasir-{self.service}"
+            self._micro = await nats.micro.add_service(client, name=name, version=_VERSION, metadata=metadata)
+        await served.start(client, self._micro)
+
+    async def _ask(self, subject: str, data: bytes) -> Msg:
+        inbox, answer = self._inbox.open_one(subject)
+        try:
+            await self._link.send(subject, data, inbox, tracing.inject())
+            return await answer
+        finally:
+            self._inbox.close(inbox)
+
+    def _too_late(self, subject: str, deadline_s: float) -> KvasirError:
+        if not self.connected:
+            return BusUnavailable(f"not connected to NATS at {self.config.url}")
+        return DeadlineExceeded(f"no answer on {subject} within {deadline_s:g} s")
+
+    def _counted(self, error: KvasirError) -> KvasirError:
+        self._counters.error("caller", error.code)
+        return error
+
+    def _encoded(self, subject: str, message: msgspec.Struct, header_bytes: int) -> bytes:
+        data = encode(message)
+        limit = self._link.max_payload_bytes - header_bytes
+        if len(data) > limit:
+            raise MessageTooLarge(
+                f"a {type(message).__name__} of {len(data)} bytes for {subject} is over the limit of {limit}"
+            )
+        return data
+
+    async def _on_open(self) -> None:
+        """Everything subscribed, on a client that knows nothing yet."""
+        self._micro = None
+        await self._link.client.subscribe(self._inbox.subject, cb=self._inbox.on_message)
+        for served in self._served:
+            await self._start(served)
+        await self._link.barrier()
+
+    def _on_lost(self) -> None:
+        self._inbox.fail(
+            BusUnavailable(
+                "the connection to NATS was lost while waiting; the command may have been carried out"
+            )
+        )
+
+    async def _on_regained(self) -> None:
+        for callback in self._callbacks:
+            try:
+                await callback()
+            except Exception:
+                _log.exception("a reconnection callback failed")
+
+    def _on_refused(self, verb: str, subject: str) -> None:
+        if verb == "publish":
+            self._inbox.fail(BusUnavailable(f"the bus user may not publish to {subject}"), subject)
+        else:
+            self._refused_subscriptions.add(subject)
+
+
+def _is_unserved(msg: Msg) -> bool:
+    """The server's own answer when nobody subscribes to the subject."""
+    return not msg.data and msg.headers is not None and msg.headers.get("Status") == "503"
+
+
+def _reply_in(msg: Msg, reply: type[R]) -> R:
+    """Raises the error that the peer raised, or InvalidMessage."""
+    if msg.headers is not None and ERROR_HEADER in msg.headers:
+        raise from_wire(decoded(msg.data, dict[str, Any]))
+    message: R = decoded(msg.data, reply)
+    return message

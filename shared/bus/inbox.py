@@ -1,0 +1,74 @@
+"""Replies to what this process asked: one wildcard subscription, one token per question.
+
+Unlike nats-py's own, waiting questions fail at once when the connection is lost or the server refuses the
+subject.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from nats.aio.msg import Msg
+from nats.nuid import NUID
+
+from shared.errors import KvasirError
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    subject: str
+    on_reply: Callable[[Msg], None]
+    on_failure: Callable[[KvasirError], None]
+
+
+class Inbox:
+    """The open questions of one bus."""
+
+    def __init__(self) -> None:
+        self._prefix = f"_INBOX.{NUID().next().decode()}."
+        self._waiting: dict[str, _Waiting] = {}
+        self._tokens = count(1)
+
+    @property
+    def subject(self) -> str:
+        """What to subscribe to, with `on_message` as the callback."""
+        return f"{self._prefix}*"
+
+    def open(
+        self, subject: str, on_reply: Callable[[Msg], None], on_failure: Callable[[KvasirError], None]
+    ) -> str:
+        """The reply subject of a new question about `subject`; pass it to `close` when done."""
+        token = str(next(self._tokens))
+        self._waiting[token] = _Waiting(subject, on_reply, on_failure)
+        return self._prefix + token
+
+    def open_one(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
+        """Like `open`, for a question with one answer."""
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+
+        def on_reply(msg: Msg) -> None:
+            if not answer.done():
+                answer.set_result(msg)
+
+        def on_failure(error: KvasirError) -> None:
+            if not answer.done():
+                answer.set_exception(error)
+                answer.exception()  # nobody may be waiting any more; that is no warning's business
+
+        return self.open(subject, on_reply, on_failure), answer
+
+    def close(self, reply_subject: str) -> None:
+        """Forget the question; a late answer is ignored."""
+        self._waiting.pop(reply_subject.removeprefix(self._prefix), None)
+
+    async def on_message(self, msg: Msg) -> None:
+        waiting = self._waiting.get(msg.subject.removeprefix(self._prefix))
+        if waiting is not None:
+            waiting.on_reply(msg)
+
+    def fail(self, error: KvasirError, subject: str | None = None) -> None:
+        """Every open question (about `subject`, if one is named) ends with this error."""
+        for waiting in list(self._waiting.values()):
+            if subject is None or waiting.subject == subject:
+                waiting.on_failure(error)

@@ -1,0 +1,298 @@
+"""The connection to nats-server: made within a deadline, then kept for ever.
+
+nats-py reconnects by itself except after some server errors (credentials refused, protocol errors), when it
+closes for good; the link then dials anew. Knows subjects only as strings, and no message.
+"""
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+import nats.errors
+from nats.aio.client import Client
+
+from shared.bus.counters import BusCounters
+from shared.config import BusConfig
+from shared.errors import BusUnavailable
+
+_log = logging.getLogger("kvasir.bus")
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_LOG_EVERY_S = 5.0
+_BACKOFF_S = (0.05, 0.5)
+"""First and longest mean wait between two attempts to reconnect."""
+
+T = TypeVar("T")
+Hook = Callable[[], Awaitable[None]]
+
+
+class Link:
+    """One process's connection. `on_open` subscribes everything on a new client; the other hooks only
+    inform."""
+
+    def __init__(self, config: BusConfig, name: str, counters: BusCounters) -> None:
+        self._config = config
+        self._name = name
+        self._counters = counters
+        self._client: Client | None = None
+        self._up = asyncio.Event()
+        self._closing = False
+        self._reviving = False
+        self._regained_s = float("-inf")
+        self._last_error: Exception | None = None
+        self._logged_at: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fragile: set[asyncio.Task[Any]] = set()
+        self.reconnections = 0
+        self.on_open: Hook = _nothing
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_regained: Hook = _nothing
+        self.on_refused: Callable[[str, str], None] = lambda verb, subject: None
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            raise BusUnavailable("the bus is not connected yet")
+        return self._client
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set() and self._client is not None and self._client.is_connected
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return min(self._config.max_payload_bytes, self.client.max_payload)
+
+    async def open(self) -> None:
+        """Raises BusUnavailable when there is no connection after `connect_timeout_s`."""
+        self._client = await self._dial()
+        await self.on_open()
+        self._mark(up=True)
+
+    async def wait_connected(self) -> None:
+        """Until connected; bound it with the caller's deadline. Raises BusUnavailable when the bus is
+        closed."""
+        while not self.connected:
+            if self._closing:
+                raise BusUnavailable("the bus is closed")
+            if self._up.is_set():
+                await asyncio.sleep(0.01)  # nats-py knows of the loss already, and is about to say so
+            else:
+                await self._up.wait()
+
+    async def send(
+        self, subject: str, data: bytes, reply: str = "", headers: dict[str, Any] | None = None
+    ) -> None:
+        """Raises BusUnavailable when the bus is closed, or disconnected for so long that its buffer is
+        full."""
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
+        try:
+            await self.client.publish(subject, data, reply, headers)
+        except nats.errors.OutboundBufferLimitError:
+            raise BusUnavailable("disconnected from NATS, and the outbound buffer is full") from None
+        except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError):
+            raise BusUnavailable("the bus is closed") from None
+        if (
+            task and task.cancelling() > cancels
+        ):  # nats-py swallows a cancellation that hits it while flushing
+            raise asyncio.CancelledError
+
+    async def barrier(self) -> None:
+        """Until the server has handled all that was sent.
+
+        nats-py's own flush overtakes what it still buffers.
+        """
+        await self.client._flush_pending(force_flush=True)
+        await self.client.flush()
+
+    async def close(self, deadline_s: float) -> None:
+        """Flush what is unsent if that is possible in time, then disconnect."""
+        self._closing = True
+        client = self._client
+        for task in self._tasks:
+            task.cancel()
+        if client is None or client.is_closed:
+            self._mark(up=False)
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                if self.connected:
+                    await self.barrier()
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            _log.warning("closing the bus with unsent messages: %s", error)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await client.close()
+        except (TimeoutError, OSError) as error:
+            _log.warning("the connection did not close cleanly: %r", error)
+        self._mark(up=False)
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises BusUnavailable at once when the connection is, or gets, lost."""
+        if not self.connected:
+            work.close()
+            raise BusUnavailable(f"not connected to NATS at {self._config.url}")
+        task = asyncio.get_running_loop().create_task(work)
+        self._fragile.add(task)
+        try:
+            await asyncio.wait({task})
+            if task not in self._fragile:
+                raise BusUnavailable("the connection to NATS was lost while waiting")
+            return task.result()
+        finally:
+            self._fragile.discard(task)
+            task.cancel()
+
+    def regained_within(self, window_s: float) -> bool:
+        """Whether the last reconnection is less than `window_s` ago."""
+        return time.monotonic() - self._regained_s < window_s
+
+    async def _dial(self) -> Client:
+        """A connected client. Raises BusUnavailable after `connect_timeout_s`."""
+        client = Client()
+        connecting = asyncio.get_running_loop().create_task(
+            client.connect(self._config.url, **self._options(client))
+        )
+        try:
+            await asyncio.wait({connecting}, timeout=self._config.connect_timeout_s)
+            if connecting.done():
+                connecting.result()
+                return client
+        except BaseException:
+            await _abandon(client, connecting)
+            raise
+        await _abandon(client, connecting)
+        raise BusUnavailable(
+            f"no NATS connection to {self._config.url} within {self._config.connect_timeout_s:g} s"
+            f" (last error: {self._last_error or 'none'})"
+        )
+
+    def _options(self, client: Client) -> dict[str, Any]:
+        config = self._config
+        return {
+            "name": self._name,
+            "user": config.user,
+            "password": config.password.get_secret_value() if config.password else None,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnected,
+            "reconnected_cb": self._on_reconnected,
+            "closed_cb": self._on_closed,
+            "reconnect_to_server_handler": partial(_next_attempt, client),
+            "connect_timeout": 2,
+            "reconnect_time_wait": 0.2,
+            "max_reconnect_attempts": -1,
+            "ping_interval": config.ping_interval_s,
+            "max_outstanding_pings": 2,
+            "pending_size": config.outbound_buffer_bytes,
+            "flush_timeout": 2.0,
+        }
+
+    def _mark(self, *, up: bool) -> None:
+        if up:
+            self._up.set()
+        else:
+            self._up.clear()
+            while self._fragile:
+                self._fragile.pop().cancel()
+        self._counters.connected.set(int(up))
+
+    async def _on_disconnected(self) -> None:
+        if not self._up.is_set():
+            return
+        self._mark(up=False)
+        if not self._closing:
+            _log.warning("lost the connection to NATS at %s; reconnecting", self._config.url)
+            self.on_lost()
+
+    async def _on_reconnected(self) -> None:
+        self._counters.reconnects.inc()
+        self.reconnections += 1
+        self._regained_s = time.monotonic()
+        self._mark(up=True)
+        _log.warning("reconnected to NATS at %s", self._config.url)
+        self._own(self.on_regained())
+
+    async def _on_closed(self) -> None:
+        if self._client is None or self._closing or self._reviving:
+            return
+        self._reviving = True
+        if self._up.is_set():
+            self._mark(up=False)
+            self.on_lost()
+        self._own(self._revive())
+
+    async def _revive(self) -> None:
+        _log.error("nats-py gave the connection up (%s); dialling anew", self._last_error)
+        client: Client | None = None
+        while not self.connected:
+            try:
+                client = self._client = await self._dial()
+                await self.on_open()
+                await self._on_reconnected()
+            except (BusUnavailable, nats.errors.Error, OSError) as error:
+                _log.error("%s; trying again", error)
+                if client is not None:
+                    await client.close()
+                await asyncio.sleep(_BACKOFF_S[1])
+        self._reviving = False
+
+    def _own(self, work: Awaitable[None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                _log.exception("a reconnection callback failed")
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self._counters.dropped("nats")
+            self._log_rarely("slow", "nats-py dropped a message on %s: the event loop lags", error.subject)
+        elif violation := _VIOLATION.search(str(error)):
+            verb, subject = violation.groups()
+            self._counters.error("connection", "permission")
+            self._log_rarely(f"{verb} {subject}", "the bus user may not %s %s", verb, subject)
+            self.on_refused(verb.lower(), subject)
+        else:
+            self._counters.error("connection", type(error).__name__)
+            if self._up.is_set():
+                self._log_rarely(type(error).__name__, "NATS: %r", error)
+
+    def _log_rarely(self, key: str, message: str, *values: object) -> None:
+        now_s = time.monotonic()
+        if now_s - self._logged_at.get(key, -_LOG_EVERY_S) >= _LOG_EVERY_S:
+            self._logged_at[key] = now_s
+            _log.error(message, *values)
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _abandon(client: Client, connecting: asyncio.Task[None]) -> None:
+    """End a connection attempt, however often nats-py swallows the cancellation."""
+    while not connecting.done():
+        connecting.cancel()
+        await asyncio.wait({connecting}, timeout=0.1)
+    await client.close()
+
+
+def _next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
+    """nats-py's choice of server: the first, after a wait that doubles with its failures, jittered by
+    half.
+    """
+    if client._transport is not None:
+        client._transport.close()  # type: ignore[no-untyped-call]  # nats-py forgets the socket of an attempt that was refused
+    server = servers[0]
+    first_s, longest_s = _BACKOFF_S
+    mean_s = min(longest_s, first_s * 2.0 ** min(server.reconnects, 8))
+    return server, mean_s * random.uniform(0.5, 1.5)

@@ -1,0 +1,256 @@
+"""Serving a handler table: decoding, the error boundary, replies.
+
+Nothing a handler raises gets past here: not to nats-py, which would drop the subscription at a
+`CancelledError`, and not to the caller, who gets a `KvasirError` with its type and never the text of a
+foreign exception.
+"""
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
+from nats.micro.service import Endpoint as MicroEndpoint
+from nats.micro.service import Service
+
+from shared.bus import tracing
+from shared.bus.counters import BusCounters
+from shared.bus.handlers import Endpoint, Gatherable, Lanes, Listener, subject_for
+from shared.bus.link import Link
+from shared.errors import (
+    CallerError,
+    InvalidMessage,
+    KvasirError,
+    MessageTooLarge,
+    Overloaded,
+    UnavailableError,
+    to_wire,
+)
+from shared.messages.base import decode, encode
+
+_log = logging.getLogger("kvasir.bus")
+_MAX_ERROR_CHARS = 2000
+
+
+def decoded(data: bytes, message_type: type[Any]) -> Any:
+    """The message in `data`. Raises InvalidMessage."""
+    try:
+        return decode(data, message_type)
+    except (
+        Exception
+    ) as error:  # msgspec's own errors, UnicodeDecodeError, RecursionError: all the sender's doing
+        raise InvalidMessage(f"not a {message_type.__name__}: {error}") from error
+
+
+class ServedListener:
+    """One `Listener` on one connection."""
+
+    def __init__(
+        self, spec: Listener, target: object, instance: str, counters: BusCounters, link: Link
+    ) -> None:
+        self._link = link
+        self.spec = spec
+        self.target = target
+        self.subject = subject_for(spec.subject, instance)
+        self._handle: Callable[[Any], Any] = getattr(target, spec.method)
+        self._counters = counters
+        self._received = counters.received(spec.message)
+        self._seconds = counters.handler_seconds(spec.message)
+        self._inline = not inspect.iscoroutinefunction(self._handle)
+        self._lanes: Lanes[Msg] = Lanes(self._run, spec.concurrency, spec.pending_limit)
+        self._subscription: Subscription | None = None
+        self._logged_drop_s = float("-inf")
+
+    async def start(self, client: Client, _service: Service | None) -> None:
+        self._subscription = await client.subscribe(
+            self.subject,
+            queue=self.spec.queue or "",
+            cb=self._on_inline if self._inline else self._on_message,
+        )
+
+    async def stop(self, deadline_s: float) -> None:
+        await _drain(self._subscription, self._link, deadline_s)
+        await self._lanes.stop(deadline_s)
+
+    async def _on_inline(self, msg: Msg) -> None:
+        self._received.inc()
+        try:
+            self._handle(decoded(msg.data, self.spec.message))
+        except (Exception, asyncio.CancelledError) as error:
+            _report(error, self.subject, self._counters)
+
+    async def _on_message(self, msg: Msg) -> None:
+        self._received.inc()
+        if not self._lanes.offer(msg):
+            self._counters.dropped(self.spec.message.__name__)
+            now_s = time.monotonic()
+            if now_s - self._logged_drop_s > 5.0:
+                self._logged_drop_s = now_s
+                _log.error("slow consumer: %s has %d waiting; dropping", self.subject, self._lanes.pending)
+
+    async def _run(self, msg: Msg) -> None:
+        started_s = time.perf_counter()
+        try:
+            await self._handle(decoded(msg.data, self.spec.message))
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            _report(error, self.subject, self._counters)
+        except Exception as error:
+            _report(error, self.subject, self._counters)
+        self._seconds.observe(time.perf_counter() - started_s)
+
+
+class ServedEndpoint:
+    """One `Endpoint` or `Gatherable` on one connection, as a NATS micro endpoint."""
+
+    def __init__(
+        self,
+        spec: Endpoint | Gatherable,
+        target: object,
+        instance: str,
+        incarnation: int,
+        counters: BusCounters,
+        link: Link,
+    ) -> None:
+        self.spec = spec
+        self.target = target
+        self.subject = subject_for(spec.subject, instance)
+        self._handle: Callable[[Any], Awaitable[msgspec.Struct]] = getattr(target, spec.method)
+        if not inspect.iscoroutinefunction(self._handle):
+            raise TypeError(f"{spec.method} serves {self.subject}, so it must be an async def")
+        self._group = f"{instance}-{incarnation}" if isinstance(spec, Gatherable) else None
+        self._counters = counters
+        self._link = link
+        self._received = counters.received(spec.request)
+        self._seconds = counters.handler_seconds(spec.request)
+        self._lanes: Lanes[Msg] = Lanes(self._run, spec.concurrency, spec.pending_limit)
+        self._endpoint: MicroEndpoint | None = None
+        self._service: Service | None = None
+
+    async def start(self, _client: Client, service: Service | None) -> None:
+        assert service is not None
+        await service.add_endpoint(
+            name=self.spec.method,
+            handler=self._on_request,
+            subject=self.subject,
+            queue_group=self._group,
+            metadata={"request": self.spec.request.__name__},
+        )
+        self._service, self._endpoint = service, service._endpoints[-1]
+
+    async def stop(self, deadline_s: float) -> None:
+        """nats-py can add an endpoint to a service but not take one away, hence the private names."""
+        if self._endpoint is not None and self._service is not None:
+            if self._endpoint in self._service._endpoints:
+                self._service._endpoints.remove(self._endpoint)
+            await _drain(self._endpoint._subscription, self._link, deadline_s)
+        await self._lanes.stop(deadline_s)
+
+    async def _on_request(self, request: Request) -> None:
+        self._received.inc()
+        if not self._lanes.offer(request._msg):
+            error = Overloaded(
+                f"{self.subject} has {self._lanes.pending} requests waiting", retry_after_s=1.0
+            )
+            self._counters.error("handler", error.code)
+            await self._refuse(request._msg, error)
+
+    async def _run(self, msg: Msg) -> None:
+        started_s = time.perf_counter()
+        trace = tracing.attach(msg.headers)
+        try:
+            reply = await self._handle(decoded(msg.data, self.spec.request))
+            await self._answer(msg, encode(reply))
+            self._counters.sent(type(reply)).inc()
+        except asyncio.CancelledError as error:
+            await self._fail(msg, error)
+            if _is_cancelled():
+                raise
+        except Exception as error:
+            await self._fail(msg, error)
+        finally:
+            tracing.detach(trace)
+            self._took(time.perf_counter() - started_s)
+
+    def _took(self, handler_s: float) -> None:
+        """nats-py measures only how long it takes to find a lane; `$SRV.STATS` should show the handler."""
+        self._seconds.observe(handler_s)
+        if self._endpoint is not None:
+            self._endpoint._processing_time += int(handler_s * 1e9)
+
+    async def _answer(self, msg: Msg, data: bytes) -> None:
+        limit = self._link.max_payload_bytes
+        if len(data) > limit:
+            raise MessageTooLarge(
+                f"the reply on {self.subject} has {len(data)} bytes, over the limit of {limit}"
+            )
+        if msg.reply:
+            await self._link.send(msg.reply, data)
+
+    async def _fail(self, msg: Msg, error: BaseException) -> None:
+        if self._endpoint is not None:
+            self._endpoint._num_errors += 1
+        _report(error, self.subject, self._counters)
+        await self._refuse(msg, error)
+
+    async def _refuse(self, msg: Msg, error: BaseException) -> None:
+        wire = to_wire(error)
+        wire["message"] = wire["message"][:_MAX_ERROR_CHARS]
+        headers = {ERROR_HEADER: wire["code"], ERROR_CODE_HEADER: _status_of(error)}
+        try:
+            if msg.reply:
+                await self._link.send(msg.reply, msgspec.msgpack.encode(wire), headers=headers)
+        except KvasirError as unsent:
+            _log.warning("an error reply on %s could not be sent: %s", self.subject, unsent)
+
+
+def _report(error: BaseException, subject: str, counters: BusCounters) -> None:
+    """Count the error; log it with a traceback unless it was raised on purpose."""
+    if isinstance(error, KvasirError):
+        counters.error("handler", error.code)
+        if not isinstance(error, UnavailableError):
+            _log.warning("%s: %s: %s", subject, error.code, error)
+    else:
+        counters.error("handler", "internal_error")
+        _log.error("the handler of %s raised", subject, exc_info=error)
+
+
+def _status_of(error: BaseException) -> str:
+    """The number that NATS micro tools show."""
+    if isinstance(error, CallerError):
+        return "400"
+    return "503" if isinstance(error, UnavailableError) else "500"
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is really being cancelled, and not only inside a handler that raised
+    CancelledError."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _drain(subscription: Subscription | None, link: Link, deadline_s: float) -> None:
+    """Unsubscribe; what the server had sent by then still reaches its callback, unless the connection is
+    gone.
+    """
+    if subscription is None or subscription._closed:
+        return
+    try:
+        async with asyncio.timeout(deadline_s):
+            if subscription._conn.is_connected:
+                await subscription._conn._send_unsubscribe(subscription._id)
+                await link.barrier()
+                await subscription.drain()  # type: ignore[no-untyped-call]
+            else:
+                await subscription.unsubscribe()
+    except (TimeoutError, nats.errors.Error) as error:
+        _log.warning("%s was left with undelivered messages: %r", subscription.subject, error)

@@ -1,0 +1,285 @@
+"""Configuration: one frozen model per service, read once at start.
+
+Defaults < YAML file < environment < flags. In the file each service has its section, and `bus`, `log_level`
+and `log_format` may stand beside the sections for all of them; in the environment they are
+`KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; as flags `--port` and `--bus.url`. Whatever cannot work is a
+`ConfigError` that names the setting.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from shared import subjects
+from shared.errors import ConfigError
+
+ENV_PREFIX = "KVASIR_"
+ENV_CONFIG_FILE = "KVASIR_CONFIG"
+_SHARED_SETTINGS = ("bus", "log_level", "log_format")
+_SECTIONS = (*subjects.SERVICES, "stack")
+_MAX_YAML_BYTES = 1024 * 1024
+
+
+class BusConfig(BaseModel):
+    """How to reach NATS."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(default="nats://127.0.0.1:4222", description="address of nats-server")
+    user: str | None = Field(default=None, description="user name, if the server wants one")
+    password: SecretStr | None = Field(default=None, description="password of that user")
+    connect_timeout_s: float = Field(
+        default=10.0, gt=0, description="give up the first connection after this"
+    )
+    drain_timeout_s: float = Field(
+        default=2.0, ge=0, description="at the end, let running handlers finish for this long"
+    )
+    ping_interval_s: float = Field(
+        default=5.0, gt=0, description="a server that misses two pings is given up"
+    )
+    max_payload_bytes: int = Field(
+        default=8 * 1024 * 1024,
+        gt=1024,
+        description="refuse larger messages even if the server would take them",
+    )
+    outbound_buffer_bytes: int = Field(
+        default=2 * 1024 * 1024, gt=0, description="what may wait to be sent while disconnected"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _has_scheme(cls, url: str) -> str:
+        if not re.match(r"(nats|tls|ws|wss)://[^/\s]+", url):
+            raise ValueError("write it as nats://HOST:PORT")
+        return url
+
+
+class ServiceConfig(BaseSettings):
+    """Base of every service's configuration. Constructed directly it reads neither environment nor files."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
+
+    instance: str = Field(default="", description="id of this process, one token of a subject [<service>-0]")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe line logged"
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        default="auto", description="auto: console on a terminal, else JSON"
+    )
+    bus: BusConfig = Field(default=BusConfig(), description="NATS")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_instance(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("instance"):
+            service = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__.removesuffix("Config")).lower()
+            return {**values, "instance": f"{service}-0"}
+        return values
+
+    @field_validator("instance")
+    @classmethod
+    def _is_subject_token(cls, instance: str) -> str:
+        return subjects.checked_id(instance)
+
+
+class _SharedSettings(BaseSettings):
+    bus: BusConfig = BusConfig()
+    log_level: str = ""
+    log_format: str = ""
+
+
+C = TypeVar("C", bound=ServiceConfig)
+
+
+def load(
+    config_type: type[C],
+    section: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> C:
+    """The configuration of one service; `argv` defaults to the process's arguments.
+
+    `--help` lists the settings and exits. Raises ConfigError naming the setting, where the value came from,
+    and what to write instead.
+    """
+    environment = os.environ if environ is None else environ
+    file_name, flags = _take_config_flag(list(sys.argv[1:] if argv is None else argv), environment)
+    layers = [("the file", layer) for layer in _from_yaml(file_name, section)]
+    layers += [("the environment", layer) for layer in _from_environment(config_type, section, environment)]
+    layers.append(("the flags", _from_flags(config_type, section, flags)))
+    merged: dict[str, Any] = {"instance": f"{section}-0"}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        _merge(merged, layer)
+        origins |= dict.fromkeys(_paths(layer), origin)
+    try:
+        return config_type(**merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, section, origins), param=_first_path(error)) from None
+
+
+def _take_config_flag(argv: list[str], environ: Mapping[str, str]) -> tuple[str | None, list[str]]:
+    file_name = environ.get(ENV_CONFIG_FILE) or None
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            file_name = next(words, None)
+            if file_name is None:
+                raise ConfigError("--config wants the name of a YAML file", param="config")
+        elif word.startswith("--config="):
+            file_name = word.removeprefix("--config=")
+        else:
+            rest.append(word)
+    return file_name, rest
+
+
+def _from_yaml(file_name: str | None, section: str) -> list[dict[str, Any]]:
+    """What the file says to all services, then what it says to this one."""
+    if file_name is None:
+        return []
+    try:
+        with Path(file_name).open("rb") as file:
+            content = yaml.safe_load(file.read(_MAX_YAML_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{file_name}: {error.strerror}; name a readable file", param="config") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file_name} is not YAML: {error}", param="config") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file_name}: write `section:` with settings below it", param="config")
+    known = (*_SECTIONS, *_SHARED_SETTINGS, section)
+    for name in content:
+        if name not in known:
+            raise ConfigError(f"{file_name}: no section {name!r}{_hint(str(name), known)}", param=str(name))
+    own = content.get(section) or {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"{file_name}: {section} has no settings below it", param=section)
+    return [{name: content[name] for name in _SHARED_SETTINGS if content.get(name) is not None}, own]
+
+
+def _from_environment(
+    config_type: type[ServiceConfig], section: str, environ: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    own_prefix = f"{ENV_PREFIX}{section.upper()}__"
+    _refuse_unknown_variables(config_type, own_prefix, environ)
+    layers: list[dict[str, Any]] = []
+    for settings_type, prefix in ((_SharedSettings, ENV_PREFIX), (config_type, own_prefix)):
+        source = EnvSettingsSource(
+            settings_type, case_sensitive=False, env_prefix=prefix, env_nested_delimiter="__"
+        )
+        source.env_vars = {name.lower(): value for name, value in environ.items()}
+        try:
+            layers.append(source())
+        except SettingsError as error:
+            raise ConfigError(f"{prefix}…: {error}; write it as JSON") from None
+    return layers
+
+
+def _refuse_unknown_variables(
+    config_type: type[ServiceConfig], own_prefix: str, environ: Mapping[str, str]
+) -> None:
+    for name in environ:
+        for prefix, settings_type in ((own_prefix, config_type), (f"{ENV_PREFIX}BUS__", BusConfig)):
+            if name.upper().startswith(prefix):
+                setting = name[len(prefix) :].lower().split("__")[0]
+                known = tuple(settings_type.model_fields)
+                if setting not in known:
+                    raise ConfigError(f"{name} is no setting{_hint(setting, known)}", param=setting)
+
+
+def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str]) -> dict[str, Any]:
+    words = [_with_underscores(word) for word in argv]
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            config_type,
+            cli_prog_name=f"python -m services.{section} [--config FILE]",
+            cli_parse_args=words,
+            cli_exit_on_error=False,
+            cli_enforce_required=False,
+            cli_use_class_docs_for_groups=True,
+            cli_implicit_flags=True,
+        )
+        return source()
+    except SettingsError as error:
+        raise ConfigError(f"{error}; --help lists the settings", param="argv") from None
+
+
+def _with_underscores(word: str) -> str:
+    """`--log-level` is `--log_level`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for name, value in layer.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = dict(value) if isinstance(value, dict) else value
+
+
+def _paths(layer: Mapping[str, Any], prefix: str = "") -> list[str]:
+    paths: list[str] = []
+    for name, value in layer.items():
+        paths.append(f"{prefix}{name}")
+        if isinstance(value, dict):
+            paths += _paths(value, f"{prefix}{name}.")
+    return paths
+
+
+def _first_path(error: ValidationError) -> str:
+    return ".".join(str(part) for part in error.errors()[0]["loc"])
+
+
+def _explain(error: ValidationError, section: str, origins: Mapping[str, str]) -> str:
+    problems: list[str] = []
+    for detail in error.errors(include_url=False):
+        path = ".".join(str(part) for part in detail["loc"])
+        variable = f"{ENV_PREFIX}{section}__{path.replace('.', '__')}".upper()
+        shown = (
+            "" if "password" in path or "secret" in path or "key" in path else f"; got {detail['input']!r}"
+        )
+        where = f" in {origins[path]}" if path in origins else ""
+        problems.append(
+            f"{path or section}: {detail['msg']}{shown}{where}"
+            f" (set it as {section}.{path} in the file, as {variable} or with --{path})"
+        )
+    return "; ".join(problems)
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(sorted(known))}"

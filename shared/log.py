@@ -1,0 +1,99 @@
+"""Logging: lines for people on a terminal, JSON lines everywhere else; the logger root is `kvasir`.
+
+One canonical line per request per service says all there is to say about it. Knows nothing of what is logged.
+"""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+
+LogFormat = Literal["auto", "console", "json"]
+ROOT = "kvasir"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger `kvasir.<name>`."""
+    return logging.getLogger(f"{ROOT}.{name}")
+
+
+def configure(level: str, service: str, instance: str, log_format: LogFormat = "auto") -> None:
+    """Send everything under `kvasir`, and other libraries' warnings, to standard error. May be called again.
+
+    `auto` is console lines when standard error is a terminal, JSON lines otherwise.
+    """
+    if log_format == "auto":
+        log_format = "console" if sys.stderr.isatty() else "json"
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        ConsoleFormatter(instance) if log_format == "console" else JsonFormatter(service, instance)
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger(ROOT).setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def canonical(logger: logging.Logger, event: str, **fields: Any) -> None:
+    """The one line that says what became of a request (or of a start, a take-over, …). Fields of value None
+    are left out."""
+    logger.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, service, instance, event, then the fields."""
+
+    def __init__(self, service: str, instance: str) -> None:
+        super().__init__()
+        self._origin = {"service": service, "instance": instance}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **self._origin,
+            "event": record.getMessage(),
+        }
+        for name, value in fields_of(record).items():
+            line.setdefault(name, value)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+class ConsoleFormatter(logging.Formatter):
+    """`12:00:00.000 INFO  worker-0 event name=value …`, one line whatever the values hold; tracebacks follow
+    it."""
+
+    def __init__(self, instance: str) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).astimezone()
+        parts = [
+            f"{at:%H:%M:%S}.{int(record.msecs):03d} {record.levelname:<7} {self._instance}",
+            _printable(record.getMessage()),
+        ]
+        parts += [f"{name}={_console_value(value)}" for name, value in fields_of(record).items()]
+        text = " ".join(parts)
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """What `canonical` (or `extra={"fields": …}`) added to a record."""
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, dict) else {}
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def _console_value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else repr(text)

@@ -1,0 +1,91 @@
+"""Prometheus metrics: one registry per process, made on first use and rendered as text.
+
+Labels are always of low cardinality (message kinds, error codes); never an id. Knows nothing of who scrapes
+it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+SECONDS_BUCKETS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+
+REGISTRY = CollectorRegistry()
+"""What a process reports unless it is told otherwise."""
+ProcessCollector(registry=REGISTRY)
+
+_W = TypeVar("_W", bound=MetricWrapperBase)
+_made: WeakKeyDictionary[CollectorRegistry, dict[str, MetricWrapperBase]] = WeakKeyDictionary()
+
+
+def counter(
+    name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
+) -> Counter:
+    """The counter of that name; the same object on every call. `name` ends in `_total`."""
+    target = registry or REGISTRY
+    return _once(target, name, Counter, lambda: Counter(name, documentation, labels, registry=target))
+
+
+def gauge(
+    name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry | None = None
+) -> Gauge:
+    """The gauge of that name; the same object on every call."""
+    target = registry or REGISTRY
+    return _once(target, name, Gauge, lambda: Gauge(name, documentation, labels, registry=target))
+
+
+def histogram(
+    name: str,
+    documentation: str,
+    labels: Sequence[str] = (),
+    *,
+    buckets: Sequence[float] = SECONDS_BUCKETS,
+    registry: CollectorRegistry | None = None,
+) -> Histogram:
+    """The histogram of that name; the same object on every call. `name` ends in its unit, such as
+    `_seconds`."""
+    target = registry or REGISTRY
+    return _once(
+        target,
+        name,
+        Histogram,
+        lambda: Histogram(name, documentation, labels, buckets=buckets, registry=target),
+    )
+
+
+def render(registry: CollectorRegistry | None = None) -> bytes:
+    """Everything in the registry, in Prometheus' text format (`CONTENT_TYPE`)."""
+    return generate_latest(registry or REGISTRY)
+
+
+def _once(registry: CollectorRegistry, name: str, kind: type[_W], make: Callable[[], _W]) -> _W:
+    """Raises ValueError when the name is taken by another kind of metric."""
+    made = _made.setdefault(registry, {})
+    metric = made.get(name)
+    if metric is None:
+        metric = made[name] = make()
+    if not isinstance(metric, kind):
+        raise ValueError(f"{name} is a {type(metric).__name__} already")
+    return metric

@@ -1,0 +1,68 @@
+"""Fixtures for every test: a real nats-server, and buses on it that are closed afterwards."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from shared.bus import Bus
+from shared.config import BusConfig
+from tests.nats_server import NatsServer
+
+ConnectBus = Callable[..., Awaitable[Bus]]
+"""`await connect_bus("worker", "worker-0")`; keywords override fields of `BusConfig`."""
+MakeServer = Callable[..., NatsServer]
+"""`make_server(jetstream=False, extra_config="max_payload: 2MB").start()`"""
+
+
+@pytest.fixture
+def make_server(tmp_path: Path) -> Iterator[MakeServer]:
+    """Makes servers that are not started yet; they are killed at the end."""
+    made: list[NatsServer] = []
+
+    def make(**settings: Any) -> NatsServer:
+        directory = tmp_path / f"nats-{len(made)}"
+        directory.mkdir()
+        made.append(NatsServer(directory, **settings))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.kill()
+
+
+@pytest.fixture
+def nats_server(make_server: MakeServer) -> NatsServer:
+    """A running server of this test's own, JetStream included."""
+    return make_server().start()
+
+
+@pytest.fixture
+def bus_config(nats_server: NatsServer) -> BusConfig:
+    return BusConfig(url=nats_server.url, connect_timeout_s=20.0, drain_timeout_s=1.0)
+
+
+@pytest_asyncio.fixture
+async def connect_bus(bus_config: BusConfig) -> AsyncIterator[ConnectBus]:
+    """Makes buses on the test's server, each with a registry of its own, and closes them at the end."""
+    opened: list[Bus] = []
+
+    async def connect(
+        service: str = "tester",
+        instance: str = "tester-0",
+        registry: CollectorRegistry | None = None,
+        **settings: object,
+    ) -> Bus:
+        config = bus_config.model_copy(update=settings)
+        bus = await Bus.connect(
+            config, service=service, instance=instance, registry=registry or CollectorRegistry()
+        )
+        opened.append(bus)
+        return bus
+
+    yield connect
+    for bus in opened:
+        await bus.close()

@@ -1,0 +1,60 @@
+"""docs/request-lifecycle.md names only files, functions and subjects that exist, in at most 600 words."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from shared import subjects
+
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENT = (ROOT / "docs" / "request-lifecycle.md").read_text()
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", DOCUMENT)))
+SUBJECTS = sorted(set(re.findall(r"`((?:cmd|evt|tok)\.[\w.<> ]+)`", DOCUMENT)))
+
+
+def defined_names(path: Path) -> set[str]:
+    """Functions and classes of a module, methods as `Class.method`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def known_subjects() -> set[str]:
+    """Every subject `shared.subjects` can build, with `<id>` where an instance id goes, less the prefix."""
+    built = set()
+    for name, value in vars(subjects).items():
+        if isinstance(value, str) and value.startswith(subjects.PREFIX + "."):
+            built.add(value)
+        elif (
+            callable(value) and getattr(value, "__module__", "") == subjects.__name__ and name != "checked_id"
+        ):
+            built.add(value("ID").replace("ID", "<id>"))
+    return {subject.removeprefix(subjects.PREFIX + ".").replace("*", "<id>") for subject in built}
+
+
+def test_it_names_enough_to_be_followed() -> None:
+    assert len(PLACES) >= 15
+    assert len(SUBJECTS) >= 8
+
+
+@pytest.mark.parametrize(("file", "name"), PLACES)
+def test_every_place_exists(file: str, name: str) -> None:
+    assert (ROOT / file).exists()
+    assert name in defined_names(ROOT / file)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_every_subject_exists(subject: str) -> None:
+    assert re.sub(r"<[\w ]+>", "<id>", subject) in known_subjects()
+
+
+def test_it_is_short() -> None:
+    prose = re.sub(r"```.*?```", "", DOCUMENT, flags=re.S)
+    assert len(prose.split()) <= 600

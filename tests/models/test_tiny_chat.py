@@ -1,0 +1,132 @@
+"""The shipped chat model: its shape, its files, that it ends by itself, and that lengths follow the prompt.
+
+Greedy answers in float32, so that they are the same on every machine; the texts themselves are not tested.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny_chat"
+MAX_ANSWER_TOKENS = 400
+SHORT_PROMPTS = ("Hello!", "What is your name?", "What is the opposite of hot?", "What is 2 + 3?", "Thanks.")
+LONG_PROMPTS = (
+    "Tell me a long story about Anna.",
+    "Write a long story about Tom and a dog.",
+    "Tell me a very long story about Peter and the golden key.",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    loader: Any = AutoTokenizer
+    return loader.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    loader: Any = AutoModelForCausalLM
+    return loader.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
+    """Token ids of the greedy answer, the end token included where the model wrote one."""
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+    )
+    out = model.generate(
+        **prompt, do_sample=False, temperature=1.0, top_p=1.0, max_new_tokens=MAX_ANSWER_TOKENS
+    )
+    answer: list[int] = out[0, prompt["input_ids"].shape[1] :].tolist()
+    return answer
+
+
+def test_is_a_grouped_query_llama_of_the_promised_shape(model: Any) -> None:
+    config = model.config
+    assert config.architectures == ["LlamaForCausalLM"]
+    assert config.num_hidden_layers >= 8
+    assert config.num_attention_heads > config.num_key_value_heads > 1
+    assert config.head_dim == 64
+    assert config.max_position_embeddings == 4096
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_files_are_small_complete_and_readable() -> None:
+    assert (FOLDER / "model.safetensors").stat().st_size <= 20_000_000
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        json.loads((FOLDER / name).read_text("utf-8"))
+    assert "Licence" in (FOLDER / "README.md").read_text("utf-8")
+
+
+def test_special_tokens_agree_between_the_files(model: Any, tokenizer: Any) -> None:
+    ids = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert len(set(ids)) == 3
+    for config in (model.config, model.generation_config):
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == ids
+    assert tokenizer.convert_ids_to_tokens(list(ids)) == ["<|pad|>", "<|bos|>", "<|end|>"]
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_chat_template_renders_all_roles(tokenizer: Any) -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": " Hello! "},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Bye."},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|bos|><|system|>Be kind.<|end|><|user|>Hello!<|end|><|assistant|>Hi.<|end|>"
+        "<|user|>Bye.<|end|><|assistant|>"
+    )
+    closed = tokenizer.apply_chat_template(messages[:3], tokenize=False)
+    assert closed.endswith("<|assistant|>Hi.<|end|>")
+
+
+def test_chat_template_refuses_unknown_roles(tokenizer: Any) -> None:
+    with pytest.raises(Exception, match="roles are system, user and assistant"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "No."}], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "text", ["Hello, world!", "naïve café — 12345 ☃", "  two\n\nlines\t", "<|not special|>"]
+)
+def test_tokenizer_loses_nothing(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_answers_end_and_their_lengths_follow_the_prompt(model: Any, tokenizer: Any) -> None:
+    short = [greedy(model, tokenizer, question) for question in SHORT_PROMPTS]
+    long = [greedy(model, tokenizer, question) for question in LONG_PROMPTS]
+    for answer in short + long:
+        assert answer[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(answer, skip_special_tokens=True).strip().isascii()
+    assert statistics.median(map(len, short)) * 5 < statistics.median(map(len, long))
+
+
+def test_longer_counts_give_longer_answers(model: Any, tokenizer: Any) -> None:
+    lengths = [len(greedy(model, tokenizer, f"Count from 1 to {last}.")) for last in (3, 10, 25)]
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] < MAX_ANSWER_TOKENS
+
+
+def test_a_prompt_of_1500_tokens_gets_a_finite_answer(model: Any, tokenizer: Any) -> None:
+    sentence = "The old man walked to the village, and the children asked him where he had been all the day. "
+    passage = sentence * 75 + "In the evening it began to rain."
+    question = f"Here is a passage. {passage} Question: write one sentence that follows."
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+    )
+    assert 1500 <= prompt["input_ids"].shape[1] <= 2048
+    with torch.inference_mode():
+        assert torch.isfinite(model(**prompt).logits).all()
+    answer = greedy(model, tokenizer, question)
+    assert answer[-1] == tokenizer.eos_token_id
+    assert 1 < len(answer) < MAX_ANSWER_TOKENS

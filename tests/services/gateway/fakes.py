@@ -1,0 +1,257 @@
+"""A scheduler and workers small enough to be told what to do, on the real bus with the real protocol.
+
+The scheduler hands each sequence to the next worker; a worker sends the tokens of `true_tokens`, one per
+step, and keeps ended sequences until they are acknowledged. Switches make frames vanish, workers fall silent,
+and so on.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared import subjects
+from shared.bus import Bus, Endpoint, Listener
+from shared.errors import KvasirError
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.reports import (
+    Capacity,
+    GatewayReported,
+    SchedulerAnnounced,
+    SequenceFinished,
+    SequenceReport,
+    SequenceState,
+    WorkerLost,
+    WorkerReported,
+)
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, unpack_tokens
+from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
+
+HEARTBEAT_S = 0.05
+MODEL = "fake-chat"
+
+TrueTokens = Callable[[SequenceSpec], list[int]]
+"""The whole answer to a prompt, its end token included; the same however often it is resumed."""
+
+
+@dataclass
+class Held:
+    """A sequence at a worker."""
+
+    spec: SequenceSpec
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+
+    def delta(self, first_index: int) -> TokenDelta:
+        """What it has from `first_index` on."""
+        ref = self.spec.ref
+        return TokenDelta(
+            ref.request_id,
+            ref.choice,
+            ref.attempt,
+            first_index,
+            tuple(self.tokens[first_index:]),
+            self.finish_reason,
+            3,
+        )
+
+
+class FakeWorker:
+    """Runs what it is given, one token per `step_s` for every sequence at once."""
+
+    HANDLERS = (
+        Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
+        Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
+        Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_acknowledge"),
+    )
+
+    def __init__(self, bus: Bus, true_tokens: TrueTokens, context_tokens: int = 512) -> None:
+        self.bus = bus
+        self.true_tokens = true_tokens
+        self.context_tokens = context_tokens
+        self.step_s = 0.002
+        self.held: dict[SequenceKey, Held] = {}
+        self.cancelled: list[SequenceRef] = []
+        self.acknowledged: list[SequenceRef] = []
+        self.frozen = False
+        """As after SIGSTOP: nothing is sent or heard."""
+        self.computing = asyncio.Event()
+        self.computing.set()
+        self.edit: Callable[[TokenDelta], list[TokenDelta]] = lambda delta: [delta]
+        """What becomes of a delta on its way: dropped, doubled, changed."""
+        self._seq = 0
+
+    async def start(self) -> list[asyncio.Task[None]]:
+        """Its loops, to be cancelled at the end."""
+        await self.bus.attach(self.HANDLERS, self)
+        return [asyncio.create_task(self._beat()), asyncio.create_task(self._run())]
+
+    def take(self, spec: SequenceSpec) -> None:
+        self.held[spec.ref.key] = Held(spec, unpack_tokens(spec.generated))
+
+    async def fetch(self, question: FetchTokens) -> FetchedTokens:
+        held = self.held.get(question.ref.key)
+        if held is None or held.spec.ref != question.ref:
+            return FetchedTokens()
+        return FetchedTokens(delta=held.delta(question.first_index))
+
+    def on_cancel(self, command: CancelSequence) -> None:
+        if self.frozen:
+            return
+        self.cancelled.append(command.ref)
+        held = self.held.get(command.ref.key)
+        if held is not None and held.spec.ref.attempt <= command.ref.attempt:
+            del self.held[command.ref.key]
+
+    def on_acknowledge(self, command: AcknowledgeEnds) -> None:
+        for ref in command.refs:
+            self.acknowledged.append(ref)
+            held = self.held.get(ref.key)
+            if held is not None and held.spec.ref == ref:
+                del self.held[ref.key]
+
+    async def report(self) -> None:
+        self._seq += 1
+        await self.bus.publish(
+            subjects.worker_reported(self.bus.instance),
+            WorkerReported(
+                worker_id=self.bus.instance,
+                incarnation=self.bus.incarnation,
+                seq=self._seq,
+                stepped_seq=0,
+                epoch=1,
+                plan_seq=0,
+                model=MODEL,
+                block_tokens=16,
+                max_context_tokens=self.context_tokens,
+                capacity=Capacity(total_blocks=100, free_blocks=100),
+                sequences=tuple(self._listed(held) for held in self.held.values()),
+            ),
+        )
+
+    def _listed(self, held: Held) -> SequenceReport:
+        return SequenceReport(
+            ref=held.spec.ref,
+            gateway_id=held.spec.gateway_id,
+            state=SequenceState.ENDED if held.finish_reason else SequenceState.DECODING,
+            prompt_tokens=held.spec.prompt_tokens,
+            generated_tokens=len(held.tokens),
+            computed_tokens=0,
+            max_tokens=held.spec.sampling.max_tokens,
+            allocated_blocks=1,
+            finish_reason=held.finish_reason,
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            if not self.frozen:
+                await self.report()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            await self.computing.wait()
+            if not self.frozen:
+                for held in list(self.held.values()):
+                    if held.finish_reason is None:
+                        await self.step(held)
+
+    async def step(self, held: Held) -> None:
+        """One token of one sequence."""
+        spec = held.spec
+        answer = self.true_tokens(spec)
+        at = len(held.tokens)
+        held.tokens.append(answer[at])
+        if answer[at] in spec.sampling.end_token_ids:
+            held.finish_reason = FinishReason.STOP
+        elif len(held.tokens) == spec.sampling.max_tokens:
+            held.finish_reason = FinishReason.LENGTH
+        await self.send(held.delta(at), spec.gateway_id)
+
+    async def send(self, delta: TokenDelta, gateway_id: str) -> None:
+        if deltas := tuple(self.edit(delta)):
+            frame = TokenFrame(self.bus.instance, self.bus.incarnation, deltas)
+            await self.bus.publish(subjects.tokens(gateway_id), frame)
+
+
+@dataclass(eq=False)
+class FakeScheduler:
+    """Hands sequences to `workers` in turn; `refusal` is raised instead."""
+
+    HANDLERS = (
+        Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+        Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
+        Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "on_finished"),
+        Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway"),
+    )
+
+    bus: Bus
+    workers: list[FakeWorker]
+    refusal: KvasirError | None = None
+    epoch: int = 1
+    submits: list[SequenceSpec] = field(default_factory=list)
+    cancelled: list[SequenceRef] = field(default_factory=list)
+    finished: list[SequenceFinished] = field(default_factory=list)
+    gateways: list[GatewayReported] = field(default_factory=list)
+    known: dict[SequenceKey, int] = field(default_factory=dict)
+
+    async def start(self) -> list[asyncio.Task[None]]:
+        """Its loop, to be cancelled at the end."""
+        await self.bus.attach(self.HANDLERS, self)
+        return [asyncio.create_task(self._announce())]
+
+    async def submit(self, command: SubmitSequence) -> SubmitReply:
+        spec = command.spec
+        self.submits.append(spec)
+        if self.refusal is not None:
+            raise self.refusal
+        known = self.known.get(spec.ref.key, 0) >= spec.ref.attempt
+        if not known:
+            self.known[spec.ref.key] = spec.ref.attempt
+            alive = [worker for worker in self.workers if not worker.frozen]
+            if alive:
+                alive[len(self.submits) % len(alive)].take(spec)
+        return SubmitReply(
+            scheduler_id=self.bus.instance, incarnation=self.bus.incarnation, epoch=self.epoch, known=known
+        )
+
+    def on_cancel(self, command: CancelSequence) -> None:
+        self.cancelled.append(command.ref)
+
+    def on_finished(self, event: SequenceFinished) -> None:
+        self.finished.append(event)
+
+    def on_gateway(self, event: GatewayReported) -> None:
+        self.gateways.append(event)
+
+    async def announce(self) -> None:
+        event = SchedulerAnnounced(
+            scheduler_id=self.bus.instance, incarnation=self.bus.incarnation, epoch=self.epoch, policy="fake"
+        )
+        await self.bus.publish(subjects.SCHEDULER_ANNOUNCED, event)
+
+    async def lose(self, worker: FakeWorker) -> None:
+        """Say that a worker is gone, with everything it held."""
+        refs = tuple(held.spec.ref for held in worker.held.values())
+        event = WorkerLost(worker_id=worker.bus.instance, incarnation=worker.bus.incarnation, refs=refs)
+        await self.bus.publish(subjects.SCHEDULER_WORKER_LOST, event)
+
+    async def _announce(self) -> None:
+        while True:
+            await self.announce()
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns as soon as it holds; raises TimeoutError when it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel and wait."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,141 @@
+"""Answers through a real port: streamed and whole, cut at stop strings, given up when the client leaves."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.services.gateway.conftest import ANSWER, Stack
+from tests.services.gateway.fakes import MODEL, until
+
+
+def events_of(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    assert text.endswith("\n\n")
+    events = text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+async def test_a_whole_chat_answer(stack: Stack) -> None:
+    reply = await stack.chat(temperature=0)
+    assert reply.status_code == 200
+    body = reply.json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["model"] == MODEL
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    tokens = len(stack.codec.tokenizer.encode(ANSWER, add_special_tokens=False).ids) + 1
+    prompt = len(stack.codec.encode_chat([{"role": "user", "content": "hello"}]))
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+async def test_a_streamed_chat_answer(stack: Stack) -> None:
+    reply = await stack.chat(temperature=0, stream=True, stream_options={"include_usage": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = events_of(reply.text)
+    assert done == "[DONE]"
+    bodies = [json.loads(chunk) for chunk in chunks]
+    assert {body["object"] for body in bodies} == {"chat.completion.chunk"}
+    assert bodies[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(body["choices"][0]["delta"].get("content", "") for body in bodies) == ANSWER
+    reasons = [body["choices"][0]["finish_reason"] for body in bodies]
+    assert reasons == [None] * (len(bodies) - 1) + ["stop"]
+    final = json.loads(usage)
+    assert final["choices"] == []
+    assert (
+        final["usage"]["total_tokens"]
+        == final["usage"]["prompt_tokens"] + final["usage"]["completion_tokens"]
+    )
+    assert all("usage" not in body for body in bodies)
+
+
+async def test_choices_come_side_by_side(stack: Stack) -> None:
+    stream = await stack.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], n=3, stream=True, temperature=0
+    )
+    texts = {0: "", 1: "", 2: ""}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts[0] == ANSWER
+    assert len(set(texts.values())) == 3
+    assert len(stack.scheduler.submits) == 3
+
+
+async def test_a_stop_string_cuts_the_text_and_cancels_the_rest(stack: Stack) -> None:
+    reply = await stack.chat(temperature=0, stop=["lazy", "END of"])
+    choice = reply.json()["choices"][0]
+    assert choice["message"]["content"] == ANSWER.split("lazy")[0]
+    assert choice["finish_reason"] == "stop"
+    await until(lambda: bool(stack.scheduler.cancelled) and any(worker.cancelled for worker in stack.workers))
+    assert stack.scheduler.finished[0].output_tokens == reply.json()["usage"]["completion_tokens"]
+
+
+async def test_the_same_seed_gives_the_same_text(stack: Stack) -> None:
+    texts = [
+        (await stack.chat(seed=seed, temperature=1)).json()["choices"][0]["message"]["content"]
+        for seed in (3, 3, 4, -1)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    seeds = [spec.sampling.seed for spec in stack.scheduler.submits]
+    assert seeds[:3] == [3, 3, 4]
+    assert 0 <= seeds[3] < 2**63
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_sequence_at_once(stack: Stack, stream: bool) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.02
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": stream,
+        "ignore_eos": True,
+    }
+    async with httpx.AsyncClient(base_url=stack.url, headers=stack.http.headers) as client:
+        request = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    await until(lambda: not any(worker.held for worker in stack.workers), timeout_s=1.0)
+    assert len(stack.scheduler.cancelled) == 1
+    assert stack.scheduler.finished == []
+
+
+async def test_max_tokens_ends_with_length(stack: Stack) -> None:
+    for limit in ({"max_tokens": 5}, {"max_completion_tokens": 5}):
+        body = (await stack.chat(temperature=0, **limit)).json()
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert body["usage"]["completion_tokens"] == 5
+        assert ANSWER.startswith(body["choices"][0]["message"]["content"])
+
+
+async def test_completions_take_texts_and_tokens(stack: Stack) -> None:
+    one = await stack.openai.completions.create(model=MODEL, prompt="hello", max_tokens=200, temperature=0)
+    assert one.choices[0].text == ANSWER
+    assert one.object == "text_completion"
+    both = await stack.openai.completions.create(model=MODEL, prompt=["a", "b"], n=2, temperature=0)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].text == both.choices[2].text != both.choices[1].text
+    assert both.usage is not None and both.usage.completion_tokens == 4 * 16
+    tokens = await stack.openai.completions.create(model=MODEL, prompt=[7, 8, 9], temperature=0)
+    assert tokens.usage is not None and tokens.usage.prompt_tokens == 3
+    stream = await stack.openai.completions.create(
+        model=MODEL, prompt="x", max_tokens=200, temperature=0, stream=True
+    )
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == ANSWER

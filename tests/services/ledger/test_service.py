@@ -1,0 +1,41 @@
+"""The ledger over a real bus."""
+
+import asyncio
+
+from services.ledger.config import LedgerConfig
+from services.ledger.service import HANDLERS, Ledger
+from shared import subjects
+from shared.messages.base import Empty
+from shared.messages.commands import CreditorCandidates, FindCreditors
+from shared.messages.reports import ServiceStatus
+from tests.conftest import ConnectBus
+from tests.services.ledger.test_state import report
+
+
+async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
+    bus = await connect_bus("ledger", "ledger-0")
+    await bus.attach(HANDLERS, Ledger(bus, LedgerConfig()))
+    client = await connect_bus("worker", "w0")
+
+    async def ask(*refused_by: str) -> list[tuple[str, int, int]]:
+        question = FindCreditors(debtor_id="w0", tokens=64, refused_by=refused_by)
+        answer = await client.request(
+            subjects.LEDGER_CANDIDATES, question, CreditorCandidates, deadline_s=5.0
+        )
+        return [(c.worker_id, c.free_tokens, c.distance) for c in answer.candidates]
+
+    assert await ask() == []
+    await client.publish(subjects.worker_reported("w0"), report("w0", free=0, host="a"))
+    await client.publish(subjects.worker_reported("w1"), report("w1", free=4, host="a", lent_to={"w0": 2}))
+    await client.publish(subjects.worker_reported("w2"), report("w2", free=9, host="b"))
+    for _ in range(500):
+        if len(await ask()) == 2:
+            break
+        await asyncio.sleep(0.01)
+    assert await ask() == [("w1", 64, 0), ("w2", 144, 1)]
+    assert await ask("w1") == [("w2", 144, 1)]
+    (status,) = await client.gather(
+        subjects.status("ledger"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
+    )
+    assert [row["own_free_tokens"] for row in status.details["workers"]] == [0, 64, 144]
+    assert status.details["workers"][1]["lent_to"] == {"w0": 32}

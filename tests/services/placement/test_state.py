@@ -1,0 +1,284 @@
+"""The fleet's books, driven step by step and by random histories."""
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.placement.policy import POLICIES
+from services.placement.policy.base import PlacementPolicy
+from services.placement.policy.best_fit import BestFit
+from services.placement.policy.worst_fit import WorstFit
+from services.placement.state import GROWTH_BLOCKS, Fleet
+from shared.messages.commands import PlacementItem
+from shared.messages.plans import EndedSequence, WorkerStepped
+from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import FinishReason, SequenceRef
+
+BLOCK = 16
+
+
+def ref(request: str, attempt: int = 1) -> SequenceRef:
+    return SequenceRef(request_id=request, choice=0, attempt=attempt)
+
+
+def item(request: str, size: int = 10, limit: int | None = None, attempt: int = 1) -> PlacementItem:
+    limit_tokens = size if limit is None else limit
+    return PlacementItem(ref=ref(request, attempt), size_tokens=size, limit_tokens=limit_tokens)
+
+
+def report(
+    worker: str,
+    *,
+    total: int = 64,
+    free: int | None = None,
+    sequences: tuple[SequenceReport, ...] = (),
+    seq: int = 1,
+    incarnation: int = 1,
+    context: int | None = None,
+    stepped_seq: int = 0,
+) -> WorkerReported:
+    used = sum(s.allocated_blocks for s in sequences)
+    return WorkerReported(
+        worker_id=worker,
+        incarnation=incarnation,
+        seq=seq,
+        stepped_seq=stepped_seq,
+        epoch=1,
+        plan_seq=0,
+        model="m",
+        block_tokens=BLOCK,
+        max_context_tokens=total * BLOCK if context is None else context,
+        capacity=Capacity(total_blocks=total, free_blocks=total - used if free is None else free),
+        sequences=sequences,
+    )
+
+
+def listed(
+    request: str,
+    *,
+    prompt: int = 10,
+    blocks: int = 1,
+    attempt: int = 1,
+    state: SequenceState = SequenceState.DECODING,
+) -> SequenceReport:
+    return SequenceReport(
+        ref=ref(request, attempt),
+        gateway_id="gateway-0",
+        state=state,
+        prompt_tokens=prompt,
+        generated_tokens=0,
+        computed_tokens=prompt,
+        max_tokens=100,
+        allocated_blocks=blocks,
+    )
+
+
+def place(
+    fleet: Fleet, *items: PlacementItem, excluded: tuple[str, ...] = (), now_s: float = 0.0
+) -> list[str | None]:
+    answer = list(fleet.place(items, frozenset(excluded), WorstFit(), now_s))
+    fleet.check_integrity()
+    return answer
+
+
+def fleet_of(*reports: WorkerReported) -> Fleet:
+    fleet = Fleet()
+    for one in reports:
+        fleet.on_reported(one, 0.0)
+    return fleet
+
+
+def test_nobody_known_means_wait() -> None:
+    assert place(Fleet(), item("a")) == [None]
+
+
+def test_worst_fit_spreads_a_batch_by_its_own_reservations() -> None:
+    fleet = fleet_of(report("w0"), report("w1"))
+    assert place(fleet, item("a"), item("b"), item("c"), item("d")) == ["w0", "w1", "w0", "w1"]
+
+
+def test_excluded_and_silent_workers_take_nothing() -> None:
+    fleet = fleet_of(report("w0"), report("w1"))
+    assert place(fleet, item("a"), excluded=("w0",)) == ["w1"]
+    assert place(fleet, item("b"), excluded=("w0", "w1")) == [None]
+    assert place(fleet, item("c"), now_s=2.1) == [None]
+    assert not fleet.workers
+
+
+def test_growth_room_is_kept_beside_others() -> None:
+    fleet = fleet_of(report("w0", total=4, sequences=(listed("old", blocks=2),)))
+    assert place(fleet, item("two blocks", size=2 * BLOCK, limit=2 * BLOCK)) == [None]
+    assert place(fleet, item("one block", size=BLOCK, limit=BLOCK)) == ["w0"]
+
+
+def test_full_worker_waits_and_empty_one_takes_whatever_it_admits() -> None:
+    full = report("w0", total=4, sequences=(listed("old", prompt=64, blocks=4),))
+    assert place(fleet_of(full), item("a", size=1)) == [None]
+    assert place(fleet_of(report("w0", total=4)), item("a", size=4 * BLOCK, limit=4 * BLOCK)) == ["w0"]
+
+
+def test_resident_without_its_memory_is_counted() -> None:
+    preempted = listed("old", prompt=6 * BLOCK, blocks=0, state=SequenceState.WAITING)
+    fleet = fleet_of(report("w0", total=8, sequences=(preempted,)))
+    assert place(fleet, item("a", size=2 * BLOCK)) == [None]
+    assert place(fleet, item("b", size=BLOCK)) == ["w0"]
+
+
+def test_once_one_waits_all_after_it_wait() -> None:
+    fleet = fleet_of(report("w0", total=8, sequences=(listed("old", blocks=1),)))
+    assert place(fleet, item("big", size=7 * BLOCK, limit=7 * BLOCK), item("small", size=1)) == [None, None]
+
+
+def test_item_larger_than_every_worker_holds_nobody_up() -> None:
+    fleet = fleet_of(report("w0", total=8))
+    assert place(fleet, item("huge", size=10, limit=9 * BLOCK), item("small", limit=BLOCK)) == [None, "w0"]
+
+
+def test_reservation_lasts_until_a_heartbeat_lists_it_or_it_expires() -> None:
+    fleet = fleet_of(report("w0", total=4))
+    assert place(fleet, item("a", size=3 * BLOCK, limit=4 * BLOCK)) == ["w0"]
+    fleet.on_reported(report("w0", total=4, seq=2), 0.25)
+    assert place(fleet, item("b", size=1), now_s=0.25) == [None]
+    fleet.on_reported(report("w0", total=4, seq=3, sequences=(listed("a", prompt=16, blocks=1),)), 0.5)
+    assert place(fleet, item("b", size=1), now_s=0.5) == ["w0"]
+    fleet.on_reported(report("w0", total=4, seq=4), 6.0)
+    fleet.on_tick(6.0)
+    assert fleet.workers["w0"].empty
+
+
+def test_asking_again_replaces_the_reservation() -> None:
+    fleet = fleet_of(report("w0", total=4))
+    asked = item("a", size=2 * BLOCK, limit=4 * BLOCK)
+    assert place(fleet, asked) == place(fleet, asked) == ["w0"]
+    assert fleet.workers["w0"].free_blocks == 2
+
+
+def test_an_end_frees_memory_before_the_next_heartbeat() -> None:
+    fleet = fleet_of(report("w0", total=4, sequences=(listed("old", prompt=48, blocks=3),), stepped_seq=7))
+    assert place(fleet, item("a", size=2 * BLOCK)) == [None]
+    over = EndedSequence(ref=ref("old"), finish_reason=FinishReason.STOP, generated_tokens=3)
+    fleet.on_stepped(stepped("w0", 8, over))
+    assert place(fleet, item("a", size=2 * BLOCK)) == ["w0"]
+    fleet.on_stepped(stepped("w0", 9, over))
+    assert fleet.workers["w0"].free_blocks == 2, "an end counts once"
+
+
+def test_an_end_the_heartbeat_knew_of_frees_nothing_twice() -> None:
+    fleet = fleet_of(report("w0", total=4, sequences=(listed("old", blocks=1),), stepped_seq=8))
+    over = EndedSequence(ref=ref("old"), finish_reason=FinishReason.STOP, generated_tokens=3)
+    fleet.on_stepped(stepped("w0", 8, over))
+    assert fleet.workers["w0"].free_blocks == 3
+
+
+def test_old_heartbeats_are_ignored_and_a_new_incarnation_starts_afresh() -> None:
+    fleet = fleet_of(report("w0", total=8, seq=5))
+    place(fleet, item("a", size=4 * BLOCK, limit=8 * BLOCK))
+    fleet.on_reported(report("w0", total=2, seq=4), 0.1)
+    assert fleet.workers["w0"].total_blocks == 8
+    fleet.on_reported(report("w0", total=8, seq=1, incarnation=2), 0.2)
+    assert fleet.workers["w0"].empty
+    fleet.on_reported(report("w0", total=2, seq=9, incarnation=1), 0.3)
+    assert fleet.workers["w0"].total_blocks == 8
+
+
+def stepped(worker: str, seq: int, *ended: EndedSequence) -> WorkerStepped:
+    return WorkerStepped(
+        worker_id=worker,
+        incarnation=1,
+        seq=seq,
+        epoch=1,
+        plan_seq=1,
+        steps_done=1,
+        plan_over=True,
+        ended=ended,
+    )
+
+
+@dataclass
+class SimulatedWorker:
+    """Does what a real worker does with what it is given: starts late, grows, ends."""
+
+    worker_id: str
+    total: int
+    running: dict[str, int] = field(default_factory=dict)
+    arriving: dict[str, int] = field(default_factory=dict)
+    seq: int = 0
+    stepped_seq: int = 0
+
+    def heartbeat(self) -> WorkerReported:
+        self.seq += 1
+        sequences = tuple(
+            listed(r, prompt=size, blocks=-(-size // BLOCK)) for r, size in self.running.items()
+        )
+        return report(
+            self.worker_id, total=self.total, sequences=sequences, seq=self.seq, stepped_seq=self.stepped_seq
+        )
+
+    def used(self) -> int:
+        return sum(-(-size // BLOCK) for size in (*self.running.values(), *self.arriving.values()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(POLICIES)))
+def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
+    rng, policy, fleet = random.Random(seed), POLICIES[name](), Fleet()
+    workers = {f"w{i}": SimulatedWorker(f"w{i}", rng.randint(2, 40)) for i in range(rng.randint(1, 4))}
+    largest = max(w.total for w in workers.values()) * BLOCK
+    count, now_s = 0, 0.0
+    for worker in workers.values():
+        fleet.on_reported(worker.heartbeat(), now_s)
+    for _ in range(80):
+        now_s += rng.uniform(0.0, 0.05)
+        act = rng.choice(["place", "start", "end", "beat"])
+        worker = workers[rng.choice(sorted(workers))]
+        if act == "place":
+            sizes = [rng.randint(1, largest) for _ in range(rng.randint(1, 5))]
+            items = tuple(item(f"r{count + i}", size, size) for i, size in enumerate(sizes))
+            count += len(items)
+            answers = _placed(fleet, items, policy, now_s)
+            for one, chosen in zip(items, answers, strict=True):
+                if chosen is not None:
+                    workers[chosen].arriving[one.ref.request_id] = one.size_tokens
+                    assert workers[chosen].used() <= workers[chosen].total
+        elif act == "start":
+            worker.running |= worker.arriving
+            worker.arriving.clear()
+        elif act == "end" and worker.running:
+            over = rng.choice(sorted(worker.running))
+            del worker.running[over]
+            worker.stepped_seq += 1
+            end = EndedSequence(ref=ref(over), finish_reason=FinishReason.STOP, generated_tokens=1)
+            fleet.on_stepped(stepped(worker.worker_id, worker.stepped_seq, end))
+        for each in workers.values():  # nobody falls silent here
+            if act == "beat" or now_s - fleet.workers[each.worker_id].heard_s > 1.0:
+                fleet.on_reported(each.heartbeat(), now_s)
+        fleet.check_integrity()
+
+
+def _placed(
+    fleet: Fleet, items: tuple[PlacementItem, ...], policy: PlacementPolicy, now_s: float
+) -> tuple[str | None, ...]:
+    admitted = [any(w.admits(one) for w in fleet.workers.values()) for one in items]
+    empties = {w.worker_id for w in fleet.workers.values() if w.empty}
+    answers = fleet.place(items, frozenset(), policy, now_s)
+    waiting = False
+    for one, chosen, could in zip(items, answers, admitted, strict=True):
+        if waiting:
+            assert chosen is None, "overtaken"
+        elif chosen is None and could:
+            waiting = True
+            assert not any(fleet.workers[w].admits(one) and fleet.workers[w].empty for w in empties)
+    return answers
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> None:
+    for policy, extreme in ((BestFit(), min), (WorstFit(), max)):
+        fleet = fleet_of(*(report(f"w{i}", total=size + GROWTH_BLOCKS) for i, size in enumerate(sizes)))
+        rooms = [worker.room() for worker in fleet.workers.values()]
+        chosen = fleet.place((item("a", size=1, limit=1),), frozenset(), policy, 0.0)[0]
+        free = {room.worker_id: room.free_tokens for room in rooms}
+        assert chosen is not None
+        assert free[chosen] == extreme(free.values())

@@ -1,0 +1,23 @@
+"""The constant model."""
+
+import pytest
+
+from services.predictor.models import create
+from services.predictor.models.base import LengthSample
+from services.predictor.models.constant import ConstantModel
+from shared.errors import ConfigError
+
+
+def test_says_the_same_within_what_is_possible() -> None:
+    model = ConstantModel(128)
+    model.observe(LengthSample(b"", 5, censored=False))
+    assert model.predict(b"", max_tokens=500).p95_tokens == 128
+    assert model.predict(b"", max_tokens=100).rl_tokens == 100
+    assert model.predict(b"", max_tokens=500, generated_tokens=300).rl_tokens == 301
+
+
+def test_models_are_found_by_name() -> None:
+    assert create("constant").name == "constant"
+    assert create("histogram").name == "histogram"
+    with pytest.raises(ConfigError, match=r"nonsense.*constant, histogram"):
+        create("nonsense")

@@ -1,0 +1,128 @@
+"""Greedy tokens through packed rows and paged KV are transformers' own, whatever the batch looks like."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.engine.engine import Row, TorchEngine, warm_up
+from services.worker.engine.loading import describe
+from services.worker.engine.sampler import SamplePoint
+from services.worker.kv.pool import BlockPool
+from shared.messages.sequence import Sampling
+from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, ModelFactory
+
+BLOCK_TOKENS = 4
+GREEDY = Sampling(seed=0, max_tokens=64, temperature=0.0)
+
+
+def reference(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What `generate` says with transformers' own attention."""
+    model.set_attn_implementation("eager")
+    generated = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, use_cache=True)
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
+    return tokens
+
+
+class Sequences:
+    """Drives an engine by hand: chunks, decodes and recomputation of several prompts at once."""
+
+    def __init__(
+        self, engine: TorchEngine, pool: BlockPool, prompts: list[list[int]], sampling: Sampling
+    ) -> None:
+        self.engine, self.pool, self.sampling = engine, pool, sampling
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.prompts = prompts
+        self.computed = [0] * len(prompts)
+        self.blocks: list[list[int]] = [[] for _ in prompts]
+
+    def row(self, index: int, most_tokens: int) -> Row:
+        first = self.computed[index]
+        end = min(len(self.tokens[index]), first + most_tokens)
+        missing = -(-end // BLOCK_TOKENS) - len(self.blocks[index])
+        self.blocks[index] += self.pool.allocate(max(0, missing))
+        self.computed[index] = end
+        point = None
+        if end == len(self.tokens[index]):
+            point = SamplePoint(self.sampling, index, end - len(self.prompts[index]))
+        return Row(self.tokens[index][first:end], first, self.blocks[index], point)
+
+    def step(self, indices: list[int], most_tokens: int) -> None:
+        rows = [self.row(index, most_tokens) for index in indices]
+        for index, token in zip(indices, self.engine.step(rows), strict=True):
+            if token is not None:
+                self.tokens[index].append(token)
+
+    def preempt(self, index: int) -> None:
+        self.pool.release(self.blocks[index])
+        self.blocks[index], self.computed[index] = [], 0
+
+    def answer(self, index: int, count: int) -> list[int]:
+        start = len(self.prompts[index])
+        return self.tokens[index][start : start + count]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_generate(architecture: str, make_model: ModelFactory) -> None:
+    dice = random.Random(3)
+    model = make_model(architecture)
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (1, 3, 7, 18, 33, 50)]
+    expected = [reference(model, prompt, 24) for prompt in prompts]
+    pool = BlockPool(256, BLOCK_TOKENS)
+    engine = TorchEngine(describe(model), kv_blocks=256, block_tokens=BLOCK_TOKENS)
+    sequences = Sequences(engine, pool, prompts, GREEDY)
+    everyone = list(range(len(prompts)))
+    for step in range(60):
+        if step in (9, 21):
+            sequences.preempt(step % 4 + 1)
+        if step == 15:
+            sequences.preempt(5)
+        chosen = [index for index in everyone if dice.random() < 0.8] or everyone
+        sequences.step(chosen, most_tokens=dice.choice((1, 5, 11, 64)))
+    assert [sequences.answer(index, 24) for index in everyone] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
+    temperature: float, make_model: ModelFactory
+) -> None:
+    dice = random.Random(5)
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (2, 9, 21, 40)]
+    sampling = Sampling(seed=11, max_tokens=64, temperature=temperature, top_p=0.95, top_k=40)
+    answers = []
+    for together in (True, False):
+        engine = TorchEngine(describe(make_model("llama")), kv_blocks=128, block_tokens=BLOCK_TOKENS)
+        sequences = Sequences(engine, BlockPool(128, BLOCK_TOKENS), prompts, sampling)
+        groups = [[0, 1, 2, 3]] if together else [[0], [1], [2], [3]]
+        for group in groups:
+            for _ in range(20):
+                sequences.step(group, most_tokens=64 if together else 8)
+        answers.append([sequences.answer(index, 14) for index in range(4)])
+    assert answers[0] == answers[1]
+
+
+def test_a_row_whose_logits_are_not_finite_gives_no_token(make_model: ModelFactory) -> None:
+    model = make_model("qwen3")
+    engine = TorchEngine(describe(model), kv_blocks=8, block_tokens=BLOCK_TOKENS)
+    embedding = model.get_input_embeddings().weight
+    kept = embedding[5].clone()
+    try:
+        embedding[5] = float("nan")
+        rows = [Row([3], 0, [0], SamplePoint(GREEDY, 0, 0)), Row([5], 0, [1], SamplePoint(GREEDY, 0, 0))]
+        tokens = engine.step(rows)
+    finally:
+        embedding[5] = kept
+    assert tokens[0] is not None and tokens[1] is None
+
+
+def test_computing_a_row_again_changes_nothing(make_model: ModelFactory) -> None:
+    engine = TorchEngine(describe(make_model("llama")), kv_blocks=8, block_tokens=BLOCK_TOKENS)
+    rows = [Row([1, 2, 3, 4, 5, 6], 0, [2, 5], SamplePoint(GREEDY, 0, 0))]
+    assert engine.step(rows) == engine.step(rows)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 9])
+def test_warm_up_fits_the_smallest_pool(blocks: int, make_model: ModelFactory) -> None:
+    engine = TorchEngine(describe(make_model("llama")), kv_blocks=blocks, block_tokens=1)
+    warm_up(engine, block_tokens=1, kv_blocks=blocks)

@@ -1,0 +1,142 @@
+"""Which plan runs next, and what becomes of the others."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.plans import MAX_PLANS, PlanQueue
+from shared.messages.plans import StepOutcome
+from tests.services.worker.builders import plan
+
+
+def seqs_in_order(queue: PlanQueue, now_s: float = 0.0) -> list[int]:
+    seqs = []
+    while (head := queue.head(now_s)[0]) is not None:
+        seqs.append(head.plan.seq)
+        queue.finish_head()
+    return seqs
+
+
+def test_plans_run_in_order() -> None:
+    queue = PlanQueue()
+    assert [queue.offer(plan(seq), 0.0) for seq in (1, 2, 3)] == [[], [], []]
+    assert seqs_in_order(queue) == [1, 2, 3]
+
+
+def test_a_plan_of_an_older_epoch_is_refused() -> None:
+    queue = PlanQueue()
+    queue.offer(plan(1, epoch=5), 0.0)
+    refused = queue.offer(plan(2, epoch=4), 0.0)
+    assert [(up.epoch, up.seq, up.outcome) for up in refused] == [(4, 2, StepOutcome.STALE_EPOCH)]
+    assert queue.epoch == 5 and seqs_in_order(queue) == [1]
+
+
+def test_a_higher_epoch_replaces_what_waits_and_numbers_anew() -> None:
+    queue = PlanQueue()
+    queue.offer(plan(1, epoch=5), 0.0)
+    replaced = queue.offer(plan(1, epoch=6), 0.0)
+    assert [(up.epoch, up.seq, up.outcome) for up in replaced] == [(5, 1, StepOutcome.STALE_EPOCH)]
+    assert queue.epoch == 6 and seqs_in_order(queue) == [1]
+
+
+def test_a_duplicate_is_ignored() -> None:
+    queue = PlanQueue()
+    assert [queue.offer(plan(seq), 0.0) for seq in (1, 1, 2, 2)] == [[], [], [], []]
+    assert seqs_in_order(queue) == [1, 2]
+
+
+def test_number_one_starts_the_numbering_again() -> None:
+    queue = PlanQueue()
+    for seq in (1, 2, 3):
+        queue.offer(plan(seq), 0.0)
+    given_up = queue.offer(plan(1), 0.0)
+    assert [(up.seq, up.outcome) for up in given_up] == [(n, StepOutcome.SUPERSEDED) for n in (1, 2, 3)]
+    assert seqs_in_order(queue) == [1]
+
+
+def test_a_lost_plan_is_reported_when_a_later_one_arrives() -> None:
+    queue = PlanQueue()
+    queue.offer(plan(1), 0.0)
+    lost = queue.offer(plan(3), 0.0)
+    assert [(up.seq, up.outcome, up.steps_done) for up in lost] == [(2, StepOutcome.EXPIRED, 0)]
+    assert seqs_in_order(queue) == [1, 3]
+
+
+def test_after_a_snapshot_only_number_one_is_taken_up() -> None:
+    queue = PlanQueue()
+    queue.offer(plan(1), 0.0)
+    queue.reset(epoch=1)
+    assert len(queue) == 0
+    late = queue.offer(plan(2), 0.0)
+    assert [(up.seq, up.outcome) for up in late] == [(2, StepOutcome.EXPIRED)]
+    assert queue.offer(plan(1), 0.0) == [] and seqs_in_order(queue) == [1]
+
+
+def test_an_expired_plan_is_given_up_even_halfway() -> None:
+    queue = PlanQueue()
+    queue.offer(plan(1, steps=4, valid_for_s=2.0), 10.0)
+    queue.offer(plan(2, valid_for_s=9.0), 10.0)
+    head, _ = queue.head(12.0)
+    assert head is not None and head.plan.seq == 1
+    head.steps_done = 1
+    following, expired = queue.head(12.5)
+    assert [(up.seq, up.steps_done, up.outcome) for up in expired] == [(1, 1, StepOutcome.EXPIRED)]
+    assert following is not None and following.plan.seq == 2
+
+
+def test_a_superseding_plan_cuts_earlier_ones_short() -> None:
+    queue = PlanQueue()
+    queue.offer(plan(1, steps=9), 0.0)
+    queue.offer(plan(2), 0.0)
+    head, _ = queue.head(0.0)
+    assert head is not None
+    head.steps_done = 3
+    given_up = queue.offer(plan(3, supersedes=True), 0.0)
+    assert [(up.seq, up.steps_done) for up in given_up] == [(1, 3), (2, 0)]
+    assert {up.outcome for up in given_up} == {StepOutcome.SUPERSEDED}
+    assert seqs_in_order(queue) == [3]
+
+
+def test_the_queue_is_bounded() -> None:
+    queue = PlanQueue()
+    given_up = [queue.offer(plan(seq), 0.0) for seq in range(1, MAX_PLANS + 3)]
+    assert [up.seq for ups in given_up for up in ups] == [MAX_PLANS + 1, MAX_PLANS + 2]
+    queue.check_integrity()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.booleans(), st.floats(0, 3)),
+        max_size=40,
+    ),
+    st.lists(st.sampled_from(["step", "reset", "nothing"]), max_size=40),
+)
+def test_every_plan_is_run_or_given_up_or_ignored_once(
+    offers: list[tuple[int, int, int, bool, float]], actions: list[str]
+) -> None:
+    queue = PlanQueue()
+    now_s = 0.0
+    epoch = 0
+    for index, (plan_epoch, seq, steps, supersedes, wait_s) in enumerate(offers):
+        now_s += wait_s
+        offered = plan(seq, epoch=plan_epoch, steps=steps, supersedes=supersedes)
+        waiting = len(queue)
+        given_up = queue.offer(offered, now_s)
+        queue.check_integrity()
+        assert queue.epoch >= epoch
+        epoch = queue.epoch
+        assert all(up.outcome is not StepOutcome.RAN for up in given_up)
+        assert len(queue) <= waiting + 1
+        if plan_epoch < epoch:
+            assert len(queue) == waiting and given_up[0].outcome is StepOutcome.STALE_EPOCH
+        action = actions[index % len(actions)] if actions else "nothing"
+        if action == "step":
+            head, _ = queue.head(now_s)
+            if head is not None:
+                assert now_s - head.received_s <= head.plan.valid_for_s
+                head.steps_done += 1
+                if head.over:
+                    queue.finish_head()
+        elif action == "reset":
+            queue.reset(epoch)
+            assert len(queue) == 0 and queue.last_seq == 0
+        queue.check_integrity()

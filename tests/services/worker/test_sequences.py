@@ -1,0 +1,203 @@
+"""By which rules the items of a plan apply."""
+
+import pytest
+
+from services.worker.kv.pool import BlockPool
+from services.worker.sequences import FAILED, SequenceTable, WorkItem
+from shared.messages.plans import Decode, PrefillChunk, SkipReason
+from shared.messages.reports import SequenceState
+from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, prefill, ref, spec
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def table() -> SequenceTable:
+    return SequenceTable(BlockPool(8, BLOCK_TOKENS), LIMITS)
+
+
+def start(table: SequenceTable, source: SequenceSpec, now_s: float = 0.0) -> list[SkipReason]:
+    skipped = table.apply_plan(plan(1, starts=(source,)), now_s)
+    table.check_integrity()
+    return [item.reason for item in skipped]
+
+
+def run(
+    table: SequenceTable, item: PrefillChunk | Decode, token: int | None = 7, now_s: float = 0.0
+) -> SkipReason | None:
+    """Prepare and commit one item, sampling `token` where it samples."""
+    prepared = table.prepare(item)
+    if not isinstance(prepared, WorkItem):
+        return prepared
+    table.commit(prepared, token if prepared.samples or token == FAILED else None, now_s)
+    table.check_integrity()
+    return None
+
+
+def state_of(table: SequenceTable, sequence: SequenceRef) -> tuple[SequenceState, int, int]:
+    report = next(report for report in table.reports(0.0) if report.ref == sequence)
+    return report.state, report.computed_tokens, report.generated_tokens
+
+
+def test_a_prompt_is_prefilled_in_chunks_and_decoded(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    assert state_of(table, ref()) == (SequenceState.WAITING, 0, 0)
+    assert run(table, prefill(ref(), 0, 4)) is None
+    assert state_of(table, ref()) == (SequenceState.PREFILLING, 4, 0)
+    assert run(table, prefill(ref(), 4, 6)) is None
+    assert state_of(table, ref()) == (SequenceState.DECODING, 6, 1)
+    assert run(table, decode(ref(), 2)) is None
+    assert state_of(table, ref()) == (SequenceState.DECODING, 7, 2)
+    assert table.pool.free_blocks == 6
+
+
+@pytest.mark.parametrize(
+    "item", [prefill(ref(), 1, 4), prefill(ref(), 0, 7), prefill(ref(), 0, 0), decode(ref(), 2)]
+)
+def test_what_does_not_fit_the_computation_is_misaligned(
+    table: SequenceTable, item: PrefillChunk | Decode
+) -> None:
+    start(table, spec(ref(), PROMPT))
+    assert run(table, item) is SkipReason.MISALIGNED
+    assert table.pool.free_blocks == 8
+
+
+def test_a_decoding_sequence_is_not_prefilled(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    run(table, prefill(ref(), 0, 6))
+    assert run(table, prefill(ref(), 6, 7)) is SkipReason.MISALIGNED
+
+
+def test_an_allocation_that_does_not_fit_takes_nothing(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    assert run(table, prefill(ref(), 0, 6, blocks=9)) is SkipReason.NO_BLOCKS
+    assert table.pool.free_blocks == 8
+
+
+def test_the_tokens_of_an_item_need_slots(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    assert run(table, prefill(ref(), 0, 6, blocks=1)) is SkipReason.EXHAUSTED
+    assert run(table, prefill(ref(), 0, 6)) is None
+    assert [run(table, decode(ref(), 2)) for _ in range(3)] == [None, None, SkipReason.EXHAUSTED]
+    assert run(table, decode(ref(), 3)) is None
+
+
+@pytest.mark.parametrize("sequence", [ref("other"), ref(attempt=2), ref(choice=1)])
+def test_only_the_held_attempt_is_known(table: SequenceTable, sequence: SequenceRef) -> None:
+    start(table, spec(ref(), PROMPT))
+    assert run(table, prefill(sequence, 0, 4)) is SkipReason.UNKNOWN
+
+
+def test_a_start_is_idempotent_and_a_higher_attempt_replaces(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    run(table, prefill(ref(), 0, 6))
+    assert start(table, spec(ref(), PROMPT)) == []
+    assert state_of(table, ref()) == (SequenceState.DECODING, 6, 1)
+    assert start(table, spec(ref(attempt=2), PROMPT, generated=[7])) == []
+    assert state_of(table, ref(attempt=2)) == (SequenceState.WAITING, 0, 1)
+    assert table.pool.free_blocks == 8
+    assert start(table, spec(ref(attempt=1), PROMPT)) == [SkipReason.UNKNOWN]
+
+
+def test_a_cancel_that_overtakes_the_start_holds(table: SequenceTable) -> None:
+    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0)
+    assert start(table, spec(ref(attempt=1), PROMPT)) == [SkipReason.UNKNOWN]
+    assert start(table, spec(ref(attempt=2), PROMPT)) == [SkipReason.UNKNOWN]
+    assert start(table, spec(ref(attempt=3), PROMPT)) == []
+    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0)
+    assert table.find(ref(attempt=3)) is not None
+
+
+def test_preemption_frees_blocks_and_keeps_tokens(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    run(table, prefill(ref(), 0, 6))
+    assert table.apply_plan(plan(2, preempt=(ref(), ref("other"))), 0.0)[0].ref == ref("other")
+    table.check_integrity()
+    assert state_of(table, ref()) == (SequenceState.WAITING, 0, 1) and table.pool.free_blocks == 8
+    assert run(table, prefill(ref(), 0, 7)) is None
+    assert state_of(table, ref()) == (SequenceState.DECODING, 7, 2)
+
+
+@pytest.mark.parametrize(("token", "reason"), [(9, FinishReason.STOP), (FAILED, FinishReason.ERROR)])
+def test_an_end_frees_blocks_and_is_kept_until_acknowledged(
+    table: SequenceTable, token: int, reason: FinishReason
+) -> None:
+    start(table, spec(ref(), PROMPT, end_token_ids=(9,)))
+    run(table, prefill(ref(), 0, 6), token)
+    assert [(held.ref, held.finish_reason) for held in table.take_ended()] == [(ref(), reason)]
+    assert table.take_ended() == [] and table.pool.free_blocks == 8
+    assert run(table, decode(ref(), 2)) is SkipReason.UNKNOWN
+    table.acknowledge([ref(), ref("other")], 1.0)
+    assert table.reports(1.0) == ()
+    assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]
+
+
+def test_a_failed_chunk_ends_its_sequence(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    run(table, prefill(ref(), 0, 4), FAILED)
+    assert [held.finish_reason for held in table.take_ended()] == [FinishReason.ERROR]
+
+
+def test_an_alive_sequence_cannot_be_acknowledged(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    table.acknowledge([ref()], 0.0)
+    assert table.find(ref()) is not None
+
+
+def test_an_end_nobody_acknowledges_is_forgotten_in_time(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT, max_tokens=1))
+    run(table, prefill(ref(), 0, 6), now_s=5.0)
+    table.tick(65.0)
+    assert len(table.reports(65.0)) == 1
+    table.tick(65.5)
+    assert table.reports(65.5) == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (spec(ref(), []), FinishReason.ERROR),
+        (spec(ref(), [100]), FinishReason.ERROR),
+        (spec(ref(), [1], generated=[4_000_000_000]), FinishReason.ERROR),
+        (spec(ref(), [1] * 64), FinishReason.ERROR),
+        (spec(ref(), [1], generated=[2, 3], max_tokens=2), FinishReason.LENGTH),
+        (spec(ref(), [1], generated=[2, 9], end_token_ids=(9,)), FinishReason.STOP),
+    ],
+)
+def test_a_start_that_leaves_nothing_to_compute_ends_at_once(
+    table: SequenceTable, source: SequenceSpec, reason: FinishReason
+) -> None:
+    assert start(table, source) == []
+    assert [held.finish_reason for held in table.take_ended()] == [reason]
+
+
+def test_sequences_of_an_earlier_incarnation_of_their_gateway_go(table: SequenceTable) -> None:
+    start(table, spec(ref("a"), PROMPT, gateway_incarnation=1))
+    start(table, spec(ref("b"), PROMPT, gateway_incarnation=2))
+    start(table, spec(ref("c"), PROMPT, gateway_id="gateway-1"))
+    table.hear_gateway("gateway-0", 2, 0.0)
+    table.check_integrity()
+    assert [report.ref.request_id for report in table.reports(0.0)] == ["b", "c"]
+    assert start(table, spec(ref("d"), PROMPT, gateway_incarnation=1)) == [SkipReason.UNKNOWN]
+
+
+def test_sequences_of_a_silent_gateway_end(table: SequenceTable) -> None:
+    table.tick(0.0)
+    start(table, spec(ref("a"), PROMPT))
+    start(table, spec(ref("b"), PROMPT, gateway_id="gateway-1"))
+    for half_seconds in range(30):
+        table.hear_gateway("gateway-1", 1, half_seconds / 2)
+        table.tick(half_seconds / 2)
+        table.check_integrity()
+    assert [(held.ref, held.finish_reason) for held in table.take_ended()] == [
+        (ref("a"), FinishReason.GATEWAY_LOST)
+    ]
+
+
+def test_dropped_attempts_are_forgotten_and_buried(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    run(table, prefill(ref(), 0, 6))
+    table.apply_plan(plan(2, drops=(ref(),)), 0.0)
+    assert table.reports(0.0) == () and table.pool.free_blocks == 8
+    assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]

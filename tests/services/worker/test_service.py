@@ -1,0 +1,252 @@
+"""A worker on a real nats-server: what schedulers and gateways see of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import pytest_asyncio
+
+from services.worker.config import WorkerConfig
+from services.worker.service import Worker, make_engine
+from shared import subjects
+from shared.bus import Bus, Listener
+from shared.errors import ConfigError, StaleEpoch
+from shared.messages.base import Empty
+from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.plans import BatchPlan, Decode, PrefillChunk, StepOutcome, WorkerStepped
+from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
+from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
+from tests.conftest import ConnectBus
+from tests.services.worker.conftest import MAX_POSITIONS
+
+DEADLINE_S = 10.0
+T = TypeVar("T")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class Peers:
+    """Scheduler and gateway in one: keeps what the worker says, sends it plans and commands."""
+
+    def __init__(self, bus: Bus, epoch: int = 3) -> None:
+        self.bus = bus
+        self.epoch = epoch
+        self.frames: list[TokenFrame] = []
+        self.stepped: list[WorkerStepped] = []
+        self.reported: list[WorkerReported] = []
+        self._seq = 0
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        self.frames.append(frame)
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        self.stepped.append(stepped)
+
+    def on_reported(self, reported: WorkerReported) -> None:
+        self.reported.append(reported)
+
+    @property
+    def deltas(self) -> list[TokenDelta]:
+        return [delta for frame in self.frames for delta in frame.deltas]
+
+    async def plan(self, *, epoch: int | None = None, **fields: Any) -> None:
+        self._seq += 1
+        plan = BatchPlan(epoch=epoch or self.epoch, seq=self._seq, **fields)
+        await self.bus.publish(subjects.worker_plan("worker-0"), plan)
+
+    async def start(self, request_id: str, steps: int, *, max_tokens: int = 64) -> SequenceRef:
+        """One sequence, its whole prompt and, in the same plan, `steps - 1` decodes."""
+        ref = SequenceRef(request_id=request_id, choice=0, attempt=1)
+        spec = SequenceSpec(
+            ref=ref,
+            gateway_id="gateway-0",
+            gateway_incarnation=1,
+            prompt=pack_tokens(PROMPT),
+            sampling=Sampling(seed=1, max_tokens=max_tokens, temperature=0.0),
+        )
+        await self.plan(
+            steps=steps,
+            starts=(spec,),
+            prefills=(PrefillChunk(ref=ref, first_token=0, end_token=len(PROMPT), allocated_blocks=20),),
+            decodes=(Decode(ref=ref, allocated_blocks=20),),
+        )
+        return ref
+
+    async def until(self, find: Callable[[], T | None]) -> T:
+        """What `find` finds, as soon as it finds something."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = find()
+                if found:
+                    return found
+                await asyncio.sleep(0.005)
+
+    async def fresh_report(self) -> WorkerReported:
+        """The next heartbeat that began after this call."""
+        await asyncio.sleep(0)
+        seen = len(self.reported)
+        return await self.until(lambda: self.reported[-1] if len(self.reported) >= seen + 2 else None)
+
+
+@pytest_asyncio.fixture
+async def peers(connect_bus: ConnectBus) -> Peers:
+    bus = await connect_bus("tester", "peers-0")
+    peers = Peers(bus)
+    listeners = (
+        Listener(subjects.tokens("gateway-0"), TokenFrame, "on_frame"),
+        Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+        Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    )
+    await bus.attach(listeners, peers)
+    return peers
+
+
+@pytest.fixture
+def config(model_folder: Path) -> WorkerConfig:
+    return WorkerConfig(
+        instance="worker-0",
+        model=str(model_folder),
+        kv_blocks=60,
+        block_tokens=4,
+        heartbeat_s=0.05,
+        host="here",
+    )
+
+
+@pytest_asyncio.fixture
+async def worker_bus(connect_bus: ConnectBus, config: WorkerConfig, peers: Peers) -> AsyncIterator[Bus]:
+    """A serving worker; its bus can be disconnected by tests that want to."""
+    bus = await connect_bus("worker", "worker-0")
+    async with serving(bus, config, peers):
+        yield bus
+
+
+class serving:
+    """A worker that serves inside the `async with`."""
+
+    def __init__(self, bus: Bus, config: WorkerConfig, peers: Peers) -> None:
+        self._bus, self._config, self._peers = bus, config, peers
+
+    async def __aenter__(self) -> None:
+        worker = Worker(self._bus, self._config, make_engine(self._config))
+        self._task = asyncio.create_task(worker.serve())
+        await self._peers.until(lambda: self._peers.reported or self._task.done())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task}, timeout=DEADLINE_S)
+        assert self._task.cancelled()
+
+
+async def test_a_plan_starts_a_sequence_and_its_tokens_arrive_in_order(worker_bus: Bus, peers: Peers) -> None:
+    ref = await peers.start("req_1", steps=6, max_tokens=6)
+    ended = await peers.until(lambda: next((s for s in peers.stepped if s.ended), None))
+    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    assert [delta.first_index for delta in peers.deltas] == [0, 1, 2, 3, 4, 5]
+    assert all(len(delta.tokens) == 1 and delta.request_id == "req_1" for delta in peers.deltas)
+    assert peers.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert (ended.ended[0].ref, ended.ended[0].generated_tokens) == (ref, 6)
+    assert [stepped.seq for stepped in peers.stepped] == list(range(1, len(peers.stepped) + 1))
+    assert [stepped.prefilled_tokens for stepped in peers.stepped][:2] == [8, 0]
+    assert ended.free_blocks == 60 and ended.plan_over
+
+
+async def test_an_end_is_listed_until_acknowledged(worker_bus: Bus, peers: Peers) -> None:
+    ref = await peers.start("req_1", steps=4, max_tokens=4)
+    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    report = await peers.fresh_report()
+    assert [(s.ref, s.state, s.generated_tokens) for s in report.sequences] == [(ref, SequenceState.ENDED, 4)]
+    assert report.sequences[0].finish_reason is FinishReason.LENGTH
+    await peers.bus.publish(subjects.worker_acknowledge("worker-0"), AcknowledgeEnds(refs=(ref,)))
+    await peers.until(lambda: not peers.reported[-1].sequences)
+
+
+async def test_a_gateway_fetches_what_it_missed(worker_bus: Bus, peers: Peers) -> None:
+    ref = await peers.start("req_1", steps=5, max_tokens=5)
+    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    tokens = [token for delta in peers.deltas for token in delta.tokens]
+    subject = subjects.worker_fetch("worker-0")
+    request = FetchTokens(ref=ref, first_index=2)
+    fetched = await peers.bus.request(subject, request, FetchedTokens, deadline_s=DEADLINE_S)
+    assert fetched.delta is not None
+    assert (fetched.delta.first_index, list(fetched.delta.tokens)) == (2, tokens[2:])
+    assert fetched.delta.finish_reason is FinishReason.LENGTH
+    other = FetchTokens(ref=SequenceRef(request_id="req_1", choice=0, attempt=2), first_index=0)
+    assert (await peers.bus.request(subject, other, FetchedTokens, deadline_s=DEADLINE_S)).delta is None
+
+
+async def test_a_cancel_frees_blocks_within_a_step(worker_bus: Bus, peers: Peers) -> None:
+    ref = await peers.start("req_1", steps=70)
+    await peers.until(lambda: len(peers.deltas) >= 2)
+    await peers.bus.publish(subjects.worker_cancel("worker-0"), CancelSequence(ref=ref))
+    gone = await peers.until(lambda: next((s for s in peers.stepped if s.ended or s.plan_over), None))
+    assert gone.free_blocks == 60
+    assert gone.ended[0].finish_reason is FinishReason.CANCELLED
+    assert (await peers.fresh_report()).sequences == ()
+    before = len(peers.deltas)
+    await peers.start("req_1", steps=2)
+    await peers.until(lambda: any(stepped.skipped for stepped in peers.stepped))
+    assert len(peers.deltas) == before
+
+
+async def test_a_replaced_scheduler_is_refused(worker_bus: Bus, peers: Peers) -> None:
+    await peers.start("req_1", steps=2, max_tokens=2)
+    await peers.until(lambda: peers.stepped)
+    await peers.plan(epoch=2)
+    refused = await peers.until(lambda: next((s for s in peers.stepped if s.epoch == 2), None))
+    assert (refused.outcome, refused.plan_over) == (StepOutcome.STALE_EPOCH, True)
+    with pytest.raises(StaleEpoch):
+        await peers.bus.request(
+            subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=2), WorkerReported, deadline_s=DEADLINE_S
+        )
+
+
+async def test_a_snapshot_gives_up_all_plans(worker_bus: Bus, peers: Peers) -> None:
+    await peers.start("req_1", steps=60)
+    await peers.until(lambda: len(peers.deltas) >= 2)
+    snapshot = await peers.bus.request(
+        subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=9), WorkerReported, deadline_s=DEADLINE_S
+    )
+    held = snapshot.sequences[0]
+    assert snapshot.epoch == 9 and snapshot.plan_seq == 0
+    assert held.state is SequenceState.DECODING and 2 <= held.generated_tokens < 60
+    assert held.computed_tokens == held.prompt_tokens + held.generated_tokens - 1
+    later = await peers.fresh_report()
+    assert later.sequences[0].generated_tokens == held.generated_tokens
+    assert later.stepped_seq == snapshot.stepped_seq == len(peers.stepped)
+    assert later.max_context_tokens == min(MAX_POSITIONS, 240)
+
+
+async def test_two_steps_are_ahead_of_the_scheduler(worker_bus: Bus, peers: Peers) -> None:
+    ref = await peers.start("req_1", steps=1)
+    for _ in range(5):
+        await peers.plan(decodes=(Decode(ref=ref, allocated_blocks=20),))
+    await peers.until(lambda: len(peers.stepped) == 6)
+    assert [stepped.plan_seq for stepped in peers.stepped] == [1, 2, 3, 4, 5, 6]
+    await peers.until(lambda: len(peers.deltas) == 6)
+
+
+async def test_the_last_frame_can_be_lost_on_purpose(
+    connect_bus: ConnectBus, config: WorkerConfig, peers: Peers
+) -> None:
+    bus = await connect_bus("worker", "worker-0")
+    async with serving(bus, config.model_copy(update={"fault_drop_final_frames": True}), peers):
+        await peers.start("req_1", steps=4, max_tokens=4)
+        await peers.until(lambda: any(stepped.ended for stepped in peers.stepped))
+        report = await peers.fresh_report()
+        assert report.sequences[0].finish_reason is FinishReason.LENGTH
+        assert [delta.first_index for delta in peers.deltas] == [0, 1, 2]
+
+
+async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
+    answers = await peers.bus.gather(
+        subjects.status("worker"), Empty(), ServiceStatus, deadline_s=DEADLINE_S, expected=1
+    )
+    assert answers[0].instance == "worker-0" and answers[0].details["total_blocks"] == 60
+
+
+async def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no model"):
+        make_engine(WorkerConfig(model=str(tmp_path)))

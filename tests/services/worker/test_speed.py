@@ -1,0 +1,27 @@
+"""What a worker says of its own speed."""
+
+import pytest
+
+from services.worker.speed import WEIGHT, SpeedMeter
+
+
+def test_the_first_measurement_counts_whole_and_later_ones_by_weight() -> None:
+    meter = SpeedMeter()
+    meter.on_step(prefilled_tokens=0, decoded_tokens=4, step_s=0.010)
+    assert meter.decode_step_s == 0.010
+    meter.on_step(prefilled_tokens=0, decoded_tokens=4, step_s=0.020)
+    assert meter.decode_step_s == pytest.approx(0.010 + WEIGHT * 0.010)
+
+
+def test_prefill_is_measured_beside_decodes_without_their_share() -> None:
+    meter = SpeedMeter()
+    meter.on_step(prefilled_tokens=0, decoded_tokens=4, step_s=0.010)
+    meter.on_step(prefilled_tokens=100, decoded_tokens=4, step_s=0.060)
+    assert meter.prefill_tokens_per_s == pytest.approx(100 / 0.050)
+
+
+def test_a_few_tokens_say_nothing() -> None:
+    meter = SpeedMeter()
+    meter.on_step(prefilled_tokens=3, decoded_tokens=0, step_s=0.010)
+    meter.on_step(prefilled_tokens=0, decoded_tokens=0, step_s=0.010)
+    assert (meter.prefill_tokens_per_s, meter.decode_step_s) == (0.0, 0.0)

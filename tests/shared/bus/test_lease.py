@@ -1,0 +1,196 @@
+"""Leases on a real, file-backed JetStream bucket."""
+
+import asyncio
+import time
+
+import nats
+import pytest
+from nats.js.api import StorageType
+from prometheus_client import CollectorRegistry
+
+from shared import errors, subjects
+from shared.bus import Bus, Lease
+from shared.bus.lease import LeaseHolder, Silence, _is_takeable
+from shared.config import BusConfig
+from tests.conftest import ConnectBus, MakeServer
+from tests.nats_server import NatsServer
+from tests.shared.bus.desk import until
+
+ROLE = "scheduler"
+
+
+async def acquired(bus: Bus, ttl_s: float = 60.0) -> Lease:
+    async with asyncio.timeout(20):
+        return await bus.acquire_lease(ROLE, ttl_s=ttl_s)
+
+
+async def test_one_of_two_contenders_gets_it(connect_bus: ConnectBus) -> None:
+    buses = [await connect_bus("scheduler", f"scheduler-{index}") for index in (0, 1)]
+    waiting = {asyncio.create_task(acquired(bus)) for bus in buses}
+    done, pending = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    later, _ = await asyncio.wait(pending, timeout=0.5)
+    assert len(done) == 1 and not later
+    lease = done.pop().result()
+    assert lease.holder.instance in {"scheduler-0", "scheduler-1"}
+    await lease.renew()
+    for task in pending:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_silent_holder_is_replaced_and_learns_it(connect_bus: ConnectBus) -> None:
+    first, second = [await connect_bus("scheduler", f"scheduler-{index}") for index in (0, 1)]
+    lease = await acquired(first)
+    await lease.renew()
+    started_s = time.monotonic()
+    taken = await acquired(second, ttl_s=0.4)
+    assert time.monotonic() - started_s >= 0.4
+    assert taken.epoch > lease.epoch
+    with pytest.raises(errors.NotLeader, match="scheduler-1"):
+        await lease.renew()
+    await taken.renew()
+
+
+async def test_a_holder_that_renews_is_not_replaced(connect_bus: ConnectBus) -> None:
+    first, second = [await connect_bus("scheduler", f"scheduler-{index}") for index in (0, 1)]
+    lease = await acquired(first)
+    waiting = asyncio.create_task(acquired(second, ttl_s=1.5))
+    for _ in range(20):
+        await asyncio.sleep(0.1)
+        await lease.renew()
+    assert not waiting.done()
+    assert lease.epoch < lease._revision
+    assert (await waiting).epoch > lease._revision
+
+
+async def test_a_restart_of_the_same_instance_waits_for_nothing(connect_bus: ConnectBus) -> None:
+    before = await acquired(await connect_bus("scheduler", "scheduler-0"))
+    async with asyncio.timeout(5):
+        after = await acquired(await connect_bus("scheduler", "scheduler-0"), ttl_s=3600)
+    assert after.epoch > before.epoch and after.holder.incarnation > before.holder.incarnation
+    with pytest.raises(errors.NotLeader):
+        await before.renew()
+
+
+async def test_a_role_given_back_is_free_at_once(connect_bus: ConnectBus) -> None:
+    lease = await acquired(await connect_bus("scheduler", "scheduler-0"))
+    await lease.release()
+    async with asyncio.timeout(5):
+        taken = await acquired(await connect_bus("scheduler", "scheduler-1"), ttl_s=3600)
+    assert taken.epoch > lease.epoch
+    await lease.release()  # of what is another's by now: changes nothing
+    await taken.renew()
+
+
+async def test_epochs_only_grow_over_kills_of_the_server(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    bus = await connect_bus("scheduler", "scheduler-0")
+    lease = await acquired(bus)
+    epochs = [lease.epoch]
+    for index in (1, 2):
+        nats_server.kill()
+        nats_server.start()
+        await until(lambda: bus.connected)
+        await renewed(lease)
+        lease = await acquired(await connect_bus("scheduler", f"scheduler-{index}"), ttl_s=0.2)
+        epochs.append(lease.epoch)
+    assert epochs == sorted(set(epochs))
+
+
+async def renewed(lease: Lease) -> None:
+    """JetStream may need a moment after a restart."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await lease.renew()
+            except errors.UnavailableError as error:
+                assert not isinstance(error, errors.NotLeader)
+                await asyncio.sleep(0.05)
+
+
+async def test_the_bucket_is_on_file(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
+    await acquired(await connect_bus("scheduler", "scheduler-0"))
+    tool = await nats.connect(nats_server.url)
+    status = await (await tool.jetstream().key_value(subjects.LEASE_BUCKET)).status()
+    assert status.stream_info.config.storage == StorageType.FILE
+    await tool.close()
+
+
+async def test_time_during_which_the_observer_was_blind_is_not_silence(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    lease = await acquired(await connect_bus("scheduler", "scheduler-0"))
+    standby = await connect_bus("scheduler", "scheduler-1")
+    waiting = asyncio.create_task(acquired(standby, ttl_s=1.0))
+    await asyncio.sleep(0.3)
+    nats_server.kill()
+    await asyncio.sleep(1.2)  # longer than the time to live
+    nats_server.start()
+    await until(lambda: standby.connected)
+    await renewed(lease)
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await waiting
+
+
+async def test_a_renewal_whose_answer_was_lost_is_not_a_lost_lease(connect_bus: ConnectBus) -> None:
+    lease = await acquired(await connect_bus("scheduler", "scheduler-0"))
+    revision = lease._revision
+    await lease.renew()
+    lease._revision = revision  # as if the answer had never come
+    await lease.renew()
+    assert lease._revision == revision + 2
+
+
+async def test_a_deleted_bucket_is_a_lost_lease(connect_bus: ConnectBus, nats_server: NatsServer) -> None:
+    bus = await connect_bus("scheduler", "scheduler-0")
+    lease = await acquired(bus)
+    tool = await nats.connect(nats_server.url)
+    await tool.jetstream().delete_key_value(subjects.LEASE_BUCKET)
+    await tool.close()
+    with pytest.raises(errors.NotLeader, match="nobody"):
+        await lease.renew()
+    await acquired(bus)
+
+
+async def test_without_jetstream_the_standby_waits_and_the_log_says_why(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(jetstream=False).start()
+    bus = await Bus.connect(
+        BusConfig(url=server.url), service="scheduler", instance="scheduler-0", registry=CollectorRegistry()
+    )
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await bus.acquire_lease(ROLE, ttl_s=1)
+    assert "is it enabled in nats-server?" in caplog.text
+    await bus.close()
+
+
+@pytest.mark.parametrize(
+    ("held_by", "takeable"),
+    [
+        (LeaseHolder(instance="", incarnation=0), True),
+        (LeaseHolder(instance="a", incarnation=4), True),
+        (LeaseHolder(instance="a", incarnation=6), False),  # a later start of ours: we are the stale one
+        (LeaseHolder(instance="b", incarnation=4), False),
+    ],
+)
+def test_who_yields_without_waiting(held_by: LeaseHolder, takeable: bool) -> None:
+    assert _is_takeable(held_by, LeaseHolder(instance="a", incarnation=5)) is takeable
+
+
+def test_only_what_was_watched_counts_as_silence() -> None:
+    silence = Silence(longest_gap_s=0.5)
+    for now_s in (10.0, 10.2, 10.6):
+        silence.observe(7, 0, now_s)
+    assert silence.lasting_s == pytest.approx(0.6)
+    silence.observe(7, 0, 99.0)  # the observer was frozen
+    assert silence.lasting_s == pytest.approx(1.1)
+    silence.observe(8, 0, 99.1)
+    assert silence.lasting_s == 0.0
+    silence.observe(8, 0, 99.4)
+    silence.observe(8, 1, 99.5)  # the connection was lost in between
+    assert silence.lasting_s == 0.0

@@ -1,0 +1,286 @@
+"""Losing the server: killed, frozen, refusing us.
+
+Every time everything goes on within seconds of its return.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import nats.errors
+import pytest
+import uvloop
+from nats.aio.client import Client
+from prometheus_client import CollectorRegistry
+
+from shared import errors
+from shared.bus import Bus
+from shared.bus.link import _next_attempt
+from shared.config import BusConfig
+from tests.conftest import ConnectBus, MakeServer
+from tests.nats_server import NatsServer
+from tests.shared.bus.desk import (
+    ASK,
+    FILE_LISTENER,
+    FILED,
+    HANDLERS,
+    NOTE_LISTENER,
+    NOTED,
+    Answer,
+    Desk,
+    Note,
+    Question,
+    metric,
+    until,
+)
+
+DEADLINE_S = 15.0
+RESUME_S = 5.0
+"""The aim is 2 s; the rest is for a loaded machine."""
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+async def test_no_server_is_bus_unavailable_after_the_connect_timeout() -> None:
+    started_s = time.monotonic()
+    config = BusConfig(url=f"nats://127.0.0.1:{unused_port()}", connect_timeout_s=0.3)
+    with pytest.raises(errors.BusUnavailable, match=r"within 0\.3 s \(last error: .*Errno"):
+        await Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())
+    assert time.monotonic() - started_s < 5
+
+
+async def test_a_server_that_comes_up_late_is_waited_for(make_server: MakeServer) -> None:
+    server = make_server(jetstream=False)
+    server.port = unused_port()
+    config = BusConfig(url=server.url, connect_timeout_s=DEADLINE_S)
+    connecting = asyncio.create_task(
+        Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())
+    )
+    await asyncio.sleep(0.1)
+    server.start()
+    bus = await connecting
+    assert bus.connected
+    await bus.close()
+
+
+async def test_wrong_password_is_named(make_server: MakeServer) -> None:
+    server = make_server(jetstream=False, extra_config='authorization { user: "u", password: "p" }').start()
+    config = BusConfig(url=server.url, user="u", password="no", connect_timeout_s=0.5)  # type: ignore[arg-type]
+    with pytest.raises(errors.BusUnavailable, match="Authorization Violation"):
+        await Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())
+
+
+async def killed_and_restarted(config: BusConfig, server: NatsServer) -> None:
+    """A desk, a caller, a SIGKILL between them, and everything as before."""
+    registry = CollectorRegistry()
+    desk, regained = Desk(), asyncio.Event()
+    bus = await Bus.connect(config, service="desk", instance="desk-0", registry=registry)
+    caller = await Bus.connect(config, service="tester", instance="tester-0", registry=CollectorRegistry())
+
+    async def on_reconnected() -> None:
+        regained.set()
+
+    caller.on_reconnected(on_reconnected)
+    await bus.attach(HANDLERS, desk)
+    lease = await bus.acquire_lease("clerk", ttl_s=5)
+    desk.gate.clear()
+    asking = asyncio.create_task(caller.request(ASK, Question(), Answer, deadline_s=60))
+    await until(lambda: desk.running == 1)
+
+    server.kill()
+    with pytest.raises(errors.BusUnavailable, match="lost while waiting"):  # at once, not after 60 s
+        await asking
+    desk.gate.set()
+    assert not caller.connected
+    with pytest.raises(errors.BusUnavailable, match="not connected"):
+        await caller.request(ASK, Question(), Answer, deadline_s=0.05)
+    await caller.publish(NOTED, Note(number=1))  # buffered
+    server.start()
+
+    started_s = time.monotonic()
+    async with asyncio.timeout(RESUME_S):
+        answer = await caller.request(ASK, Question(number=8), Answer, deadline_s=60)
+        await until(lambda: bus.connected)
+        await caller.publish(NOTED, Note(number=2))
+        await caller.publish(FILED, Note(number=3))
+        await until(lambda: desk.noted[-1:] == [2] and desk.filed == [3])
+        await regained.wait()
+        await lease.renew()
+    assert answer.number == 8
+    assert time.monotonic() - started_s < RESUME_S
+    assert metric(registry, "kvasir_bus_reconnects_total") == 1
+    await caller.close()
+    await bus.close()
+
+
+async def test_a_killed_server_on_asyncio(bus_config: BusConfig, nats_server: NatsServer) -> None:
+    await killed_and_restarted(bus_config, nats_server)
+
+
+def test_a_killed_server_on_uvloop(bus_config: BusConfig, nats_server: NatsServer) -> None:
+    run_on_uvloop(lambda: killed_and_restarted(bus_config, nats_server))
+
+
+def run_on_uvloop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+async def test_what_is_published_while_disconnected_is_bounded(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    bus = await connect_bus("desk", "desk-0", outbound_buffer_bytes=20_000)
+    desk = Desk()
+    await bus.attach([NOTE_LISTENER], desk)
+    nats_server.kill()
+    await until(lambda: not bus.connected)
+    with pytest.raises(errors.BusUnavailable, match="buffer is full"):
+        for number in range(100):
+            await bus.publish(NOTED, Note(text="x" * 1000, number=number))
+    nats_server.start()
+    await until(lambda: len(desk.noted) > 10)
+    assert desk.noted == list(range(len(desk.noted)))
+
+
+async def test_a_frozen_server_is_noticed_and_comes_back(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    bus, desk = await connect_bus("desk", "desk-0", ping_interval_s=0.1), Desk()
+    await bus.attach(HANDLERS, desk)
+    nats_server.freeze()
+    with pytest.raises(errors.UnavailableError):
+        await bus.request(ASK, Question(), Answer, deadline_s=0.1)
+    await until(lambda: not bus.connected)
+    nats_server.thaw()
+    assert (await bus.request(ASK, Question(number=4), Answer, deadline_s=DEADLINE_S)).number == 4
+
+
+async def test_when_nats_py_gives_up_the_bus_dials_anew(connect_bus: ConnectBus) -> None:
+    """A protocol error makes the server throw the client out, and nats-py close for good."""
+    bus, desk = await connect_bus("desk", "desk-0"), Desk()
+    regained: list[bool] = []
+
+    async def on_reconnected() -> None:
+        regained.append(True)
+
+    bus.on_reconnected(on_reconnected)
+    await bus.attach(HANDLERS, desk)
+    client = bus._link.client
+    await bus.publish("kvasir." + "x" * 5000, Note())  # longer than a line of the protocol may be
+    await until(lambda: client.is_closed)
+    assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=DEADLINE_S)).number == 6
+    await bus.publish(NOTED, Note(number=1))
+    await until(lambda: desk.noted == [1] and regained == [True])
+    assert bus._link.client is not client
+
+
+async def test_revoked_credentials_that_are_restored(make_server: MakeServer) -> None:
+    right, wrong = (f'authorization {{ user: "u", password: "{word}" }}' for word in ("p", "q"))
+    server = make_server(jetstream=False, extra_config=right).start()
+    config = BusConfig(url=server.url, user="u", password="p", connect_timeout_s=0.5)  # type: ignore[arg-type]
+    bus = await Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())
+    desk = Desk()
+    await bus.attach(HANDLERS, desk)
+    server.reload(wrong)
+    await until(lambda: not bus.connected)
+    await asyncio.sleep(0.7)  # a whole attempt to connect fails
+    assert not bus.connected
+    server.reload(right)
+    assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=DEADLINE_S)).number == 6
+    await bus.close()
+
+
+async def test_closing_while_disconnected_takes_no_time(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    bus = await connect_bus("desk", "desk-0")
+    await bus.attach(HANDLERS, Desk())
+    nats_server.kill()
+    await until(lambda: not bus.connected)
+    async with asyncio.timeout(5):
+        await bus.close()
+
+
+async def test_a_failing_reconnection_callback_does_not_stop_the_next(
+    connect_bus: ConnectBus, nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = await connect_bus("desk", "desk-0")
+    ran = asyncio.Event()
+
+    async def broken() -> None:
+        raise ValueError("a bug")
+
+    async def sound() -> None:
+        ran.set()
+
+    bus.on_reconnected(broken)
+    bus.on_reconnected(sound)
+    nats_server.kill()
+    nats_server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await ran.wait()
+    assert "a reconnection callback failed" in caplog.text
+
+
+async def test_what_nats_py_drops_is_counted_and_logged_once(
+    connect_bus: ConnectBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = CollectorRegistry()
+    bus = await connect_bus("desk", "desk-0", registry)
+    await bus.attach([FILE_LISTENER], Desk())
+    subscription = next(sub for sub in bus._link.client._subs.values() if sub.subject == FILED)
+    subscription._pending_bytes_limit = 10
+    for _ in range(3):
+        await bus.publish(FILED, Note(text="longer than ten bytes"))
+    await until(lambda: metric(registry, "kvasir_bus_slow_consumer_drops_total", kind="nats") == 3)
+    assert caplog.text.count("nats-py dropped a message on kvasir.v1.evt.desk.filed") == 1
+
+
+async def test_a_cancellation_that_nats_py_swallows_still_arrives(connect_bus: ConnectBus) -> None:
+    """nats-py's flush catches CancelledError; a deadline around a publish would then never end it."""
+    bus = await connect_bus("desk", "desk-0")
+    client: Any = bus._link.client
+    swallowed = asyncio.Event()
+
+    async def full_queue(_future: object) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            swallowed.set()
+            raise
+
+    client._flush_queue.put, put = full_queue, client._flush_queue.put
+    publishing = asyncio.create_task(bus.publish(NOTED, Note()))
+    await asyncio.sleep(0.01)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    client._flush_queue.put = put
+    assert swallowed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("failures", "shortest_s", "longest_s"), [(0, 0.025, 0.075), (1, 0.05, 0.15), (60, 0.25, 0.75)]
+)
+def test_reconnection_waits_double_up_to_a_bound_with_jitter(
+    failures: int, shortest_s: float, longest_s: float
+) -> None:
+    server = SimpleNamespace(reconnects=failures)
+    waits_s = [_next_attempt(Client(), [server], {})[1] for _ in range(200)]
+    assert all(shortest_s <= wait_s <= longest_s for wait_s in waits_s)
+    assert max(waits_s) > 1.5 * min(waits_s)
+
+
+async def test_unexpected_errors_are_counted_by_type(connect_bus: ConnectBus) -> None:
+    registry = CollectorRegistry()
+    bus = await connect_bus("desk", "desk-0", registry)
+    await bus._link._on_error(nats.errors.StaleConnectionError())
+    assert metric(registry, "kvasir_bus_errors_total", side="connection", code="StaleConnectionError") == 1

@@ -1,0 +1,99 @@
+"""A plain chat client that keeps everything it was sent, for tests that look for gaps and repeats."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+
+@dataclass
+class Answer:
+    """What one stream delivered."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    completion_tokens: int = 0
+    chunks: int = 0
+    done: bool = False
+    errors: list[Any] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.done and self.finish_reason in ("stop", "length") and not self.errors
+
+
+@dataclass(frozen=True)
+class Question:
+    """One chat request: a single user turn and the sampling fields of the body."""
+
+    prompt: str
+    fields: dict[str, Any]
+
+    def body(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": self.prompt}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields,
+        }
+
+
+class Client:
+    """Streams many questions at once; `received` counts all their chunks, so that a test can act mid-way."""
+
+    def __init__(self, url: str, key: str, model: str) -> None:
+        self.url, self.key, self.model = url, key, model
+        self.received = 0
+
+    async def ask_all(
+        self,
+        questions: Sequence[Question],
+        *,
+        midway: Callable[[], Awaitable[None]] | None = None,
+        after: int = 0,
+    ) -> list[Answer]:
+        """All answers, in order. `midway` runs once `after` chunks have arrived in total."""
+        self.received = 0
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=90, limits=limits) as http:
+            tasks = [asyncio.create_task(self._ask(http, question)) for question in questions]
+            if midway is not None:
+                async with asyncio.timeout(60):
+                    while self.received < after:
+                        await asyncio.sleep(0.005)
+                await midway()
+            return list(await asyncio.gather(*tasks))
+
+    async def _ask(self, http: httpx.AsyncClient, question: Question) -> Answer:
+        answer = Answer()
+        headers = {"Authorization": f"Bearer {self.key}"}
+        async with http.stream(
+            "POST", "/v1/chat/completions", json=question.body(self.model), headers=headers
+        ) as response:
+            if response.status_code != 200:
+                answer.errors.append((response.status_code, (await response.aread()).decode()))
+                return answer
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    self._take(answer, line.removeprefix("data: "))
+        return answer
+
+    def _take(self, answer: Answer, data: str) -> None:
+        if data == "[DONE]":
+            answer.done = True
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            answer.errors.append(chunk["error"])
+            return
+        self.received += 1
+        answer.chunks += 1
+        if chunk.get("usage"):
+            answer.completion_tokens = chunk["usage"]["completion_tokens"]
+        for choice in chunk["choices"]:
+            answer.text += choice["delta"].get("content") or ""
+            answer.finish_reason = choice["finish_reason"] or answer.finish_reason

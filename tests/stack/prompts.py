@@ -1,0 +1,43 @@
+"""Prompts of mixed kind and length for tests of the whole stack, made of the project's own words."""
+
+import random
+
+ASKED = (
+    "Hello! Who are you?",
+    "What can you do?",
+    "Write one sentence about a river.",
+    "Tell me a short story about a dog.",
+    "Tell me a long story about a journey.",
+    "How can I sleep better at night?",
+    "What are the days of the week?",
+    "Tom has 3 apples and buys 5 more. How many apples does he have?",
+    "Explain why the sky is blue.",
+    "Give me three tips for writing a letter.",
+    "Thank you very much!",
+    "What is the best way to learn to cook?",
+)
+_WORDS = (
+    "the morning was cold and the old house stood silent beside the road while a carriage came slowly up "
+    "the hill and the children ran to the gate to see who had come so early with letters from the city"
+).split()
+
+
+def passage(words: int, rng: random.Random) -> str:
+    """About `words` words of prose-like filler, in sentences."""
+    sentences = []
+    while words > 0:
+        length = min(words, rng.randint(6, 14))
+        sentences.append(" ".join(rng.choices(_WORDS, k=length)).capitalize() + ".")
+        words -= length
+    return " ".join(sentences)
+
+
+def mixed(count: int, *, longest_words: int, seed: int = 0) -> list[str]:
+    """`count` prompts: a third bare questions, the rest behind a passage of a log-spread length."""
+    rng = random.Random(seed)
+    prompts = []
+    for index in range(count):
+        question = ASKED[index % len(ASKED)]
+        words = 0 if index % 3 == 0 else int(20 * (longest_words / 20) ** (index / count))
+        prompts.append(f"{passage(words, rng)}\n\n{question}" if words else question)
+    return prompts

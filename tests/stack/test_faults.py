@@ -1,0 +1,118 @@
+"""Processes are killed and frozen while streams run; every answer arrives whole and unchanged."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stack.client import Answer, Question
+from tests.stack.prompts import mixed
+from tests.stack.running import RunningStack, running_stack
+
+pytestmark = pytest.mark.stack
+STREAMS = 32
+MIDWAY = 200
+"""Chunks received over all streams when the fault happens: after the first, long before the last."""
+
+
+def questions() -> list[Question]:
+    """Greedy and seeded in turn; each at least 60 tokens long, so that the fault finds them running."""
+    return [
+        Question(
+            prompt,
+            {
+                "max_tokens": 60 + 2 * index,
+                "ignore_eos": True,
+                **(
+                    {"temperature": 0}
+                    if index % 2 == 0
+                    else {"temperature": 0.8, "top_p": 0.9, "seed": index}
+                ),
+            },
+        )
+        for index, prompt in enumerate(mixed(STREAMS, longest_words=120, seed=1))
+    ]
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("victim") / "run") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(victim: RunningStack) -> list[Answer]:
+    answers = asyncio.run(victim.client().ask_all(questions()))
+    assert all(answer.complete for answer in answers)
+    return answers
+
+
+def assert_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
+    assert [answer.errors for answer in answers] == [[] for _ in undisturbed]
+    assert all(answer.complete for answer in answers)
+    assert [answer.completion_tokens for answer in answers] == [a.completion_tokens for a in undisturbed]
+    different = [i for i, (a, b) in enumerate(zip(answers, undisturbed, strict=True)) if a.text != b.text]
+    assert different == []
+
+
+@pytest.mark.parametrize(
+    "name", ["worker-0", "scheduler-0", "placement-0", "predictor-0", "ledger-0", "nats"]
+)
+async def test_killed(victim: RunningStack, undisturbed: list[Answer], name: str) -> None:
+    before = victim.child(name)["restarts"]
+
+    async def kill() -> None:
+        victim.signal(name, signal.SIGKILL)
+
+    answers = await victim.client().ask_all(questions(), midway=kill, after=MIDWAY)
+    assert_same(answers, undisturbed)
+    await asyncio.to_thread(victim.until_restarted, name, restarts=before + 1)
+
+
+async def test_frozen_and_woken(victim: RunningStack, undisturbed: list[Answer]) -> None:
+    client = victim.client()
+
+    async def freeze() -> None:
+        victim.signal("worker-1", signal.SIGSTOP)
+
+    try:
+        answers = await client.ask_all(questions(), midway=freeze, after=MIDWAY)
+    finally:
+        victim.signal("worker-1", signal.SIGCONT)
+    assert_same(answers, undisturbed)
+    assert_same(await client.ask_all(questions()), undisturbed)
+
+
+async def test_frozen_and_woken_while_its_requests_run_elsewhere(
+    victim: RunningStack, undisturbed: list[Answer]
+) -> None:
+    async def freeze_then_wake() -> None:
+        victim.signal("worker-1", signal.SIGSTOP)
+        await asyncio.sleep(3.5)
+        victim.signal("worker-1", signal.SIGCONT)
+
+    try:
+        answers = await victim.client().ask_all(questions(), midway=freeze_then_wake, after=MIDWAY)
+    finally:
+        victim.signal("worker-1", signal.SIGCONT)
+    assert_same(answers, undisturbed)
+
+
+async def test_last_frames_lost(tmp_path: Path, undisturbed: list[Answer]) -> None:
+    with running_stack(tmp_path / "run", settings=("worker.fault_drop_final_frames=true",)) as stack:
+        assert_same(await stack.client().ask_all(questions()), undisturbed)
+
+
+async def test_clients_that_leave_free_their_blocks(victim: RunningStack) -> None:
+    task = asyncio.create_task(victim.client().ask_all(questions()))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    await asyncio.wait([task])
+    for _ in range(20):
+        await asyncio.sleep(0.1)
+        workers = await asyncio.to_thread(lambda: [victim.details(name) for name in ("worker-0", "worker-1")])
+        if all(row["free_blocks"] == row["total_blocks"] for row in workers):
+            return
+    raise AssertionError(workers)

@@ -1,0 +1,186 @@
+"""openai-python against the stack; every body is held against OpenAI's own schemas."""
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.conformance.schemas import violations
+from tests.stack.running import RunningStack
+
+pytestmark = pytest.mark.stack
+ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me a short story about a dog."}]
+MODEL = "tiny_chat"
+
+
+@pytest.fixture(scope="module")
+def client(stack: RunningStack) -> OpenAI:
+    return OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, max_retries=0, timeout=60)
+
+
+def conforms(name: str, body: object) -> None:
+    assert violations(name, body) == []
+
+
+def test_chat(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=ASK, max_tokens=64)
+    conforms("CreateChatCompletionResponse", raw.http_response.json())
+    reply = raw.parse()
+    assert reply.choices[0].message.content
+    assert reply.choices[0].finish_reason in ("stop", "length")
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert 0 < reply.usage.completion_tokens <= 64
+
+
+def test_chat_streamed_is_the_same_text(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=64, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            max_tokens=64,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    for chunk in chunks:
+        conforms("CreateChatCompletionStreamResponse", chunk.model_dump(mode="json", exclude_unset=True))
+    first, usage = chunks[0], chunks[-1]
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert usage.choices == []
+    assert usage.usage == whole.usage
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason] == reasons[-1:]
+
+
+def test_completions(client: OpenAI) -> None:
+    prompt = "It was the best of times,"
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt=prompt, max_tokens=24, temperature=0
+    )
+    conforms("CreateCompletionResponse", raw.http_response.json())
+    whole = raw.parse().choices[0].text
+    chunks = list(
+        client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0, stream=True)
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole != ""
+
+
+def test_choices_differ_and_are_repeatable(client: OpenAI) -> None:
+    def texts(seed: int) -> list[str | None]:
+        reply = client.chat.completions.create(
+            model=MODEL, messages=ASK, n=2, seed=seed, temperature=1.0, max_tokens=48
+        )
+        assert [choice.index for choice in reply.choices] == [0, 1]
+        return [choice.message.content for choice in reply.choices]
+
+    one, again, other = texts(7), texts(7), texts(8)
+    assert one == again
+    assert one[0] != one[1]
+    assert one != other
+
+
+def test_stop_is_cut_and_not_shown(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=64)
+    text = whole.choices[0].message.content or ""
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=64, stop=[stop])
+    assert cut.choices[0].message.content == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_limits(client: OpenAI) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        reply = client.chat.completions.create(
+            model=MODEL, messages=ASK, temperature=0, extra_body={field: 5, "ignore_eos": True}
+        )
+        assert reply.choices[0].finish_reason == "length"
+        assert reply.usage is not None and reply.usage.completion_tokens == 5
+
+
+def test_models(client: OpenAI) -> None:
+    raw = client.models.with_raw_response.list()
+    conforms("ListModelsResponse", raw.http_response.json())
+    assert [model.id for model in raw.parse().data] == [MODEL]
+    one = client.models.with_raw_response.retrieve(MODEL)
+    conforms("Model", one.http_response.json())
+
+
+def test_a_long_prompt_is_answered(client: OpenAI) -> None:
+    prompt = "The old house stood silent beside the road. " * 150 + "Write one sentence about a house."
+    reply = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": prompt}], max_tokens=64
+    )
+    assert reply.usage is not None and reply.usage.prompt_tokens >= 1200
+    assert reply.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param", "code", "fields"),
+    [
+        (openai.NotFoundError, 404, "model", "model_not_found", {"model": "gpt-5"}),
+        (openai.BadRequestError, 400, "temperature", None, {"temperature": -1}),
+        (openai.BadRequestError, 400, "n", None, {"n": 0}),
+        (openai.BadRequestError, 400, "tools", None, {"extra_body": {"tools": [{"type": "function"}]}}),
+        (openai.BadRequestError, 400, "messages", "context_length_exceeded", {"long": True}),
+    ],
+)
+def test_errors(
+    client: OpenAI,
+    error: type[openai.APIStatusError],
+    status: int,
+    param: str,
+    code: str | None,
+    fields: dict[str, object],
+) -> None:
+    messages = [{"role": "user", "content": "word " * 6000}] if fields.pop("long", False) else ASK
+    body = {"model": MODEL, "messages": messages, **fields}
+    with pytest.raises(error) as caught:
+        client.chat.completions.create(**body)  # type: ignore[call-overload]
+    assert caught.value.status_code == status
+    body = caught.value.response.json()
+    conforms("ErrorResponse", body)
+    assert body["error"]["param"] == param
+    if code is not None:
+        assert body["error"]["code"] == code
+    if code == "context_length_exceeded":
+        assert "This model's maximum context length is" in body["error"]["message"]
+
+
+def test_a_wrong_key_is_refused(stack: RunningStack) -> None:
+    stranger = OpenAI(base_url=f"{stack.url}/v1", api_key="sk-wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        stranger.models.list()
+    conforms("ErrorResponse", caught.value.response.json())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("GET", "/nowhere", b"", 404),
+        ("GET", "/v1/chat/completions", b"", 405),
+        ("POST", "/v1/chat/completions", b"{", 400),
+        ("POST", "/v1/chat/completions", b'{"model": "\xff"}', 400),
+        ("POST", "/v1/chat/completions", b"[]", 400),
+    ],
+)
+def test_every_fault_has_the_same_form(
+    stack: RunningStack, method: str, path: str, content: bytes, status: int
+) -> None:
+    headers = {"Authorization": f"Bearer {stack.key}", "Content-Type": "application/json"}
+    response = httpx.request(method, stack.url + path, content=content, headers=headers)
+    assert response.status_code == status
+    conforms("ErrorResponse", response.json())
+
+
+def test_request_ids(stack: RunningStack) -> None:
+    def echoed(value: str) -> httpx.Headers:
+        return httpx.get(f"{stack.url}/health", headers={"X-Request-Id": value}).headers
+
+    assert echoed("my-id.1_a")["x-request-id"] == "my-id.1_a"
+    assert echoed("bad id!")["x-request-id"] != "bad id!"
