@@ -1,4 +1,4 @@
-"""Clocks. Decision cores never read one: they are handed `now_s`. Shells read `monotonic_s` and stamp with `unix_s`."""
+"""Clocks. Decision cores never read one: they are handed `now_s`. Shells read these."""
 
 import time
 from typing import Protocol
@@ -11,7 +11,7 @@ class Clock(Protocol):
 
 
 def monotonic_s() -> float:
-    """Seconds of CLOCK_MONOTONIC: goes on while the process is stopped, so a frozen worker sees its plans expire."""
+    """Seconds of CLOCK_MONOTONIC. It runs on while the process is stopped: a woken worker's plans expire."""
     return time.monotonic()
 
 

@@ -108,7 +108,7 @@ def _tree(root: type[KvasirError]) -> dict[str, type[KvasirError]]:
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """A MessagePack-able form. A foreign exception becomes an `InternalError` that keeps its type's name, not its text."""
+    """A MessagePack-able form. A foreign exception becomes an `InternalError` naming its type only."""
     if not isinstance(error, KvasirError):
         error = InternalError(f"{type(error).__name__} in the handler; its log has the traceback")
     wire: dict[str, Any] = {"code": error.code, "message": error.message}
@@ -122,6 +122,5 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 def from_wire(wire: dict[str, Any]) -> KvasirError:
     """The error `to_wire` wrote; an unknown code (a newer peer) becomes a plain `KvasirError`."""
     cls = _tree(KvasirError).get(str(wire.get("code")), KvasirError)
-    return cls(
-        str(wire.get("message", "unknown error")), param=wire.get("param"), retry_after_s=wire.get("retry_after_s")
-    )
+    message = str(wire.get("message", "unknown error"))
+    return cls(message, param=wire.get("param"), retry_after_s=wire.get("retry_after_s"))

@@ -1,6 +1,7 @@
 """Every subject on the bus, and the only place where one is built.
 
-`kvasir.v1.cmd.<service>.<verb>[.<id>]`, `kvasir.v1.evt.<service>.<past participle>[.<id>]`, `kvasir.v1.tok.<gateway id>`.
+`kvasir.v1.cmd.<service>.<verb>[.<id>]`, `kvasir.v1.evt.<service>.<past participle>[.<id>]` and
+`kvasir.v1.tok.<gateway id>`.
 Ids are configured by the operator and checked here; no string that a client sent ever enters a subject.
 """
 

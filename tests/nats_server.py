@@ -2,6 +2,7 @@
 restarted."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -60,7 +61,7 @@ class NatsServer:
         return self
 
     def reload(self, extra_config: str) -> None:
-        """New settings for the running server, and for the next start. Clients they exclude are thrown out."""
+        """New settings for the running server and the next start. Clients they exclude are thrown out."""
         self._extra_config = extra_config
         self._write_config()
         self._signal(signal.SIGHUP)
@@ -74,7 +75,9 @@ class NatsServer:
         self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
+        """SIGSTOP; returns when it stands still."""
         self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

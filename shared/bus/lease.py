@@ -131,8 +131,8 @@ class Lease:
 class Silence:
     """For how long an observer has seen a revision stand still. Knows no clock.
 
-    What the observer slept through (a long gap between two looks) counts for little, and a lost connection, during
-    which the holder could not renew either, starts the count again.
+    What the observer slept through (a long gap between two looks) counts for little. A lost connection,
+    during which the holder could not renew either, starts the count again.
     """
 
     def __init__(self, longest_gap_s: float) -> None:

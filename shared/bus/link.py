@@ -287,11 +287,9 @@ async def _abandon(client: Client, connecting: asyncio.Task[None]) -> None:
 
 
 def _next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
-    """nats-py's choice of server: the first, after a wait that doubles with its failures, jittered by
-    half.
-    """
-    if client._transport is not None:
-        client._transport.close()  # type: ignore[no-untyped-call]  # nats-py forgets the socket of an attempt that was refused
+    """nats-py's choice of server: the first, after a jittered wait that doubles with its failures."""
+    if client._transport is not None:  # nats-py forgets the socket of an attempt that was refused
+        client._transport.close()  # type: ignore[no-untyped-call]
     server = servers[0]
     first_s, longest_s = _BACKOFF_S
     mean_s = min(longest_s, first_s * 2.0 ** min(server.reconnects, 8))

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -33,38 +35,43 @@ def run_service(main: Main) -> None:
     """Run `main()` on uvloop. SIGTERM or SIGINT cancels it once, and that is a clean end (exit code 0).
 
     A `KvasirError` that ends it is logged in one line, anything else with its traceback; both are exit code
-    1, a ConfigError is 2. What has not stopped 10 s after the signal is given up (exit code 1).
+    1, a ConfigError is 2. A process that has not ended 10 s after the signal, or after the end of `main`, is
+    made to: stubborn tasks and busy threads do not keep it (exit code 1).
     """
+    watchdog = threading.Timer(_STOP_DEADLINE_S, _give_up)
+    watchdog.daemon = True
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(_supervise(main))
+        code = runner.run(_supervise(main, watchdog))
+    watchdog.cancel()
     if code:
         raise SystemExit(code)
 
 
-async def _supervise(main: Main) -> int:
+async def _supervise(main: Main, watchdog: threading.Timer) -> int:
     loop = asyncio.get_running_loop()
     task = loop.create_task(main())
-    stopped = asyncio.Event()
 
     def stop() -> None:
-        if not stopped.is_set():
-            stopped.set()
+        if not watchdog.is_alive():
+            watchdog.start()
             task.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    signalled = loop.create_task(stopped.wait())
-    await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
-    if stopped.is_set():
-        await asyncio.wait({task}, timeout=_STOP_DEADLINE_S)
-    signalled.cancel()
-    return _exit_code(task, was_signalled=stopped.is_set())
+    await asyncio.wait({task})
+    was_signalled = watchdog.is_alive()
+    if not was_signalled:
+        watchdog.start()
+    return _exit_code(task, was_signalled=was_signalled)
+
+
+def _give_up() -> None:
+    _log.error("did not end within %g s of being told to", _STOP_DEADLINE_S)
+    logging.shutdown()
+    os._exit(1)
 
 
 def _exit_code(task: asyncio.Task[None], *, was_signalled: bool) -> int:
-    if not task.done():
-        _log.error("did not stop within %g s of the signal", _STOP_DEADLINE_S)
-        return 1
     if task.cancelled():
         return 0 if was_signalled else 1
     error = task.exception()

@@ -1,7 +1,7 @@
 """What every message on the bus is: a frozen struct, encoded as a MessagePack map.
 
-Fields may be added when they have a default; unknown fields are ignored by readers; nothing is renamed or removed
-within one version of the subject prefix. Token frames alone are encoded as arrays and only ever appended to.
+Fields may be added when they have a default; unknown fields are ignored by readers; nothing is renamed or
+removed within one version of the subject prefix. Token frames alone are arrays, only ever appended to.
 """
 
 from typing import Any, TypeVar

@@ -1,11 +1,11 @@
-"""Control commands and their replies. Errors travel as `ErrorReply` (see `shared.errors`), never as a reply field."""
+"""Control commands and their replies. An error is never a field of a reply: see `shared.errors.to_wire`."""
 
 from shared.messages.base import Message
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
-    """Gateway → scheduler. Idempotent: an attempt already known is left where it is; a higher one replaces it."""
+    """Gateway → scheduler. Idempotent: a known attempt is left where it is; a higher one replaces it."""
 
     spec: SequenceSpec
 
@@ -20,7 +20,10 @@ class SubmitReply(Message, frozen=True, kw_only=True):
 
 
 class CancelSequence(Message, frozen=True, kw_only=True):
-    """Gateway → scheduler and worker. Ends this attempt and every lower one; leaves a tombstone (it may overtake the start)."""
+    """Gateway → scheduler and worker. Ends this attempt and every lower one.
+
+    Leaves a tombstone, because it may overtake the start.
+    """
 
     ref: SequenceRef
     reason: FinishReason = FinishReason.CANCELLED

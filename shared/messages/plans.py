@@ -1,7 +1,7 @@
 """What the scheduler tells a worker to run, and what the worker reports after each step.
 
-A plan states intent. The worker applies each item only where it is valid (attempt alive, chunk starts where the
-computation stands, blocks free), skips the rest and reports what it skipped.
+A plan states intent. The worker applies each item only where it is valid (attempt alive, chunk starts where
+the computation stands, blocks free), skips the rest and reports what it skipped.
 """
 
 from enum import StrEnum
@@ -18,7 +18,7 @@ class PreemptMode(StrEnum):
 
 
 class PrefillChunk(Message, frozen=True, kw_only=True):
-    """Compute tokens [first_token, end_token) of prompt + generated. The chunk that reaches the end samples one token."""
+    """Compute tokens [first_token, end_token) of prompt + generated. The last chunk samples one token."""
 
     ref: SequenceRef
     first_token: int
@@ -97,7 +97,7 @@ class StepOutcome(StrEnum):
 
 
 class WorkerStepped(Message, frozen=True, kw_only=True):
-    """After each step (or when a plan is given up). Lists exceptions only: what is not listed went as planned."""
+    """After each step, or when a plan is given up. What is not listed went as planned."""
 
     worker_id: str
     incarnation: int

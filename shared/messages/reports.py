@@ -1,7 +1,9 @@
-"""Heartbeats: what each publisher says of itself at a fixed interval. Together they are the stack's recoverable state."""
+"""Heartbeats: what each publisher says of itself. Together they are the stack's recoverable state."""
 
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from shared.messages.base import Message
 from shared.messages.sequence import FinishReason, SequenceRef
@@ -38,7 +40,7 @@ class SequenceState(StrEnum):
 
 
 class SequenceReport(Message, frozen=True, kw_only=True):
-    """One sequence in a worker's heartbeat: enough for a new scheduler to adopt it and for a gateway to see gaps."""
+    """One sequence in a heartbeat: enough for a scheduler to adopt it and for a gateway to see gaps."""
 
     ref: SequenceRef
     gateway_id: str
@@ -72,14 +74,14 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Name the model is served under."""
     block_tokens: int
     max_context_tokens: int
-    """Longest prompt + answer this worker can hold: the model's limit, or its KV capacity when that is smaller."""
+    """Longest prompt + answer: the model's limit, or the KV capacity when that is smaller."""
     capacity: Capacity
     sequences: tuple[SequenceReport, ...] = ()
     host: str = ""
     """Locality: workers with equal hosts are neighbours."""
-    lent_to_blocks: dict[str, int] = {}
+    lent_to_blocks: dict[str, int] = msgspec.field(default_factory=dict)
     """Of `capacity.lent_blocks`: what each debtor holds, by worker id."""
-    borrowed_from_blocks: dict[str, int] = {}
+    borrowed_from_blocks: dict[str, int] = msgspec.field(default_factory=dict)
     """Of `capacity.borrowed_blocks`: what each creditor lends, by worker id."""
     prefill_tokens_per_s: float = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
@@ -88,7 +90,7 @@ class WorkerReported(Message, frozen=True, kw_only=True):
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
-    """At start, then at a fixed interval. A new incarnation asks every gateway to resubmit what it has running."""
+    """At start, then at a fixed interval. A new incarnation asks gateways to resubmit what runs."""
 
     scheduler_id: str
     incarnation: int
@@ -99,7 +101,7 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
-    """Scheduler → gateways: this worker is silent or was restarted; resubmit these sequences with a higher attempt."""
+    """Scheduler → gateways: this worker is silent or was restarted; resubmit these, with a higher attempt."""
 
     worker_id: str
     incarnation: int
@@ -107,7 +109,7 @@ class WorkerLost(Message, frozen=True, kw_only=True):
 
 
 class GatewayReported(Message, frozen=True, kw_only=True):
-    """A gateway's heartbeat. Sequences of a silent gateway, or of its earlier incarnation, have no reader any more."""
+    """A gateway's heartbeat. Nobody reads sequences of a silent gateway or of an earlier incarnation."""
 
     gateway_id: str
     incarnation: int
@@ -131,5 +133,5 @@ class ServiceStatus(Message, frozen=True, kw_only=True):
     instance: str
     incarnation: int
     uptime_s: float
-    details: dict[str, Any] = {}
+    details: dict[str, Any] = msgspec.field(default_factory=dict)
     """Scalars, and tables as lists of dictionaries, for people to read."""

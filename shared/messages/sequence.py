@@ -42,8 +42,8 @@ class SequenceRef(Message, frozen=True, kw_only=True):
 class Sampling(Message, frozen=True, kw_only=True):
     """How tokens are chosen. Fixed when the request is accepted and carried along unchanged.
 
-    The token at index `i` of the answer depends only on the logits there, on these fields, on the choice and on `i`,
-    so that a sequence resumed elsewhere continues as it would have.
+    The token at index `i` of the answer depends only on the logits there, on these fields, on the choice and
+    on `i`, so that a sequence resumed elsewhere continues as it would have.
     """
 
     seed: int
@@ -68,7 +68,7 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """The prompt's token ids, packed (`pack_tokens`)."""
     sampling: Sampling
     generated: bytes = b""
-    """The answer's token ids so far, packed; never mixed into `prompt`, so that limits and indices stay true."""
+    """The answer's token ids so far, packed; not mixed into `prompt`, so limits and indices stay true."""
     waited_s: float = 0.0
     """Seconds since the gateway accepted the request, at the moment of sending (clocks are not compared)."""
     deadline_in_s: float | None = None

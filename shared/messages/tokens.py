@@ -1,4 +1,4 @@
-"""Token frames: what a worker sends each gateway after each step. The one message encoded as arrays, append-only."""
+"""Token frames: what a worker sends each gateway after each step. Alone encoded as arrays, append-only."""
 
 import msgspec
 

@@ -55,8 +55,8 @@ async def test_a_silent_holder_is_replaced_and_learns_it(connect_bus: ConnectBus
 async def test_a_holder_that_renews_is_not_replaced(connect_bus: ConnectBus) -> None:
     first, second = [await connect_bus("scheduler", f"scheduler-{index}") for index in (0, 1)]
     lease = await acquired(first)
-    waiting = asyncio.create_task(acquired(second, ttl_s=1.5))
-    for _ in range(20):
+    waiting = asyncio.create_task(acquired(second, ttl_s=1.0))
+    for _ in range(14):
         await asyncio.sleep(0.1)
         await lease.renew()
     assert not waiting.done()

@@ -1,114 +1,29 @@
-"""Configuration: one frozen model per service, read once at start.
+"""Reading the configuration: defaults < YAML file < environment < flags.
 
-Defaults < YAML file < environment < flags. In the file each service has its section, and `bus`, `log_level`
-and `log_format` may stand beside the sections for all of them; in the environment they are
-`KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; as flags `--port` and `--bus.url`. Whatever cannot work is a
-`ConfigError` that names the setting.
+In the file each service has its section; beside the sections may stand `bus`, `log_level` and `log_format`.
+In the environment they are `KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; as flags, `--port` and `--bus.url`.
+Whatever cannot work is a `ConfigError` that names the setting.
 """
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsError
 
 from shared import subjects
+from shared.config.models import ENV_PREFIX, BusConfig, ServiceConfig
+from shared.config.problems import explain, first_path, hint
 from shared.errors import ConfigError
 
-ENV_PREFIX = "KVASIR_"
 ENV_CONFIG_FILE = "KVASIR_CONFIG"
 _SHARED_SETTINGS = ("bus", "log_level", "log_format")
 _SECTIONS = (*subjects.SERVICES, "stack")
 _MAX_YAML_BYTES = 1024 * 1024
-
-
-class BusConfig(BaseModel):
-    """How to reach NATS."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str = Field(default="nats://127.0.0.1:4222", description="address of nats-server")
-    user: str | None = Field(default=None, description="user name, if the server wants one")
-    password: SecretStr | None = Field(default=None, description="password of that user")
-    connect_timeout_s: float = Field(
-        default=10.0, gt=0, description="give up the first connection after this"
-    )
-    drain_timeout_s: float = Field(
-        default=2.0, ge=0, description="at the end, let running handlers finish for this long"
-    )
-    ping_interval_s: float = Field(
-        default=5.0, gt=0, description="a server that misses two pings is given up"
-    )
-    max_payload_bytes: int = Field(
-        default=8 * 1024 * 1024,
-        gt=1024,
-        description="refuse larger messages even if the server would take them",
-    )
-    outbound_buffer_bytes: int = Field(
-        default=2 * 1024 * 1024, gt=0, description="what may wait to be sent while disconnected"
-    )
-
-    @field_validator("url")
-    @classmethod
-    def _has_scheme(cls, url: str) -> str:
-        if not re.match(r"(nats|tls|ws|wss)://[^/\s]+", url):
-            raise ValueError("write it as nats://HOST:PORT")
-        return url
-
-
-class ServiceConfig(BaseSettings):
-    """Base of every service's configuration. Constructed directly it reads neither environment nor files."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
-
-    instance: str = Field(default="", description="id of this process, one token of a subject [<service>-0]")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severe line logged"
-    )
-    log_format: Literal["auto", "console", "json"] = Field(
-        default="auto", description="auto: console on a terminal, else JSON"
-    )
-    bus: BusConfig = Field(default=BusConfig(), description="NATS")
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_instance(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("instance"):
-            service = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__.removesuffix("Config")).lower()
-            return {**values, "instance": f"{service}-0"}
-        return values
-
-    @field_validator("instance")
-    @classmethod
-    def _is_subject_token(cls, instance: str) -> str:
-        return subjects.checked_id(instance)
 
 
 class _SharedSettings(BaseSettings):
@@ -144,7 +59,7 @@ def load(
     try:
         return config_type(**merged)
     except ValidationError as error:
-        raise ConfigError(_explain(error, section, origins), param=_first_path(error)) from None
+        raise ConfigError(explain(error, config_type, section, origins), param=first_path(error)) from None
 
 
 def _take_config_flag(argv: list[str], environ: Mapping[str, str]) -> tuple[str | None, list[str]]:
@@ -181,7 +96,7 @@ def _from_yaml(file_name: str | None, section: str) -> list[dict[str, Any]]:
     known = (*_SECTIONS, *_SHARED_SETTINGS, section)
     for name in content:
         if name not in known:
-            raise ConfigError(f"{file_name}: no section {name!r}{_hint(str(name), known)}", param=str(name))
+            raise ConfigError(f"{file_name}: no section {name!r}{hint(str(name), known)}", param=str(name))
     own = content.get(section) or {}
     if not isinstance(own, dict):
         raise ConfigError(f"{file_name}: {section} has no settings below it", param=section)
@@ -196,9 +111,13 @@ def _from_environment(
     layers: list[dict[str, Any]] = []
     for settings_type, prefix in ((_SharedSettings, ENV_PREFIX), (config_type, own_prefix)):
         source = EnvSettingsSource(
-            settings_type, case_sensitive=False, env_prefix=prefix, env_nested_delimiter="__"
+            settings_type,
+            case_sensitive=False,
+            env_prefix=prefix,
+            env_nested_delimiter="__",
+            env_ignore_empty=True,
         )
-        source.env_vars = {name.lower(): value for name, value in environ.items()}
+        source.env_vars = {name.lower(): value for name, value in environ.items() if value}
         try:
             layers.append(source())
         except SettingsError as error:
@@ -215,7 +134,7 @@ def _refuse_unknown_variables(
                 setting = name[len(prefix) :].lower().split("__")[0]
                 known = tuple(settings_type.model_fields)
                 if setting not in known:
-                    raise ConfigError(f"{name} is no setting{_hint(setting, known)}", param=setting)
+                    raise ConfigError(f"{name} is no setting{hint(setting, known)}", param=setting)
 
 
 def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str]) -> dict[str, Any]:
@@ -258,28 +177,3 @@ def _paths(layer: Mapping[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, dict):
             paths += _paths(value, f"{prefix}{name}.")
     return paths
-
-
-def _first_path(error: ValidationError) -> str:
-    return ".".join(str(part) for part in error.errors()[0]["loc"])
-
-
-def _explain(error: ValidationError, section: str, origins: Mapping[str, str]) -> str:
-    problems: list[str] = []
-    for detail in error.errors(include_url=False):
-        path = ".".join(str(part) for part in detail["loc"])
-        variable = f"{ENV_PREFIX}{section}__{path.replace('.', '__')}".upper()
-        shown = (
-            "" if "password" in path or "secret" in path or "key" in path else f"; got {detail['input']!r}"
-        )
-        where = f" in {origins[path]}" if path in origins else ""
-        problems.append(
-            f"{path or section}: {detail['msg']}{shown}{where}"
-            f" (set it as {section}.{path} in the file, as {variable} or with --{path})"
-        )
-    return "; ".join(problems)
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(sorted(known))}"

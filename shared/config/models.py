@@ -1,0 +1,79 @@
+"""The settings that every service has. Knows nothing of where they come from."""
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from shared import subjects
+
+ENV_PREFIX = "KVASIR_"
+
+
+class BusConfig(BaseModel):
+    """How to reach NATS."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(default="nats://127.0.0.1:4222", description="address of nats-server")
+    user: str | None = Field(default=None, description="user name, if the server wants one")
+    password: SecretStr | None = Field(default=None, description="password of that user")
+    connect_timeout_s: float = Field(
+        default=10.0, gt=0, description="give up the first connection after this"
+    )
+    drain_timeout_s: float = Field(
+        default=2.0, ge=0, description="at the end, let running handlers finish for this long"
+    )
+    ping_interval_s: float = Field(
+        default=5.0, gt=0, description="a server that misses two pings is given up"
+    )
+    max_payload_bytes: int = Field(
+        default=8 * 1024 * 1024,
+        gt=1024,
+        description="refuse larger messages even if the server would take them",
+    )
+    outbound_buffer_bytes: int = Field(
+        default=2 * 1024 * 1024, gt=0, description="what may wait to be sent while disconnected"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _has_scheme(cls, url: str) -> str:
+        if not re.match(r"(nats|tls|ws|wss)://[^/\s]+", url):
+            raise ValueError("write it as nats://HOST:PORT")
+        return url
+
+
+class ServiceConfig(BaseSettings):
+    """Base of every service's configuration. Constructed directly it reads neither environment nor files."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
+
+    instance: str = Field(default="", description="id of this process, one token of a subject [<service>-0]")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe line logged"
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        default="auto", description="auto: console on a terminal, else JSON"
+    )
+    bus: BusConfig = Field(default=BusConfig(), description="NATS")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_instance(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("instance"):
+            service = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__.removesuffix("Config")).lower()
+            return {**values, "instance": f"{service}-0"}
+        return values
+
+    @field_validator("instance")
+    @classmethod
+    def _is_subject_token(cls, instance: str) -> str:
+        return subjects.checked_id(instance)

@@ -1,0 +1,126 @@
+"""Processes: started for real, signalled for real."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.nats_server import NatsServer
+
+ROOT = Path(__file__).parents[3]
+
+SERVICE = """
+    import asyncio, time
+    from shared.bus import Bus, run_main
+    from shared.config import ServiceConfig
+    from shared.errors import NotLeader
+
+    class ToyConfig(ServiceConfig):
+        mode: str = "serve"
+
+    async def run(config):
+        bus = await Bus.connect(config.bus, service="toy", instance=config.instance)
+        try:
+            match config.mode:
+                case "return":
+                    return
+                case "typed":
+                    raise NotLeader("somebody else is")
+                case "bug":
+                    raise ZeroDivisionError("the cause")
+                case "thread":
+                    asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
+                    return
+                case "stubborn":
+                    print("ready", flush=True)
+                    while True:
+                        try:
+                            await asyncio.sleep(60)
+                        except asyncio.CancelledError:
+                            pass
+            print("ready", type(asyncio.get_running_loop()).__module__, flush=True)
+            await asyncio.sleep(60)
+        finally:
+            await bus.close()
+            print("closed", flush=True)
+
+    import shared.bus.runtime
+    shared.bus.runtime._STOP_DEADLINE_S = 0.3
+    run_main("toy", ToyConfig, run)
+"""
+
+
+def start(*flags: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVICE), *flags],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_clean_end_on_uvloop(nats_server: NatsServer, number: signal.Signals) -> None:
+    process = start(KVASIR_BUS__URL=nats_server.url)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready uvloop\n"
+    process.send_signal(number)
+    code, out, err = finished(process)
+    assert (code, out, err) == (0, "closed\n", "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "said", "unsaid"),
+    [
+        ("return", 0, "", "error"),
+        ("typed", 1, "not_leader: somebody else is", "Traceback"),
+        ("bug", 1, "ZeroDivisionError: the cause", "not_leader"),
+    ],
+)
+def test_how_it_ends_by_itself(nats_server: NatsServer, mode: str, code: int, said: str, unsaid: str) -> None:
+    ended = finished(start("--mode", mode, "--bus.url", nats_server.url))
+    assert ended[:2] == (code, "closed\n")
+    assert said in ended[2] and unsaid not in ended[2]
+
+
+def test_what_does_not_stop_is_given_up(nats_server: NatsServer) -> None:
+    process = start("--mode", "stubborn", "--bus.url", nats_server.url)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    process.terminate()
+    code, _, err = finished(process)
+    assert code == 1 and "did not end within 0.3 s" in err
+
+
+def test_a_busy_thread_does_not_keep_the_process(nats_server: NatsServer) -> None:
+    code, _, err = finished(start("--mode", "thread", "--bus.url", nats_server.url))
+    assert code == 1 and "did not end within 0.3 s" in err
+
+
+def test_a_setting_that_cannot_work_is_one_line_and_exit_code_1(nats_server: NatsServer) -> None:
+    code, out, err = finished(start("--bus.connect_timeout_s", "soon"))
+    assert (code, out) == (1, "")
+    assert err.startswith("toy: bus.connect_timeout_s: ") and err.count("\n") == 1
+
+
+def test_no_server_is_one_line_and_exit_code_1() -> None:
+    code, _, err = finished(start("--bus.url", "nats://127.0.0.1:1", "--bus.connect_timeout_s", "0.2"))
+    assert code == 1
+    assert "bus_unavailable: no NATS connection to nats://127.0.0.1:1" in err and "Traceback" not in err

@@ -1,0 +1,25 @@
+"""The contract of every message in `shared.messages.plans`."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.messages import plans
+from tests.shared.messages.contract import (
+    check_evolution,
+    check_is_frozen,
+    check_round_trip,
+    message_types,
+    values_of,
+)
+
+
+@pytest.mark.parametrize("message_type", message_types(plans))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> None:
+    message = data.draw(values_of(message_type))
+    check_round_trip(message)
+    check_evolution(message)
+    check_is_frozen(message)

@@ -1,0 +1,58 @@
+"""The contract of every message in `shared.messages.sequence`."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.messages import sequence
+from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens, unpack_tokens
+from tests.shared.messages.contract import (
+    check_evolution,
+    check_is_frozen,
+    check_round_trip,
+    message_types,
+    values_of,
+)
+
+
+@pytest.mark.parametrize("message_type", message_types(sequence))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> None:
+    message = data.draw(values_of(message_type))
+    check_round_trip(message)
+    check_evolution(message)
+    check_is_frozen(message)
+
+
+REF = SequenceRef(request_id="req_1", choice=2, attempt=3)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_tokens_are_packed_little_endian(tokens: list[int]) -> None:
+    packed = pack_tokens(tokens)
+    assert packed == b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert unpack_tokens(packed) == tokens
+    spec = SequenceSpec(
+        ref=REF,
+        gateway_id="gateway-0",
+        gateway_incarnation=1,
+        prompt=packed,
+        generated=packed + pack_tokens([1]),
+        sampling=Sampling(seed=1, max_tokens=9),
+    )
+    assert (spec.prompt_tokens, spec.generated_tokens) == (len(tokens), len(tokens) + 1)
+
+
+def test_what_is_no_row_of_tokens_is_refused() -> None:
+    for tokens in ([-1], [2**32]):
+        with pytest.raises(OverflowError):
+            pack_tokens(tokens)
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_tokens(b"12345")
+
+
+def test_a_reference_names_an_attempt_of_a_sequence() -> None:
+    assert (REF.key, str(REF)) == (("req_1", 2), "req_1/2#3")
+    assert REF.key == SequenceRef(request_id="req_1", choice=2, attempt=4).key
