@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.scheduler.state import mermaid
 from shared import subjects
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,3 +59,7 @@ def test_every_subject_exists(subject: str) -> None:
 def test_it_is_short() -> None:
     prose = re.sub(r"```.*?```", "", DOCUMENT, flags=re.S)
     assert len(prose.split()) <= 600
+
+
+def test_the_diagram_is_the_table() -> None:
+    assert f"```mermaid\n{mermaid().strip()}\n```" in DOCUMENT

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 NEAR_TIE = 1e-4
 """Largest gap of the two best logits (fp32) that rounding may turn around."""
@@ -29,7 +29,8 @@ class ReferenceModel:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        # Not AutoTokenizer: for a Qwen config it replaces what tokenizer.json says by Qwen's own splitting.
+        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def prompt_tokens(self, prompt: str) -> list[int]:
