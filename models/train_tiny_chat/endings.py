@@ -1,10 +1,11 @@
 """Last stage of the training: teaches the model to end where its own greedy answers would start to loop.
 
 A small model decoded greedily falls into loops that no text ever showed it. So it answers training prompts
-itself; an answer that does not end is cut at the last sentence before the first repetition, and the model is
-trained to write the end token there, next to ordinary chats that keep everything else in place. The idea is
-DAgger's (Ross et al., 2011): labels for states that the model itself visits. `python -m
-models.train_tiny_chat.endings --checkpoint /tmp/tiny_chat.pt --out models/tiny_chat`.
+itself; an answer that repeats itself is cut at the last sentence before the first repetition, and the model
+is trained to write the end token there, next to ordinary chats that keep everything else in place. The idea
+is DAgger's (Ross et al., 2011): labels for states that the model itself visits.
+
+`python -m models.train_tiny_chat.endings --checkpoint /tmp/tiny_chat.pt --out models/tiny_chat`
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from models.train_tiny_chat.chat import END, Chat, data_folder
 from models.train_tiny_chat.corpus import build_corpus
 from models.train_tiny_chat.export import export_model
 from models.train_tiny_chat.generation import Answer, Generator
-from models.train_tiny_chat.packing import MAX_ANSWER_TOKENS, EncodedChat, RowPacker
+from models.train_tiny_chat.packing import EncodedChat, RowPacker
 from models.train_tiny_chat.tokenizer import token_id
 from models.train_tiny_chat.train import Trainer
 
 ROW_TOKENS = 2048
+TRIED_TOKENS = 224  # a loop shows well before the longest answer
 REPEAT_TOKENS = 12
 PEAK_FACTOR = 0.06  # of the learning rates of the main training
 CORRECTION_WEIGHT = 0.3
@@ -54,13 +56,14 @@ def loop_start(tokens: list[int]) -> int | None:
 
 
 def correction(answer: Answer, tokenizer: Tokenizer) -> EncodedChat | None:
-    """The prompt, the good part of an answer that did not end, and its end, the only part to learn.
+    """The prompt, the part of an answer before it repeats itself, and its end, the only part to learn.
 
-    None where there is no good part or the row would be too long.
+    None where nothing repeats, nothing comes before, or the row would be too long.
     """
     at = loop_start(answer.tokens)
-    good = answer.tokens[: at + 1 if at is not None else MAX_ANSWER_TOKENS - 20]
-    text = tokenizer.decode(good).rstrip(" ,;:-")
+    if at is None:
+        return None
+    text = tokenizer.decode(answer.tokens[: at + 1]).rstrip(" ,;:-")
     ends = [m.end() for m in re.finditer(r"[.!?][\"']?(?=\s|$)", text)]
     closing = [token_id(tokenizer, END)]
     if not ends:
@@ -74,18 +77,20 @@ def correction(answer: Answer, tokenizer: Tokenizer) -> EncodedChat | None:
 
 
 def draw_prompts(chats: list[Chat], count: int, rng: random.Random) -> list[str]:
-    """Training prompts, three quarters of them of the kinds whose answers loop."""
+    """Training prompts, three quarters of them of the kinds whose answers loop; no stories, whose sentences
+    may come back.
+    """
     looping = [c.prompt() for c in chats if c.kind in LOOPING_KINDS and len(c.prompt()) < 7000]
-    other = [c.prompt() for c in chats if c.kind not in LOOPING_KINDS]
+    other = [c.prompt() for c in chats if c.kind not in LOOPING_KINDS and "story" not in c.kind]
     return rng.sample(looping, count * 3 // 4) + rng.sample(other, count // 4)
 
 
 def train_round(trainer: Trainer, packer: RowPacker, steps: int, factor: float) -> None:
-    """`steps` optimizer steps, each on two rows of ordinary chats and two rows of corrections."""
+    """`steps` optimizer steps, each on two rows of ordinary chats and one longer row of corrections."""
     for _ in range(steps):
         total = torch.zeros(())
-        for source, weight in ((trainer.data, 1.0), (packer, CORRECTION_WEIGHT)):
-            inputs, targets = source.batch(2, ROW_TOKENS, 1.0, answers_only=True)
+        for source, weight, rows in ((trainer.data, 1.0, 2), (packer, CORRECTION_WEIGHT, 1)):
+            inputs, targets = source.batch(rows, ROW_TOKENS // rows, 1.0, answers_only=True)
             with torch.autocast("cpu", torch.bfloat16):
                 total = total + weight * trainer.model(inputs, targets) / max(1, int((targets != -100).sum()))
         total.backward()  # type: ignore[no-untyped-call]
@@ -102,7 +107,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=480, help="prompts answered in a round")
+    parser.add_argument("--prompts", type=int, default=240, help="prompts answered in a round")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps in a round")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -116,10 +121,11 @@ def main() -> None:
     corrections: list[EncodedChat] = []
     for turn in range(args.rounds):
         export_model(trainer.model, tokenizer, args.out)
-        answers = Generator(args.out).answer(draw_prompts(train.chats, args.prompts, rng), temperature=0.0)
-        bad = [a for a in answers if not a.ended]
-        corrections += [fixed for a in bad if (fixed := correction(a, tokenizer))]
-        print(f"round {turn}: {len(bad)} of {len(answers)} greedy answers did not end", flush=True)
+        prompts = draw_prompts(train.chats, args.prompts, rng)
+        answers = Generator(args.out).answer(prompts, 0.0, TRIED_TOKENS)
+        fresh = [fixed for a in answers if (fixed := correction(a, tokenizer))]
+        corrections += fresh
+        print(f"round {turn}: {len(fresh)} of {len(answers)} greedy answers repeat themselves", flush=True)
         if not corrections:
             break
         packer = RowPacker([token_id(tokenizer, END)], corrections, args.seed + turn)

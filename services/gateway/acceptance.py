@@ -5,7 +5,7 @@ Knows the model's codec and the configured limits; nothing of HTTP connections o
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +24,8 @@ LEAST_TEMPERATURE = 1e-5
 LEAST_TOP_P = 1e-6
 
 T = TypeVar("T")
+ContextLimit = Callable[[], Awaitable[int]]
+"""Longest prompt + answer in tokens, once it is known: no worker may have been heard of yet."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,17 @@ class Acceptance:
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._waiting = 0
 
-    async def chat(self, body: dict[str, Any], context_tokens: int) -> Job:
-        """A job of one prompt. Raises InvalidRequest and its kinds, or Overloaded."""
+    async def chat(self, body: dict[str, Any], context: ContextLimit) -> Job:
+        """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
         request = schemas.parse(schemas.ChatRequest, body)
         unknown = self._check(request)
         messages = schemas.template_messages(request.messages)
         prompt = await self._in_thread(lambda: self._codec.encode_chat(messages))
         limit = request.max_completion_tokens or request.max_tokens
-        return self._job("chat", request, [prompt], limit, context_tokens, unknown)
+        return self._job("chat", request, [prompt], limit, await context(), unknown)
 
-    async def text(self, body: dict[str, Any], context_tokens: int) -> Job:
-        """A job of one or several prompts. Raises InvalidRequest and its kinds, or Overloaded."""
+    async def text(self, body: dict[str, Any], context: ContextLimit) -> Job:
+        """A job of one or several prompts. Raises as `chat` does."""
         request = schemas.parse(schemas.TextRequest, body)
         unknown = self._check(request)
         if (request.best_of or 1) > (request.n or 1):
@@ -69,14 +71,14 @@ class Acceptance:
             limit = self._config.max_sequences_per_request
             raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
         prompts = await self._in_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
-        return self._job("text", request, prompts, request.max_tokens, context_tokens, unknown)
+        return self._job("text", request, prompts, request.max_tokens, await context(), unknown)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, request: schemas.CompletionFields) -> list[str]:
-        if request.model != self._config.model_name:
-            text = f"the model {request.model!r} does not exist; there is {self._config.model_name!r}"
+        if request.model != self._config.served_name:
+            text = f"the model {request.model!r} does not exist; there is {self._config.served_name!r}"
             raise UnknownModel(text, param="model")
         extra = request.model_extra or {}
         features.refuse_unsupported(extra)
@@ -130,10 +132,11 @@ class Acceptance:
         left = context_tokens - prompt_tokens
         wanted = limit or 1
         if wanted > left:
+            requested = f"{prompt_tokens} in the {param}, {wanted} in the completion"
             raise ContextOverflow(
                 f"This model's maximum context length is {context_tokens} tokens. However, you requested "
-                f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion)."
-                f" Please reduce the length of the {param} or completion.",
+                f"{prompt_tokens + wanted} tokens ({requested}). "
+                f"Please reduce the length of the {param} or completion.",
                 param=param,
             )
         if limit is not None:

@@ -9,9 +9,12 @@ from starlette.types import Receive
 from services.gateway.errors import HttpError
 from shared.errors import InvalidRequest
 
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""A body over the cap is read on and thrown away this far: a client reads no answer while it still writes."""
+
 
 class ClientGone(Exception):
-    """The client closed the connection before its request was complete."""
+    """The client closed the connection before its answer was complete."""
 
 
 async def read_body(
@@ -19,22 +22,13 @@ async def read_body(
 ) -> bytes:
     """The whole body.
 
-    Raises HttpError 413 over the cap, 408 past the deadline, ClientGone on a lost connection.
+    Raises HttpError 413 over the cap and 408 past the deadline, ClientGone on a lost connection.
     """
-    if content_length is not None and content_length.isdecimal() and int(content_length) > max_bytes:
+    if _announced_bytes(content_length) > max_bytes + MAX_DISCARDED_BYTES:
         raise _too_large(max_bytes)
-    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
-                if not message.get("more_body", False):
-                    return bytes(body)
+            return await _collect(receive, max_bytes)
     except TimeoutError:
         text = f"the request body did not arrive within {timeout_s:g} s"
         raise HttpError(408, text, error_code="request_timeout", closes=True) from None
@@ -49,6 +43,28 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidRequest("the body is not a JSON object")
     return content
+
+
+def _announced_bytes(content_length: str | None) -> int:
+    return int(content_length) if content_length is not None and content_length.isdecimal() else 0
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    body = bytearray()
+    received_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        received_bytes += len(part)
+        if received_bytes <= max_bytes:
+            body += part
+        is_last = not message.get("more_body", False)
+        if received_bytes > max_bytes and (is_last or received_bytes > max_bytes + MAX_DISCARDED_BYTES):
+            raise _too_large(max_bytes)
+        if is_last:
+            return bytes(body)
 
 
 def _too_large(max_bytes: int) -> HttpError:

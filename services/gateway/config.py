@@ -1,6 +1,7 @@
 """The gateway's settings."""
 
 import re
+from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
@@ -22,7 +23,7 @@ class GatewayConfig(ServiceConfig):
     model: str = Field(
         "models/tiny_chat", description="folder or hub id whose tokenizer and chat template are used"
     )
-    model_name: str = Field("tiny_chat", description="name the model is served under")
+    model_name: str = Field("", description="name the model is served under; empty: the last part of `model`")
 
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="longest request body")
     max_header_bytes: int = Field(64 * 1024, gt=0, description="longest request line and headers")
@@ -58,4 +59,12 @@ class GatewayConfig(ServiceConfig):
     worker_timeout_s: float = Field(3.0, gt=0, description="a worker without heartbeat for this long is lost")
     scheduler_timeout_s: float = Field(3.0, gt=0, description="a scheduler unheard for this long is away")
     give_up_s: float = Field(60.0, gt=0, description="a sequence nobody answers for fails after this")
+    absence_s: float = Field(
+        8.0, gt=0, description="off the bus or stopped for this long, waiting sequences are handed over anew"
+    )
     report_interval_s: float = Field(0.5, gt=0, description="between the gateway's own heartbeats")
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model, and workers in their heartbeats."""
+        return self.model_name or PurePath(self.model).name

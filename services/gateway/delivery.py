@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.acceptance import Job
 from services.gateway.answer import Answer, Piece
+from services.gateway.body import ClientGone
 from services.gateway.desk import Desk
 from services.gateway.exchange import Exchange, admitted
 from services.gateway.record import RequestRecord
@@ -40,7 +41,7 @@ class Delivery(Response):
         self._admit_s = admit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises KvasirError or ClientGone as long as nothing has been sent."""
+        """Raises KvasirError as long as nothing has been sent."""
         exchange = self._desk.open(self._job, self._record.request_id)
         answers = self._desk.answers(exchange, self._job)
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
@@ -50,6 +51,8 @@ class Delivery(Response):
                 await self._stream(exchange, answers, send)
             else:
                 await self._whole(exchange, answers, send)
+        except ClientGone:
+            self._record.is_gone = True
         finally:
             watcher.cancel()
             self._desk.close(exchange)

@@ -13,17 +13,24 @@ from services.gateway.answer import Answer
 from services.gateway.config import GatewayConfig
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
-from services.gateway.effects import Effects, WorkerStart
+from services.gateway.effects import Effects, WorkerStart, disown
 from services.gateway.exchange import Exchange, Sequence
 from services.gateway.record import RequestRecord
 from services.gateway.state import SchedulerView, WorkerTable
-from services.gateway.streams import Phase, Stream, StreamTiming, disown
+from services.gateway.streams import Phase, Stream
+from services.gateway.timing import StreamTiming
 from services.gateway.tokenizer import Codec
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock, monotonic_s
 from shared.errors import NoResponder, Overloaded
-from shared.messages.reports import SchedulerAnnounced, SequenceFinished, SequenceReport, WorkerReported
+from shared.messages.reports import (
+    SchedulerAnnounced,
+    SequenceFinished,
+    SequenceReport,
+    WorkerLost,
+    WorkerReported,
+)
 from shared.messages.sequence import FinishReason, SequenceKey, pack_tokens
 from shared.messages.tokens import TokenDelta
 
@@ -44,7 +51,7 @@ class Desk:
         self._worker_seen = asyncio.Event()
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         self.counters = Counters()
-        self.workers = WorkerTable(config.model_name, config.worker_timeout_s)
+        self.workers = WorkerTable(config.served_name, config.worker_timeout_s)
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
         self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
 
@@ -64,7 +71,7 @@ class Desk:
                     await self._worker_seen.wait()
         except TimeoutError:
             raise NoResponder(
-                f"no worker serves {self._config.model_name!r} yet", retry_after_s=2.0
+                f"no worker serves {self._config.served_name!r} yet", retry_after_s=2.0
             ) from None
         return limit
 
@@ -73,7 +80,7 @@ class Desk:
         checks = {
             "not connected to the bus": self._bus.connected,
             "no scheduler has announced itself": self.scheduler.is_present(self._now_s()),
-            f"no worker serves {self._config.model_name!r}": self.workers.serving > 0,
+            f"no worker serves {self._config.served_name!r}": self.workers.serving > 0,
         }
         return [reason for reason, holds in checks.items() if not holds]
 
@@ -159,6 +166,12 @@ class Desk:
             for sequence in list(self._open.values()):
                 self.apply(sequence, sequence.stream.submit(now_s))
 
+    def on_worker_lost(self, event: WorkerLost, now_s: float) -> None:
+        """The scheduler has given a worker up; it says which attempts it had sent it."""
+        worker = (event.worker_id, event.incarnation)
+        self.workers.on_lost(worker)
+        self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, now_s)
+
     def lose(self, worker: WorkerStart, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
         """That run of a worker is over; `attempts` are those its scheduler says it had sent it."""
         handed_over = 0
@@ -169,6 +182,11 @@ class Desk:
         log.canonical(
             _logger, "worker lost", worker=worker[0], incarnation=worker[1], handed_over=handed_over
         )
+
+    def on_absence(self, now_s: float) -> None:
+        """This process was stopped, or off the bus, for longer than others wait for a gateway."""
+        for sequence in list(self._open.values()):
+            self.apply(sequence, sequence.stream.on_absence(now_s))
 
     def on_tick(self, now_s: float) -> None:
         """To be called about ten times a second."""
@@ -181,12 +199,13 @@ class Desk:
         self.counters.workers.set(self.workers.serving)
 
     def apply(self, sequence: Sequence, effects: Effects) -> None:
-        """Carry the effects out, retire the sequence if it is over, wake its reader."""
+        """Carry the effects out, retire the sequence if it is over, wake its reader if there is news."""
         for effect in effects:
             self.dispatch.carry_out(sequence, effect)
         if not sequence.stream.is_open and self._open.pop(sequence.stream.key, None) is not None:
             self._retire(sequence)
-        sequence.exchange.changed.set()
+        if sequence.has_news():
+            sequence.exchange.changed.set()
 
     def _on_listed(self, listed: SequenceReport, worker: WorkerStart, now_s: float) -> None:
         sequence = self._open.get(listed.ref.key)

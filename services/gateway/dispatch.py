@@ -74,9 +74,9 @@ class Dispatch:
         async with self._lanes:
             if not stream.is_open or stream.attempt != effect.attempt:
                 return
-            spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
-            command = SubmitSequence(spec=spec)
             try:
+                spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
+                command = SubmitSequence(spec=spec)
                 await self._bus.request(
                     subjects.SCHEDULER_SUBMIT, command, SubmitReply, deadline_s=self._config.submit_deadline_s
                 )

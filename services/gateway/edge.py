@@ -6,7 +6,6 @@ Everything needs a key that is not open on purpose. One canonical log line per r
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.auth import OPEN_PATHS, KeyRing
-from services.gateway.body import ClientGone
 from services.gateway.counters import Counters
 from services.gateway.errors import error_response
 from services.gateway.record import RequestRecord, echoed_id
@@ -37,10 +36,6 @@ class Edge:
         scope[RECORD] = record
         try:
             await self._serve(scope, receive, _stamped(record, send), headers.get("authorization"))
-        except ClientGone:
-            record.is_gone = True
-            record.status = record.status or CLIENT_GONE_STATUS
-            self._counters.disconnects.inc()
         finally:
             tracing.detach(trace)
             self._log(record)
@@ -51,8 +46,6 @@ class Edge:
             if scope["path"] not in OPEN_PATHS:
                 record.key = self._keys.check(authorization)
             await self._app(scope, receive, send)
-        except ClientGone:
-            raise
         except Exception as error:
             record.error = error
             if not isinstance(error, KvasirError):
@@ -62,6 +55,9 @@ class Edge:
                 await error_response(known)(scope, receive, send)
 
     def _log(self, record: RequestRecord) -> None:
+        if record.is_gone:
+            record.status = record.status or CLIENT_GONE_STATUS
+            self._counters.disconnects.inc()
         route = record.path if record.path.startswith("/v1/") and record.status not in (401, 404) else "other"
         if record.path.startswith("/v1/models/"):
             route = "/v1/models/{id}"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import SequenceRef
 
 WorkerStart = tuple[str, int]
@@ -47,3 +48,12 @@ class Cancel:
 
 Effect = Submit | Fetch | Acknowledge | Cancel
 Effects = tuple[Effect, ...]
+
+
+def disown(report: SequenceReport, worker: WorkerStart, *, goes_on: bool) -> Acknowledge | Cancel:
+    """What to tell a worker that lists a sequence, or (`goes_on`) a stale attempt of one, that nobody
+    waits for.
+    """
+    if report.state is SequenceState.ENDED:
+        return Acknowledge(worker[0], report.ref)
+    return Cancel(report.ref, worker[0], is_final=not goes_on)

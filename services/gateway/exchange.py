@@ -22,6 +22,14 @@ class Sequence:
     context: Context
     """Of the request that began it, so that its trace goes along with every submission."""
 
+    _told: tuple[int, Phase, bool] = (0, Phase.OPEN, False)
+
+    def has_news(self) -> bool:
+        """Since it was last asked: tokens, an end, or being accepted."""
+        now = (len(self.stream.tokens), self.stream.phase, self.stream.accepted)
+        told, self._told = self._told, now
+        return told != now
+
     def spec(self, gateway_id: str, gateway_incarnation: int, now_s: float) -> SequenceSpec:
         """Everything needed to compute it, or to go on with it."""
         return SequenceSpec(

@@ -1,6 +1,7 @@
 """Bodies of successful answers, as OpenAI's schema has them.
 
-Optional fields are left out; required ones may be null. Knows texts and counts; nothing of sequences or of how an answer came about.
+Optional fields are left out; required ones may be null. Knows texts and counts; nothing of sequences or of
+how an answer came about.
 """
 
 from dataclasses import dataclass

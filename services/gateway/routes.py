@@ -10,11 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from services.gateway.acceptance import Acceptance
-from services.gateway.body import parse_object, read_body
+from services.gateway.body import ClientGone, parse_object, read_body
 from services.gateway.config import GatewayConfig
 from services.gateway.delivery import Delivery
 from services.gateway.desk import Desk
-from services.gateway.edge import RECORD
+from services.gateway.edge import CLIENT_GONE_STATUS, RECORD
 from services.gateway.errors import HttpError, error_response
 from services.gateway.record import RequestRecord
 from services.gateway.replies import Kind, Letterhead, model_body
@@ -32,20 +32,21 @@ def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastA
 
     async def complete(kind: Kind, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
-        body = await read_body(
-            request.receive,
-            request.headers.get("content-length"),
-            max_bytes=config.max_body_bytes,
-            timeout_s=config.receive_timeout_s,
-        )
+        length = request.headers.get("content-length")
+        try:
+            body = await read_body(
+                request.receive, length, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s
+            )
+        except ClientGone:
+            record.is_gone = True
+            return Response(status_code=CLIENT_GONE_STATUS)
         fields = parse_object(body)
-        context_tokens = await desk.context_tokens(config.admit_timeout_s)
         accept = acceptance.chat if kind == "chat" else acceptance.text
-        job = await accept(fields, context_tokens)
+        job = await accept(fields, lambda: desk.context_tokens(config.admit_timeout_s))
         desk.note_accepted(job, record)
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
-        letterhead = Letterhead(kind, answer_id, int(unix_s()), config.model_name)
+        letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
         return Delivery(desk, job, letterhead, record, config.admit_timeout_s)
 
     @app.post("/v1/chat/completions")
@@ -58,14 +59,14 @@ def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastA
 
     @app.get("/v1/models")
     async def models() -> Response:
-        entry = model_body(config.model_name, began_s, desk.workers.context_tokens)
+        entry = model_body(config.served_name, began_s, desk.workers.context_tokens)
         return _json({"object": "list", "data": [entry]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        if model_id != config.model_name:
+        if model_id != config.served_name:
             raise UnknownModel(f"the model {model_id!r} does not exist", param="model")
-        return _json(model_body(config.model_name, began_s, desk.workers.context_tokens))
+        return _json(model_body(config.served_name, began_s, desk.workers.context_tokens))
 
     @app.get("/health")
     async def health() -> Response:

@@ -6,9 +6,9 @@ Types and ranges only; what is asked for but not supported is in `features`. Unk
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 
 from services.gateway.errors import UnsupportedFeature
 from shared.errors import InvalidRequest
@@ -20,8 +20,34 @@ _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-def _as_list(value: Any) -> Any:
+def _stops(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings")
     return [value] if isinstance(value, str) else value
+
+
+def _content(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        return value
+    raise ValueError("should be a string or a list of content parts")
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _prompts(value: Any) -> list[Any]:
+    """By hand: a union of lists would collect an error for each of a million tokens in each wrong branch."""
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(
+            "should be a string, a list of strings, a list of token ids, or a list of such lists"
+        )
+    if not (all(isinstance(p, str) for p in prompts) or all(_is_tokens(p) for p in prompts)):
+        raise ValueError("should be all strings, or all lists of token ids")
+    return prompts
 
 
 class StreamOptions(BaseModel):
@@ -42,7 +68,7 @@ class CompletionFields(BaseModel):
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[StopString] | None, BeforeValidator(_as_list)] = Field(None, max_length=MAX_STOPS)
+    stop: Annotated[list[StopString] | None, BeforeValidator(_stops)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -54,7 +80,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
     name: str | None = None
     tool_calls: list[Any] | None = None
     function_call: dict[str, Any] | None = None
@@ -64,24 +90,21 @@ class Message(BaseModel):
 class ChatRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
 class TextRequest(CompletionFields):
     """POST /v1/completions. Each prompt is a text or a list of token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[Any, PlainValidator(_prompts)]
+    """A list of texts or of lists of token ids, whichever of the four forms the client used."""
     best_of: int | None = Field(None, ge=0, le=20)
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        return cast(list[str | list[int]], self.prompt)
 
 
 R = TypeVar("R", bound=CompletionFields)
@@ -97,7 +120,8 @@ def parse(schema: type[R], body: Mapping[str, Any]) -> R:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = _path(first["loc"])
-        raise InvalidRequest(f"{path}: {first['msg']}", param=path) from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"{path}: {reason}", param=path) from None
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
     return request

@@ -5,6 +5,7 @@ Answers on this level have the same error format as everywhere. Knows nothing of
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,9 @@ from services.gateway.errors import HttpError, body_of
 from shared.errors import ConfigError
 
 BACKLOG = 2048
+END_OF_HEADERS = b"\r\n\r\n"
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+"""Offered to every server by some clients (h2c); left in, the parser takes the body for another protocol."""
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 _REASONS[503] = b"Service Unavailable"
 
@@ -37,7 +41,9 @@ class BoundedProtocol(HttpToolsProtocol):
     config: ServerConfig
     _headers_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _header_bytes = 0
+    _head = b""
+    """Of headers that have not arrived in full."""
+    _in_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,21 +53,27 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._headers_timer is None and self.timeout_keep_alive_task is None and self._is_idle():
-            self._expect_headers()  # bytes between two requests have ended uvicorn's own idle timer
-        if self._headers_timer is not None:
-            self._header_bytes += len(data)
-            if self._header_bytes > self.config.limits.max_header_bytes:
+        """Hands the parser whole headers, then the body as it comes."""
+        if not self._in_message:
+            self._head += data
+            self._expect_headers()
+            end = self._head.find(END_OF_HEADERS)
+            if len(self._head if end < 0 else self._head[:end]) > self.config.limits.max_header_bytes:
                 self._refuse(431, "the request's headers are too long", "headers_too_large")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._expect_headers()
+            if end < 0 or self.transport.is_closing():
+                return
+            data = UPGRADE.sub(b"", self._head[:end]) + self._head[end:]
+            self._head = b""
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
+        self._in_message = True
         self._headers_arrived()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_arrived()
@@ -85,7 +97,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _expect_headers(self) -> None:
         if self._headers_timer is None:
-            self._header_bytes = 0
             self._headers_timer = self.loop.call_later(
                 self.config.limits.receive_timeout_s, self._headers_late
             )

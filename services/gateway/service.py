@@ -72,8 +72,7 @@ class Gateway:
         self._desk.on_scheduler_announced(event, self._now_s())
 
     def on_worker_lost(self, event: WorkerLost) -> None:
-        attempts = {ref.key: ref.attempt for ref in event.refs}
-        self._desk.lose((event.worker_id, event.incarnation), attempts, self._now_s())
+        self._desk.on_worker_lost(event, self._now_s())
 
     async def status(self, _: Empty) -> ServiceStatus:
         """For `python -m services status`."""
@@ -81,7 +80,7 @@ class Gateway:
         scheduler = self._desk.scheduler
         details: dict[str, Any] = {
             "url": self._url,
-            "model": self._config.model_name,
+            "model": self._config.served_name,
             "active": self._desk.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
             "unready": "; ".join(self._desk.unready_reasons()),
@@ -106,9 +105,16 @@ class Gateway:
 
     async def tick(self) -> None:
         """Deadlines, until cancelled."""
+        present_s = monotonic_s()
         while True:
             await asyncio.sleep(TICK_S)
-            self._desk.on_tick(self._now_s())
+            now_s = self._now_s()
+            if self._bus.connected:
+                absent_s, present_s = monotonic_s() - present_s, monotonic_s()
+                if absent_s >= self._config.absence_s:
+                    log.canonical(_logger, "back after an absence", absent_s=round(absent_s, 1))
+                    self._desk.on_absence(now_s)
+            self._desk.on_tick(now_s)
 
 
 async def run(config: GatewayConfig) -> None:
@@ -122,7 +128,7 @@ async def run(config: GatewayConfig) -> None:
         bus = await Bus.connect(config.bus, service="gateway", instance=config.instance)
         try:
             async with asyncio.TaskGroup() as tasks:
-                now_s = AttentiveClock(monotonic_s)
+                now_s = AttentiveClock(monotonic_s, lambda: bus.connected)
                 desk = Desk(config, bus, codec, tasks, now_s)
                 gateway = Gateway(config, bus, desk, now_s, _url(listener))
                 await bus.attach(HANDLERS, gateway)
@@ -140,7 +146,7 @@ async def run(config: GatewayConfig) -> None:
 async def _serve(server: Server, listener: socket.socket, desk: Desk, config: GatewayConfig) -> None:
     """Returns never; ends when cancelled, or raises when the server ends by itself."""
     log.canonical(
-        _logger, "listening", url=_url(listener), model=config.model_name, keys=len(config.api_key_sha256)
+        _logger, "listening", url=_url(listener), model=config.served_name, keys=len(config.api_key_sha256)
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:

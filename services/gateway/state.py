@@ -39,11 +39,19 @@ class WorkerTable:
             self._last_context_tokens = self._most_context() or self._last_context_tokens
         return known.start if known is not None and known.start != start else None
 
+    def on_lost(self, start: WorkerStart) -> None:
+        """The scheduler has given that run up. Another heartbeat of it brings it back."""
+        known = self._workers.get(start[0])
+        if known is not None and known.start == start:
+            del self._workers[start[0]]
+            self._last_context_tokens = self.context_tokens
+
     def on_tick(self, now_s: float) -> list[WorkerStart]:
         """The workers that have been silent too long; they are forgotten."""
         lost = [view.start for view in self._workers.values() if now_s - view.heard_s > self._timeout_s]
         for worker_id, _ in lost:
             del self._workers[worker_id]
+        self._last_context_tokens = self.context_tokens
         return lost
 
     @property

@@ -10,7 +10,8 @@ text nor HTTP.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit, WorkerStart
+from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit, WorkerStart, disown
+from services.gateway.timing import StreamTiming
 from shared.errors import CallerError, DeadlineExceeded, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
@@ -19,6 +20,8 @@ from shared.messages.tokens import TokenDelta
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_FETCH_FAILURES = 5
 MAX_AUDIT_FACTOR = 4
+MAX_RETRY_S = 1.0
+"""Tries of a submission come ever more rarely up to this: thousands of streams may be waiting for a scheduler."""
 
 
 class Phase(StrEnum):
@@ -26,21 +29,6 @@ class Phase(StrEnum):
     ENDED = "ended"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTiming:
-    """How long a stream waits for what, in seconds of the shell's clock."""
-
-    frame_timeout_s: float = 3.0
-    """No sign of life for this long: audit by submitting again under the same attempt."""
-    fetch_grace_s: float = 0.25
-    """A heartbeat may overtake the frames it counts by this much."""
-    retry_s: float = 0.2
-    """Between tries of a submission or fetch that failed."""
-    give_up_s: float = 60.0
-    """No sign of life from anyone for this long: the stream fails."""
-    max_engine_errors: int = 3
 
 
 @dataclass(slots=True)
@@ -73,10 +61,11 @@ class Stream:
         self._serial = 0
         self._submitting = False
         self._submit_at_s: float | None = None
+        self._submit_failures = 0
         self._fetching = False
         self._fetch_failures = 0
         self._behind: _Behind | None = None
-        self._engine_errors = 0
+        self._internal_errors = 0
 
     @property
     def is_open(self) -> bool:
@@ -102,21 +91,26 @@ class Stream:
         """The scheduler knows the attempt."""
         if not self.is_open or serial != self._serial:
             return ()
-        self._submitting = False
+        self._submitting, self._submit_failures = False, 0
         self.accepted = True
         self._sign_s = now_s
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> Effects:
-        """Refusals end a stream (overload only one that is not accepted yet); anything else is tried
-        again.
+        """Refusals end a stream (overload only one that is not accepted yet), and so do repeated errors of
+        the scheduler; anything else is tried again.
         """
         if not self.is_open or serial != self._serial:
             return ()
         self._submitting = False
         if isinstance(error, CallerError) or (isinstance(error, Overloaded) and not self.accepted):
             return self._fail(error)
-        self._submit_at_s = now_s + self._timing.retry_s
+        if isinstance(error, InternalError):
+            self._internal_errors += 1
+            if self._internal_errors >= self._timing.max_internal_errors:
+                return self._fail(error)
+        self._submit_at_s = now_s + min(self._timing.retry_s * 2**self._submit_failures, MAX_RETRY_S)
+        self._submit_failures = min(self._submit_failures + 1, 10)
         return ()
 
     # --- workers
@@ -214,6 +208,10 @@ class Stream:
             return self.submit(now_s)
         return ()
 
+    def on_absence(self, now_s: float) -> Effects:
+        """Nobody heard of this gateway for so long that they may have ended what it has waiting."""
+        return self._hand_over("absence", now_s) if self.is_open and self.server is None else ()
+
     def cancel(self) -> Effects:
         """Nobody wants the rest: the client left, or a stop string was completed."""
         if not self.is_open:
@@ -280,23 +278,16 @@ class Stream:
             self._fetching, self._behind = False, None
             return (seen,)
         if reason is not FinishReason.GATEWAY_LOST:
-            self._engine_errors += 1
-            if self._engine_errors >= self._timing.max_engine_errors:
+            self._internal_errors += 1
+            if self._internal_errors >= self._timing.max_internal_errors:
                 return (
                     seen,
-                    *self._fail(InternalError(f"the engine ended the sequence {self._engine_errors} times")),
+                    *self._fail(
+                        InternalError(f"the engine ended the sequence {self._internal_errors} times")
+                    ),
                 )
         return (seen, *self._hand_over(f"ended_{reason}", now_s))
 
     def _fail(self, error: KvasirError) -> Effects:
         self.phase, self.failure = Phase.FAILED, error
         return ()
-
-
-def disown(report: SequenceReport, worker: WorkerStart, *, goes_on: bool) -> Acknowledge | Cancel:
-    """What to tell a worker that lists a sequence, or (`goes_on`) a stale attempt of one, that nobody
-    waits for.
-    """
-    if report.state is SequenceState.ENDED:
-        return Acknowledge(worker[0], report.ref)
-    return Cancel(report.ref, worker[0], is_final=not goes_on)

@@ -63,14 +63,14 @@ class Ledger:
             uptime_s=now_s - self._started_s,
             details={
                 "questions": self._asked,
-                "workers": [
+                "tokens": [
                     {
                         "worker": account.worker_id,
                         "host": account.host,
-                        "total_tokens": account.total_tokens,
-                        "own_free_tokens": account.own_free_tokens,
-                        "lent_tokens": account.lent_tokens,
-                        "borrowed_tokens": account.borrowed_tokens,
+                        "total": account.total_tokens,
+                        "free": account.own_free_tokens,
+                        "lent": account.lent_tokens,
+                        "borrowed": account.borrowed_tokens,
                         "lent_to": account.lent_to_tokens,
                         "borrowed_from": account.borrowed_from_tokens,
                         "seq": account.seq,

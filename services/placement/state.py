@@ -57,8 +57,9 @@ class Worker:
         return self.plannable_blocks - owed - sum(r.blocks for r in self.reservations.values())
 
     @property
-    def empty(self) -> bool:
-        return not self.residents and not self.reservations
+    def sequences(self) -> int:
+        """Live, or on their way."""
+        return len(self.residents) + len(self.reservations)
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -67,18 +68,33 @@ class Worker:
         """Whether it could ever hold the whole answer."""
         return item.limit_tokens <= self.max_context_tokens
 
+
+@dataclass
+class Opening:
+    """A worker's room while one question is answered; summed up once, not per item."""
+
+    worker: Worker
+    free_blocks: int
+
     def fits(self, item: PlacementItem) -> bool:
         """Whether it has room now. An empty worker takes whatever it admits."""
-        if not self.admits(item):
+        worker = self.worker
+        if not worker.admits(item):
             return False
-        return self.empty or self.blocks(item.size_tokens) + GROWTH_BLOCKS <= self.free_blocks
+        return not worker.sequences or worker.blocks(item.size_tokens) + GROWTH_BLOCKS <= self.free_blocks
+
+    def reserve(self, item: PlacementItem, now_s: float) -> None:
+        blocks = self.worker.blocks(item.size_tokens)
+        self.worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s)
+        self.free_blocks -= blocks
 
     def room(self) -> Room:
+        worker = self.worker
         return Room(
-            worker_id=self.worker_id,
-            free_tokens=self.free_blocks * self.block_tokens,
-            total_tokens=self.total_blocks * self.block_tokens,
-            sequences=len(self.residents) + len(self.reservations),
+            worker_id=worker.worker_id,
+            free_tokens=self.free_blocks * worker.block_tokens,
+            total_tokens=worker.total_blocks * worker.block_tokens,
+            sequences=worker.sequences,
         )
 
 
@@ -143,30 +159,23 @@ class Fleet:
         An item larger than every worker waits alone: room for it can only come with another worker.
         """
         self.on_tick(now_s)
+        self._release(items)
+        openings = {w.worker_id: Opening(w, w.free_blocks) for w in self.workers.values()}
+        for worker_id in excluded:
+            openings.pop(worker_id, None)
         answers: list[str | None] = []
         somebody_waits = False
         for item in items:
-            self._release(item)
-            chosen = None if somebody_waits else self._place_one(item, excluded, policy, now_s)
+            chosen = None if somebody_waits else _place_one(item, openings, policy, now_s)
             somebody_waits |= chosen is None and any(w.admits(item) for w in self.workers.values())
             answers.append(chosen)
         return tuple(answers)
 
-    def _place_one(
-        self, item: PlacementItem, excluded: frozenset[str], policy: PlacementPolicy, now_s: float
-    ) -> str | None:
-        able = [w for w in self.workers.values() if w.worker_id not in excluded and w.fits(item)]
-        if not able:
-            return None
-        chosen = self.workers[policy.choose(item.size_tokens, [worker.room() for worker in able])]
-        reserved = Reservation(item.ref.attempt, chosen.blocks(item.size_tokens), now_s)
-        chosen.reservations[item.ref.key] = reserved
-        return chosen.worker_id
-
-    def _release(self, item: PlacementItem) -> None:
-        """It is asked for again: an earlier answer did not arrive or no longer holds."""
+    def _release(self, items: tuple[PlacementItem, ...]) -> None:
+        """They are asked for again: an earlier answer did not arrive or no longer holds."""
         for worker in self.workers.values():
-            worker.reservations.pop(item.ref.key, None)
+            for item in items:
+                worker.reservations.pop(item.ref.key, None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books contradict themselves."""
@@ -181,6 +190,17 @@ class Fleet:
             ), "counted twice"
             assert not homes & worker.reservations.keys(), "reserved on two workers"
             homes |= worker.reservations.keys()
+
+
+def _place_one(
+    item: PlacementItem, openings: dict[str, Opening], policy: PlacementPolicy, now_s: float
+) -> str | None:
+    able = [opening.room() for opening in openings.values() if opening.fits(item)]
+    if not able:
+        return None
+    chosen = openings[policy.choose(item.size_tokens, able)]
+    chosen.reserve(item, now_s)
+    return chosen.worker.worker_id
 
 
 def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> Worker:

@@ -1,7 +1,8 @@
 """Adoption: making the scheduler's picture of one worker agree with what its snapshot says it holds. Pure.
 
-What runs there goes on; attempts that were cancelled, replaced, given up or live elsewhere are dropped; starts that
-never arrived are placed again. The same for a first contact, a restart of the scheduler and a resync.
+What runs there goes on; attempts that were cancelled, replaced, given up or live elsewhere are dropped;
+starts that never arrived are placed again. The same for a first contact, a restart of the scheduler and a
+resync.
 """
 
 from services.scheduler.effects import Effect
@@ -21,7 +22,8 @@ _PHASES = {
 def adopt_snapshot(
     roster: Roster, lane: Lane, snapshot: WorkerReported, make_policy: PolicyFactory, now_s: float
 ) -> list[Effect]:
-    """Brings `lane` into step. Every sequence alive there is either in its new policy or dropped by its next plan."""
+    """Brings `lane` into step. Every sequence alive there is either in its new policy or dropped by its
+    next plan."""
     effects = _note_ends(roster, snapshot, now_s)
     alive = [listed for listed in snapshot.sequences if listed.state is not SequenceState.ENDED]
     adopted: list[tuple[Sequence, SequenceReport]] = []
@@ -116,7 +118,8 @@ def _note_ends(roster: Roster, snapshot: WorkerReported, now_s: float) -> list[E
 
 
 def _note_missing(roster: Roster, lane: Lane, found: set[tuple[str, int]], now_s: float) -> list[Effect]:
-    """Held there as far as we knew, but not in the snapshot: over, when it had arrived; else the start was lost."""
+    """Held there as far as we knew, but not in the snapshot: over, when it had arrived; else the start was
+    lost."""
     effects: list[Effect] = []
     for sequence in roster.of_worker(lane.worker_id):
         if sequence.phase not in HELD or sequence.key in found:

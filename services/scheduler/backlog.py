@@ -1,7 +1,7 @@
 """Sequences that wait for a worker, and the one open question to placement about them. Pure.
 
-First come, first served: the oldest are asked about first, in order. No answer, and no worker for an item, both mean
-that it is asked again: when something changed, or after an interval.
+First come, first served: the oldest are asked about first, in order. No answer, and no worker for an item,
+both mean that it is asked again: when something changed, or after an interval.
 """
 
 from bisect import bisect_left, insort
@@ -67,7 +67,8 @@ class Backlog:
         return AskPlacement(self._question, items, excluded_workers)
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
-        """The refs that the question was about; empty when it is not the open one. `more`: go on without a pause."""
+        """The refs that the question was about; empty when it is not the open one. `more`: go on without a
+        pause."""
         if question != self._question or self._open is None:
             return ()
         refs, self._open = self._open, None

@@ -55,9 +55,7 @@ class SchedulerConfig(ServiceConfig):
     @model_validator(mode="after")
     def _budget_covers_the_batch(self) -> "SchedulerConfig":
         if self.token_budget < self.max_batch_sequences:
-            raise ValueError(
-                "token_budget must be at least max_batch_sequences: each running sequence takes one token a step"
-            )
+            raise ValueError("token_budget must be at least max_batch_sequences: each takes one token a step")
         return self
 
     def rules(self) -> Rules:

@@ -1,22 +1,23 @@
 """The scheduler's decisions: one method per event, each returning the effects to carry out, in order.
 
-Pure and deterministic: no clock, no bus. Its state is soft: a new core on an empty table finds everything again in
-heartbeats, snapshots and resubmissions. Batches are the policy's affair, workers' placement is placement's.
+Pure and deterministic: no clock, no bus. Its state is soft: a new core on an empty table finds everything
+again in heartbeats, snapshots and resubmissions. Batches are the policy's affair, workers' placement is
+placement's.
 """
 
 from typing import Any
 
-from services.scheduler.effects import AskPlacement, Effect, StepDown
+from services.scheduler.effects import Effect, StepDown
 from services.scheduler.fleet import Fleet
 from services.scheduler.intake import Admission, Intake
 from services.scheduler.planning import Sync
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
-from services.scheduler.state import HELD
+from services.scheduler.state import HELD, Sequence
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.commands import CancelSequence, LengthPrediction
-from shared.messages.plans import StepOutcome, WorkerStepped
+from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
 
@@ -24,7 +25,8 @@ _EXPIRE_INTERVAL_S = 1.0
 
 
 class SchedulerCore:
-    """One term of leadership. `epoch` is final once the first round of heartbeats is over (`is_commanding`)."""
+    """One term of leadership. `epoch` is final once the first round of heartbeats is over
+    (`is_commanding`)."""
 
     def __init__(self, rules: Rules, make_policy: PolicyFactory, epoch: int, now_s: float) -> None:
         self._rules = rules
@@ -86,6 +88,10 @@ class SchedulerCore:
             self._intake.watch(listed.gateway_id, now_s)
         return self._after(effects, now_s)
 
+    def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
+        """The plan is too large for the bus. (One that is merely lost on the way is noticed by itself.)"""
+        return self._after(self._fleet.on_plan_unsent(worker_id, plan, reason, now_s), now_s)
+
     def on_snapshot_failed(self, worker_id: str, now_s: float) -> list[Effect]:
         """No answer; it is asked again for as long as the worker is heard of."""
         self._fleet.on_snapshot_failed(worker_id, now_s)
@@ -101,18 +107,20 @@ class SchedulerCore:
         effects: list[Effect] = []
         for ref, worker_id in zip(refs, answered, strict=False):
             sequence = self._roster.find(ref)
-            lane = self._roster.lanes.get(worker_id or "")
-            if sequence is None or sequence not in self._roster.backlog:
-                continue
-            try:
-                self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
-            except ContextOverflow as error:
-                effects.append(self._roster.give_up(sequence, error.message, now_s))
-                continue
-            if lane is not None and lane.sync is Sync.IN_STEP:
-                if sequence.limit_tokens <= lane.report.max_context_tokens:
-                    self._roster.place(sequence, lane, now_s)
+            if sequence is not None and sequence in self._roster.backlog:
+                effects += self._place(sequence, worker_id, now_s)
         return self._after(effects, now_s)
+
+    def _place(self, sequence: Sequence, worker_id: str | None, now_s: float) -> list[Effect]:
+        try:
+            self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
+        except ContextOverflow as error:
+            return [self._roster.give_up(sequence, error.message, now_s)]
+        lane = self._roster.lanes.get(worker_id or "")
+        in_step = lane is not None and lane.sync is Sync.IN_STEP
+        if in_step and lane is not None and sequence.limit_tokens <= lane.report.max_context_tokens:
+            self._roster.place(sequence, lane, now_s)
+        return []
 
     def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
         sequence = self._roster.find(ref)
@@ -154,8 +162,7 @@ class SchedulerCore:
         lanes = self._roster.lanes
         if not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
             return []
-        excluded = tuple(sorted(name for name, lane in lanes.items() if lane.sync is not Sync.IN_STEP))
-        question: AskPlacement | None = self._roster.backlog.ask(excluded, now_s)
+        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s)
         return [] if question is None else [question]
 
     def _step_down(self, epoch: int, reason: str) -> list[Effect]:
@@ -178,7 +185,7 @@ class SchedulerCore:
             }
             for lane in self._roster.lanes.values()
         ]
-        return {"epoch": self.epoch, "resyncs": self._fleet.resyncs, **phases, "workers": workers}
+        return {"epoch": self.epoch, "snapshots": self._fleet.snapshots, **phases, "workers": workers}
 
     def check_integrity(self) -> None:
         """Raises AssertionError when roster, backlog, lanes or a policy disagree."""

@@ -56,7 +56,8 @@ class PublishWorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start anew."""
+    """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
+    anew."""
 
     epoch: int
     """The epoch heard."""

@@ -1,16 +1,17 @@
 """The workers: heartbeats, loss, and the one way back into step (snapshot, adoption).
 
-Start of the scheduler, start or return of a worker, a gap in its reports, a skipped item and a lost plan are all the
-same to it: no plan until the worker has said what it holds. Pure.
+Start of the scheduler, start or return of a worker, a gap in its reports, a skipped item and a lost plan
+are all the same to it: no plan until the worker has said what it holds. Pure.
 """
 
 from services.scheduler.adoption import adopt_snapshot
 from services.scheduler.effects import AskSnapshot, Effect, PublishWorkerLost
-from services.scheduler.planning import Lane, Sync, Trouble
+from services.scheduler.outstanding import Trouble
+from services.scheduler.planning import Lane, Sync
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.roster import Roster
 from services.scheduler.state import HELD, Phase
-from shared.messages.plans import WorkerStepped
+from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
 from shared.messages.sequence import SequenceRef
 
@@ -18,13 +19,14 @@ _STRANGER_HEARTBEATS = 4
 
 
 class Fleet:
-    """Lanes come and go with heartbeats. `commanding` is False until a new scheduler has heard one round of them."""
+    """Lanes come and go with heartbeats. `commanding` is False until a new scheduler has heard one round of
+    them."""
 
     def __init__(self, roster: Roster, make_policy: PolicyFactory, epoch: int) -> None:
         self.roster = roster
         self.epoch = epoch
         self.commanding = False
-        self.resyncs = 0
+        self.snapshots = 0
         self._make_policy = make_policy
         self._rules = roster.rules
 
@@ -60,6 +62,7 @@ class Fleet:
             heard_s=now_s,
         )
         self.roster.lanes[report.worker_id] = lane
+        self.roster.lost_workers.pop(report.worker_id)
         return lane
 
     def _compare(self, lane: Lane, report: WorkerReported, now_s: float) -> Trouble | None:
@@ -128,6 +131,15 @@ class Fleet:
                 effects.append(AskSnapshot(lane.worker_id, self.epoch, "asked again"))
         return effects
 
+    def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
+        """A plan that cannot be sent as it is, now or later: its longest start is to blame."""
+        lane = self.roster.lanes.get(worker_id)
+        if lane is None or lane.sync is not Sync.IN_STEP:
+            return []
+        longest = max(plan.starts, key=lambda spec: len(spec.prompt) + len(spec.generated), default=None)
+        culprits = () if longest is None else (longest.ref,)
+        return self._resync(lane, Trouble(f"plan {plan.seq} was not sent: {reason}", culprits), now_s)
+
     def forgive(self, paused_s: float) -> None:
         """The scheduler itself did not listen for so long: nobody was silent."""
         for lane in self.roster.lanes.values():
@@ -142,6 +154,7 @@ class Fleet:
     def lose(self, lane: Lane, now_s: float) -> list[Effect]:
         """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
         del self.roster.lanes[lane.worker_id]
+        self.roster.lost_workers.put(lane.worker_id, lane.incarnation, now_s)
         effects: list[Effect] = []
         refs = []
         for sequence in self.roster.of_worker(lane.worker_id):
@@ -160,13 +173,6 @@ class Fleet:
         """Stop planning and ask what the worker holds; give up whatever keeps causing this."""
         effects: list[Effect] = []
         culprits = [sequence for ref in trouble.culprits if (sequence := self.roster.find(ref)) is not None]
-        lane.barren_resyncs += 1
-        if not culprits and lane.barren_resyncs > self._rules.max_faults:
-            newest = lane.newest_planned()
-            culprits = [] if newest is None else [newest]
-            lane.barren_resyncs = 0
-            for sequence in culprits:
-                sequence.faults = self._rules.max_faults
         lane.lose_step(now_s)
         for sequence in culprits:
             sequence.faults += 1
@@ -174,7 +180,7 @@ class Fleet:
                 effects.append(
                     self.roster.give_up(sequence, f"{lane.worker_id} cannot run it: {trouble.reason}", now_s)
                 )
-        self.resyncs += 1
+        self.snapshots += 1
         return [*effects, AskSnapshot(lane.worker_id, self.epoch, trouble.reason)]
 
     def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:

@@ -1,6 +1,7 @@
 """What gateways ask for: submissions, cancels, and their own signs of life. Pure.
 
-Submissions are idempotent: an attempt that is known, over or cancelled is left as it is; a higher one replaces it.
+Submissions are idempotent: an attempt that is known, over or cancelled is left as it is; a higher one
+replaces it.
 """
 
 from dataclasses import dataclass
@@ -32,30 +33,31 @@ class Intake:
         """Incarnation, and when it was last heard."""
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, or InternalError when it was given up."""
-        self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
+        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, or InternalError when it was
+        given up."""
+        effects = self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
         known = self.roster.sequences.get(spec.ref.key)
         if known is not None and known.ref.attempt >= spec.ref.attempt:
-            return self._submit_again(known, spec)
+            return Admission(known=True, worker_id=known.worker_id), effects + self._fill_in(known, spec)
         if self._is_over(spec, now_s):
-            return Admission(known=True), []
+            return Admission(known=True), effects
         self._check(spec, now_s)
-        effects: list[Effect] = []
         if known is not None:
             effects.append(self.roster.leave(known, Phase.REPLACED, now_s))
         sequence = Sequence.from_spec(spec, now_s)
         self.roster.add(sequence)
         return Admission(known=False), [*effects, _question(sequence, spec)]
 
-    def _submit_again(self, known: Sequence, spec: SequenceSpec) -> tuple[Admission, list[Effect]]:
-        effects: list[Effect] = []
-        if known.spec is None and known.ref == spec.ref:
-            known.spec, known.gateway_incarnation = spec, spec.gateway_incarnation
-            effects.append(_question(known, spec))
-        return Admission(known=True, worker_id=known.worker_id), effects
+    def _fill_in(self, known: Sequence, spec: SequenceSpec) -> list[Effect]:
+        """What an adopted sequence lacked."""
+        if known.spec is not None or known.ref != spec.ref:
+            return []
+        known.spec, known.gateway_incarnation = spec, spec.gateway_incarnation
+        return [_question(known, spec)]
 
     def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
-        """Cancelled (the cancel may have overtaken the submission), or ended with its tokens kept at a worker."""
+        """Cancelled (the cancel may have overtaken the submission), or ended with its tokens kept at a
+        worker."""
         cancelled = self.roster.tombstones.get(spec.ref.key, now_s)
         ended = self.roster.ended.get(spec.ref.key, now_s)
         return (cancelled is not None and spec.ref.attempt <= cancelled) or (
@@ -63,6 +65,7 @@ class Intake:
         )
 
     def _check(self, spec: SequenceSpec, now_s: float) -> None:
+        self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
         given_up = self.roster.dropped.get(spec.ref.key, now_s)
         if given_up is not None and spec.ref.attempt <= given_up[0]:
             raise InternalError(f"{spec.ref} was given up: {given_up[1]}")
@@ -72,7 +75,7 @@ class Intake:
             )
         if spec.generated_tokens >= spec.sampling.max_tokens:
             raise InvalidRequest(
-                f"max_tokens is {spec.sampling.max_tokens} and {spec.generated_tokens} tokens are there already",
+                f"max_tokens is {spec.sampling.max_tokens} and {spec.generated_tokens} tokens are there",
                 param="max_tokens",
             )
         if len(spec.prompt) + len(spec.generated) > self._rules.max_start_bytes:
@@ -81,7 +84,6 @@ class Intake:
                 f" {self._rules.max_start_bytes} that one start may have",
                 param="prompt",
             )
-        self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
         if self.roster.is_full(resumed=spec.ref.attempt > 1 or bool(spec.generated)):
             raise Overloaded(f"{self._rules.max_queued} sequences wait already", retry_after_s=1.0)
 

@@ -1,20 +1,21 @@
-"""The plan pipeline of one worker: what is outstanding there, and whether its reports still match the projection.
+"""One worker's lane: a policy that decides, the plans it made, and whether they are still in step with the
+worker.
 
-Plans are made ahead: while fewer than `outstanding_steps` steps are left, the policy is asked for the next batch. What
-the worker reports is compared with what was sent; anything unexpected is a `Trouble`, and the one cure for all troubles
-is a resync: no plan until the worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
+Plans are made ahead: while fewer than `outstanding_steps` steps are left, the policy is asked for the next
+batch. An arrival that can start cuts a long plan short. The one cure for any `Trouble` is a resync: no plan
+until the worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.scheduler.effects import AskPrediction, Effect, SendPlan
+from services.scheduler.outstanding import OutstandingPlans, Progress, SentPlan, Trouble
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
 from services.scheduler.rules import Rules
-from services.scheduler.state import HELD, Phase, Sequence
-from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk, StepOutcome, WorkerStepped
+from services.scheduler.state import Phase, Sequence
+from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk, WorkerStepped
 from shared.messages.reports import Capacity, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
@@ -30,36 +31,9 @@ class Sync(StrEnum):
     IN_STEP = "in_step"
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Projection and worker have parted. `culprits` caused it, as far as that can be said."""
-
-    reason: str
-    culprits: tuple[SequenceRef, ...] = ()
-
-
-@dataclass(slots=True)
-class Outstanding:
-    """A plan that was sent and is not known to be over."""
-
-    batch: PlannedBatch
-    plan: BatchPlan
-    sent_s: float
-    steps_done: int = 0
-
-    @property
-    def seq(self) -> int:
-        return self.plan.seq
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Nothing but decodes in it: it may end between any two steps, or never run."""
-        return self.batch.decodes_only and not self.plan.drops
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
-    """One incarnation of one worker. `sequences` is the roster's table, read only."""
+    """One incarnation of one worker. `sequences` is the roster's table; only phases are changed in it."""
 
     worker_id: str
     incarnation: int
@@ -75,59 +49,52 @@ class Lane:
     ask_again_s: float | None = None
     """When to repeat the question for a snapshot; None while it is open."""
     policy: BatchPolicy | None = None
+    """None unless in step."""
     strangers: dict[SequenceRef, int] = field(default_factory=dict)
     """Alive there by so many heartbeats, yet not known to be there."""
-    barren_resyncs: int = 0
-    """Since a step ran."""
-    _unplanned_blocks: int = 0
+    _outstanding: OutstandingPlans = field(init=False)
+    _plan_seq: int = field(default=0, init=False)
+    _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
+    _urgent: bool = field(default=False, init=False)
+    _smooth_reports: int = field(default=0, init=False)
+    _last_keys: tuple[SequenceKey, ...] = field(default=(), init=False)
+    _unplanned_blocks: int = field(default=0, init=False)
     """Of the pool, those that neither free blocks nor sequences account for."""
-    _plan_seq: int = 0
-    _stepped_seq: int = 0
-    _outstanding: deque[Outstanding] = field(default_factory=deque)
-    _drops: dict[SequenceRef, None] = field(default_factory=dict)
-    _cut: bool = False
-    """A superseding plan is on its way: how far the earlier ones got is open, so nothing more is planned."""
-    _urgent: bool = False
-    _behind: tuple[int, float] | None = None
-    _smooth: int = 0
-    _progress_s: float = 0.0
-    _last_keys: tuple[SequenceKey, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.heard_s)
 
     @property
     def outstanding_steps(self) -> int:
-        return sum(plan.batch.steps - plan.steps_done for plan in self._outstanding)
-
-    @property
-    def idle(self) -> bool:
-        return not self._outstanding
+        return self._outstanding.steps
 
     def begin(
         self, policy: BatchPolicy, snapshot: WorkerReported, capacity_blocks: int, now_s: float
     ) -> None:
         """In step again: plans are numbered from 1, reports go on after the snapshot's."""
-        self._reset()
+        self._clear(now_s, snapshot.stepped_seq)
         self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
-        self._stepped_seq, self._progress_s = snapshot.stepped_seq, now_s
         self._unplanned_blocks = _lasting_blocks(snapshot.capacity) - capacity_blocks
-
-    def resize(self, capacity: Capacity, now_s: float) -> None:
-        """Follow the worker's pool; what moves with every allocation (free, evictable) is the policy's own account."""
-        if self.policy is not None and _lasting_blocks(capacity) != _lasting_blocks(self.report.capacity):
-            self.policy.on_resized(max(0, _lasting_blocks(capacity) - self._unplanned_blocks), now_s)
 
     def lose_step(self, now_s: float) -> None:
         """A snapshot is asked for; the policy's projection is void."""
-        self._reset()
+        self._clear(now_s, 0)
         if self.sync is not Sync.ASKED:
             self.asked_s = now_s
         self.sync, self.ask_again_s = Sync.ASKED, None
 
-    def _reset(self) -> None:
-        self.policy, self._behind, self._cut, self._urgent = None, None, False, False
-        self._plan_seq = self._smooth = 0
-        self._outstanding.clear()
+    def _clear(self, now_s: float, stepped_seq: int) -> None:
+        self._outstanding = OutstandingPlans(self.rules, self.epoch, stepped_seq, now_s)
+        self.policy, self._urgent = None, False
+        self._plan_seq = self._smooth_reports = 0
         self._drops.clear()
         self.strangers.clear()
+
+    def resize(self, capacity: Capacity, now_s: float) -> None:
+        """Follow the pool; what moves with every allocation (free, evictable) is the policy's own account."""
+        lasting_blocks = _lasting_blocks(capacity)
+        if self.policy is not None and lasting_blocks != _lasting_blocks(self.report.capacity):
+            self.policy.on_resized(max(0, lasting_blocks - self._unplanned_blocks), now_s)
 
     def arrive(self, sequence: Sequence, now_s: float) -> None:
         """A sequence that the worker does not hold; a long plan may be cut short for it."""
@@ -143,55 +110,42 @@ class Lane:
         """The next plan, if need be one with nothing else in it, makes the worker forget this attempt."""
         self._drops[ref] = None
 
-    def newest_planned(self) -> Sequence | None:
-        """The latest arrival among those in the last plan: the one to give up when no other cause can be named."""
-        known = [self.sequences[key] for key in self._last_keys if key in self.sequences]
-        here = [
-            sequence for sequence in known if sequence.worker_id == self.worker_id and sequence.phase in HELD
-        ]
-        return max(here, key=lambda sequence: sequence.order, default=None)
-
     def next_plans(self, now_s: float) -> list[Effect]:
         """Plans until enough steps are outstanding; also what the policy wants predicted."""
+        policy, outstanding = self.policy, self._outstanding
         effects: list[Effect] = []
-        policy = self.policy
-        while policy is not None and not self._cut and len(self._outstanding) < MAX_OUTSTANDING_PLANS:
-            can_cut = self._urgent and self._can_cut()
-            if self.outstanding_steps >= self.rules.outstanding_steps and not can_cut:
+        while policy is not None and not outstanding.is_cut and len(outstanding) < MAX_OUTSTANDING_PLANS:
+            cut = self._urgent and outstanding.can_cut
+            if outstanding.steps >= self.rules.outstanding_steps and not cut:
                 break
             self._urgent = False
             batch = policy.plan(now_s)
             if batch is None:
                 break
-            self._cut = can_cut and bool(batch.prefills) and not batch.preemptions
-            effects.append(self._send(batch, now_s))
+            supersedes = cut and bool(batch.prefills) and not batch.preemptions
+            effects.append(self._send(batch, now_s, supersedes=supersedes))
             effects += self._questions(batch)
-        if policy is not None and self._drops and not self._outstanding:
+        if policy is not None and self._drops and not len(outstanding):
             effects.append(self._send(PlannedBatch(), now_s))
         return effects
 
-    def _can_cut(self) -> bool:
-        """Whether what is outstanding is long, and may end between any two steps."""
-        return self.outstanding_steps > 2 and all(plan.can_be_cut for plan in self._outstanding)
-
-    def _send(self, batch: PlannedBatch, now_s: float) -> SendPlan:
+    def _send(self, batch: PlannedBatch, now_s: float, *, supersedes: bool = False) -> SendPlan:
         starts = self._starts(batch)
         self._project(batch, now_s)
         self._plan_seq += 1
+        ref = self._ref
         plan = BatchPlan(
             epoch=self.epoch,
             seq=self._plan_seq,
             steps=batch.steps,
             valid_for_s=self.rules.valid_for_s,
-            supersedes=self._cut,
+            supersedes=supersedes,
             drops=tuple(self._drops),
-            preemptions=tuple(
-                Preemption(ref=self._ref(item.key), mode=item.mode) for item in batch.preemptions
-            ),
+            preemptions=tuple(Preemption(ref=ref(item.key), mode=item.mode) for item in batch.preemptions),
             starts=starts,
             prefills=tuple(
                 PrefillChunk(
-                    ref=self._ref(item.key),
+                    ref=ref(item.key),
                     first_token=item.first_token,
                     end_token=item.end_token,
                     allocated_blocks=item.allocated_blocks,
@@ -199,15 +153,11 @@ class Lane:
                 for item in batch.prefills
             ),
             decodes=tuple(
-                Decode(ref=self._ref(item.key), allocated_blocks=item.allocated_blocks)
-                for item in batch.decodes
+                Decode(ref=ref(item.key), allocated_blocks=item.allocated_blocks) for item in batch.decodes
             ),
         )
         self._drops.clear()
-        if not self._outstanding:
-            self._progress_s = now_s
-        self._outstanding.append(Outstanding(batch, plan, now_s))
-        self._last_keys = (*(item.key for item in batch.prefills), *(item.key for item in batch.decodes))
+        self._outstanding.add(batch, plan, now_s)
         return SendPlan(self.worker_id, plan)
 
     def _ref(self, key: SequenceKey) -> SequenceRef:
@@ -215,11 +165,7 @@ class Lane:
 
     def _starts(self, batch: PlannedBatch) -> tuple[SequenceSpec, ...]:
         placed = [self.sequences[item.key] for item in batch.prefills]
-        return tuple(
-            sequence.spec
-            for sequence in placed
-            if sequence.phase is Phase.PLACED and sequence.spec is not None
-        )
+        return tuple(item.spec for item in placed if item.phase is Phase.PLACED and item.spec is not None)
 
     def _questions(self, batch: PlannedBatch) -> list[Effect]:
         asked = [(self.sequences[question.key], question.generated_tokens) for question in batch.questions]
@@ -230,6 +176,8 @@ class Lane:
         ]
 
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
+        """The phases that the plan brings about."""
+        self._last_keys = (*(item.key for item in batch.prefills), *(item.key for item in batch.decodes))
         for preemption in batch.preemptions:
             self.sequences[preemption.key].move_to(Phase.WAITING)
         for prefill in batch.prefills:
@@ -241,94 +189,49 @@ class Lane:
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
         """A report of this incarnation; its ends have been taken note of before."""
-        if self.sync is not Sync.IN_STEP or event.seq <= self._stepped_seq:
+        if self.policy is None:
             return None
-        if event.seq != self._stepped_seq + 1:
-            return Trouble(f"step reports {self._stepped_seq + 1} to {event.seq - 1} are missing")
-        self._stepped_seq = event.seq
-        plan = next((plan for plan in self._outstanding if plan.seq == event.plan_seq), None)
-        if event.epoch != self.epoch or plan is None:
-            return None
-        if event.outcome is not StepOutcome.RAN and not (
-            event.outcome is StepOutcome.SUPERSEDED and plan.can_be_cut
-        ):
-            return Trouble(f"plan {event.plan_seq} was given up: {event.outcome}")
-        culprits = tuple(item.ref for item in event.skipped if not self._is_over(item.ref))
-        if culprits:
-            reasons = ", ".join(sorted({str(item.reason) for item in event.skipped if item.ref in culprits}))
-            return Trouble(f"skipped as {reasons}", culprits)
-        return self._advance(plan, event, now_s)
+        progress = self._outstanding.on_stepped(event, self._is_over, now_s)
+        if isinstance(progress, Trouble):
+            return progress
+        self._note(progress)
+        for sent in progress.over:
+            for item in sent.batch.decodes:
+                missing = item.tokens - min(item.tokens, sent.steps_done)
+                if missing:
+                    self.policy.on_short(item.key, missing, now_s)
+        return None
 
     def _is_over(self, ref: SequenceRef) -> bool:
         sequence = self.sequences.get(ref.key)
         return sequence is None or sequence.ref.attempt > ref.attempt or sequence.worker_id != self.worker_id
 
-    def _advance(self, plan: Outstanding, event: WorkerStepped, now_s: float) -> Trouble | None:
-        while self._outstanding[0] is not plan:
-            passed = self._outstanding[0]
-            if not passed.can_be_cut:
-                return Trouble(f"plan {passed.seq} was passed over")
-            self._finish(self._outstanding.popleft(), now_s)
-        plan.steps_done = event.steps_done
-        self._progress_s = now_s
-        if event.outcome is StepOutcome.RAN:
-            self._confirm(plan)
-            self.barren_resyncs = 0
-            self._smooth += 1
-        if event.plan_over:
-            self._finish(self._outstanding.popleft(), now_s)
-        self._cut = self._cut and len(self._outstanding) > 1
-        return None
-
-    def _confirm(self, plan: Outstanding) -> None:
-        for spec in plan.plan.starts:
+    def _note(self, progress: Progress) -> None:
+        """A step ran: what its plan started has arrived; after many, earlier faults are forgotten."""
+        sent: SentPlan | None = progress.ran
+        if sent is None:
+            return
+        self._smooth_reports += 1
+        for spec in sent.plan.starts:
             sequence = self.sequences.get(spec.ref.key)
             if sequence is not None and sequence.ref == spec.ref:
                 sequence.confirmed = True
-        if self._smooth >= _SMOOTH_REPORTS:
-            self._smooth = 0
-            for sequence in (self.sequences.get(key) for key in self._last_keys):
-                if sequence is not None:
-                    sequence.faults = 0
-
-    def _finish(self, plan: Outstanding, now_s: float) -> None:
-        """The plan is over; tokens that were planned and not computed are taken back from the projection."""
-        if self.policy is not None:
-            for item in plan.batch.decodes:
-                missing = item.tokens - min(item.tokens, plan.steps_done)
-                if missing:
-                    self.policy.on_short(item.key, missing, now_s)
+        if self._smooth_reports % _SMOOTH_REPORTS == 0:
+            for key in self._last_keys:
+                if key in self.sequences:
+                    self.sequences[key].faults = 0
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
-        """Compare what the heartbeat counts with what arrived."""
-        if self.sync is not Sync.IN_STEP:
-            return None
-        if report.stepped_seq <= self._stepped_seq:
-            self._behind = None
-        elif self._behind is None:
-            self._behind = (report.stepped_seq, now_s)
-        elif self._stepped_seq >= self._behind[0]:
-            self._behind = (report.stepped_seq, now_s)
-        elif now_s - self._behind[1] > self.rules.report_grace_s:
-            return Trouble(f"step reports up to {report.stepped_seq} were lost")
-        newest = self._outstanding[-1] if self._outstanding else None
-        if newest and report.plan_seq < newest.seq and now_s - newest.sent_s > self.rules.plan_grace_s:
-            return Trouble(f"plan {newest.seq} never reached the worker")
-        return None
+        return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
 
     def on_tick(self, now_s: float) -> Trouble | None:
-        """Outstanding plans must move: a worker whose engine hangs still sends heartbeats."""
-        patience_s = self.rules.snapshot_patience_s + self.rules.valid_for_s
-        if self._outstanding and now_s - self._progress_s > patience_s:
-            return Trouble(f"no step of plan {self._outstanding[0].seq} in {patience_s:g} s")
-        return None
+        return None if self.policy is None else self._outstanding.on_tick(now_s)
 
     def check_integrity(self) -> None:
-        seqs = [plan.seq for plan in self._outstanding]
-        assert seqs == sorted(set(seqs)) and (not seqs or seqs[-1] == self._plan_seq)
-        assert all(plan.steps_done <= plan.batch.steps for plan in self._outstanding)
-        assert (self.policy is not None) == (self.sync is Sync.IN_STEP)
+        """Raises AssertionError when the lane contradicts itself, or its policy does."""
+        self._outstanding.check_integrity()
         assert len(self._outstanding) <= MAX_OUTSTANDING_PLANS + 1
+        assert (self.policy is not None) == (self.sync is Sync.IN_STEP)
         if self.policy is not None:
             self.policy.check_integrity()
 

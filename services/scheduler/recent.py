@@ -1,4 +1,5 @@
-"""A map whose entries fade: what was cancelled, ended or given up lately. Pure; bounded in time and in number."""
+"""A map whose entries fade: what was cancelled, ended or given up lately. Pure; bounded in time and in
+number."""
 
 from typing import Generic, TypeVar
 

@@ -1,4 +1,5 @@
-"""Every sequence the scheduler knows, where it is, and what left lately. The one place where sequences come and go.
+"""Every sequence the scheduler knows, where it is, and what left lately. The one place where sequences come
+and go.
 
 Knows workers only as lanes. Pure.
 """
@@ -30,6 +31,8 @@ class Roster:
         """Attempt that ended, and the worker that keeps its tokens."""
         self.dropped: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.tombstone_s, _LIMIT)
         """Attempt that was given up, and why."""
+        self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
+        """Incarnation; until it is heard again."""
 
     def find(self, ref: SequenceRef) -> Sequence | None:
         """The sequence, if this very attempt of it is known."""
@@ -46,6 +49,11 @@ class Roster:
             return False
         return sum(sequence.phase not in HELD for sequence in self.sequences.values()) >= limit
 
+    def closed_workers(self) -> tuple[str, ...]:
+        """Workers that nothing can be placed on now, although placement may think so."""
+        unready = [name for name, lane in self.lanes.items() if lane.sync is not Sync.IN_STEP]
+        return tuple(sorted([*unready, *(name for name, _ in self.lost_workers.items())]))
+
     def longest_context_tokens(self) -> int | None:
         """Of any worker known; None when none is."""
         return max((lane.report.max_context_tokens for lane in self.lanes.values()), default=None)
@@ -57,7 +65,8 @@ class Roster:
         self.backlog.add(sequence)
 
     def adopt(self, sequence: Sequence, lane: Lane, phase: Phase, now_s: float) -> None:
-        """Found at this lane's worker: new, queued, already known to be there, or meant for another worker."""
+        """Found at this lane's worker: new, queued, already known to be there, or meant for another
+        worker."""
         known = self.sequences.setdefault(sequence.key, sequence) is sequence
         assert known, "another attempt is known"
         if sequence.worker_id is None and sequence in self.backlog:
@@ -118,7 +127,8 @@ class Roster:
         )
 
     def cancel(self, sequence: Sequence, reason: FinishReason, now_s: float) -> list[Effect]:
-        """End it on behalf of its gateway, at its worker too; whoever sees the attempt again takes it for cancelled."""
+        """End it on behalf of its gateway, at its worker too; whoever sees the attempt again takes it for
+        cancelled."""
         self.tombstones.put(sequence.key, sequence.ref.attempt, now_s)
         held_by = sequence.worker_id if sequence.phase in HELD else None
         effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason=reason)]
@@ -135,6 +145,7 @@ class Roster:
         self.tombstones.expire(now_s)
         self.ended.expire(now_s)
         self.dropped.expire(now_s)
+        self.lost_workers.expire(now_s)
 
     def check_integrity(self) -> None:
         self.backlog.check_integrity()

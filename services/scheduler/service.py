@@ -1,8 +1,8 @@
 """The scheduler on the bus: feeds events to the core, carries its effects out, holds the lease.
 
-An instance without the lease is a standby: it listens to workers' heartbeats (for the highest epoch) and answers
-`status`, nothing else. Leadership is a `Term`; when the lease is lost, or a higher epoch is heard, the term ends, its
-core with it, and the instance stands for the lease again. No state outlives a term.
+An instance without the lease is a standby: it listens to workers' heartbeats (for the highest epoch) and
+answers `status`, nothing else. Leadership is a `Term`; when the lease is lost, or a higher epoch is heard,
+the term ends, its core with it, and the instance stands for the lease again. No state outlives a term.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """A sequence as the scheduler knows it, and the one table of what may become of it.
 
-The scheduler's state is soft: all of it is rebuilt from heartbeats, snapshots and resubmissions. Phases are those of
-the *projection*: a plan that was sent counts as run. Knows nothing of policies, messages in flight or time.
+The scheduler's state is soft: all of it is rebuilt from heartbeats, snapshots and resubmissions. Phases are
+those of the *projection*: a plan that was sent counts as run. Knows nothing of policies, messages in flight
+or time.
 """
 
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
 
 
 def mermaid() -> str:
-    """The table as a mermaid state diagram; the ways out of the three held phases are drawn once, from their box."""
+    """The table as a mermaid state diagram; the ways out of the three held phases are drawn once, from
+    their box."""
     lines = ["stateDiagram-v2", "    [*] --> queued: submitted", "    [*] --> held: found at a worker"]
     lines += ["    state held {", *(f"        {phase}" for phase in sorted(HELD)), "    }"]
     drawn: set[tuple[str, str, str]] = set()
@@ -87,7 +89,8 @@ def mermaid() -> str:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One attempt of one sequence. Without `spec` when it was adopted and its gateway has not resubmitted it yet."""
+    """One attempt of one sequence. Without `spec` when it was adopted and its gateway has not resubmitted
+    it yet."""
 
     ref: SequenceRef
     gateway_id: str

@@ -1,7 +1,8 @@
 """One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
 
-Everything published goes through one queue and one task, so that plans leave in the order they were made. Questions
-(placement, predictions, snapshots) are tasks with deadlines; the core hears the answer, or that there was none.
+Everything published goes through one queue and one task, so that plans leave in the order they were made.
+Questions (placement, predictions, snapshots) are tasks with deadlines; the core hears the answer, or that
+there was none.
 """
 
 import asyncio
@@ -22,10 +23,11 @@ from services.scheduler.effects import (
     StepDown,
 )
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.tally import PlanTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s, new_incarnation
-from shared.errors import KvasirError, StaleEpoch
+from shared.errors import KvasirError, MessageTooLarge, StaleEpoch
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
 from shared.messages.commands import (
@@ -38,7 +40,7 @@ from shared.messages.commands import (
     SubmitSequence,
     TakeSnapshot,
 )
-from shared.messages.plans import WorkerStepped
+from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 
 _log = get_logger("scheduler")
@@ -63,13 +65,13 @@ class Term:
         self._bus = bus
         self._incarnation = new_incarnation()
         self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s())
-        self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue(_MAX_OUTBOX)
+        self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
         self._questions: set[asyncio.Task[None]] = set()
         self._predictions = 0
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
         self.heard_epoch = 0
-        self._plans = metrics.counter("kvasir_scheduler_plans_total", "Plans sent")
+        self._tally = PlanTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
         self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
@@ -79,7 +81,8 @@ class Term:
         return self._core.epoch
 
     def describe(self) -> dict[str, Any]:
-        return {"queued": self._core.queued, "running": self._core.running, **self._core.describe()}
+        counts = {"queued": self._core.queued, "running": self._core.running, **self._tally.describe()}
+        return counts | self._core.describe()
 
     async def run(self) -> None:
         """Until the core steps down, or cancelled."""
@@ -140,8 +143,8 @@ class Term:
         for effect in effects:
             match effect:
                 case SendPlan():
-                    self._plans.inc()
-                    self._post(subjects.worker_plan(effect.worker_id), effect.plan)
+                    self._tally.count(effect.plan)
+                    self._post(subjects.worker_plan(effect.worker_id), effect.plan, effect.worker_id)
                 case CancelAtWorker():
                     self._post(subjects.worker_cancel(effect.worker_id), effect.command)
                 case PublishWorkerLost():
@@ -163,9 +166,9 @@ class Term:
                     self.heard_epoch = effect.epoch
                     self._end(effect.reason)
 
-    def _post(self, subject: str, message: Message) -> None:
+    def _post(self, subject: str, message: Message, worker_id: str = "") -> None:
         try:
-            self._outbox.put_nowait((subject, message))
+            self._outbox.put_nowait((subject, message, worker_id))
         except asyncio.QueueFull:
             self._end("messages are not leaving")
 
@@ -195,9 +198,13 @@ class Term:
 
     async def _send(self) -> None:
         while True:
-            subject, message = await self._outbox.get()
+            subject, message, worker_id = await self._outbox.get()
             try:
                 await self._bus.publish(subject, message)
+            except MessageTooLarge as error:
+                _log.error("%s", error)
+                if isinstance(message, BatchPlan):
+                    self._feed(self._core.on_plan_unsent, worker_id, message, error.message)
             except KvasirError as error:
                 _log.warning("%s was not sent: %s", type(message).__name__, error)
 

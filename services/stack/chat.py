@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ class Conversation:
     options: ChatOptions
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask(self, question: str) -> Generator[str]:
         """Streams the answer. A turn that fails or is abandoned leaves no trace. Raises ChatFailed."""
         asked = [*self.messages, {"role": "user", "content": question}]
         answer: list[str] = []

@@ -7,8 +7,12 @@ from enum import StrEnum
 from typing import Any
 
 from services.stack.backoff import Backoff
-from services.stack.probes import Probe
+from services.stack.launch import Launcher, Program
+from services.stack.probes import AliveProbe, Probe
 from services.stack.process import ChildProcess
+
+_ALIVE = AliveProbe()
+_PROGRAM = Program()
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class ChildSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """All of its environment."""
-    ready: Probe | None = None
-    """None: ready as soon as it runs."""
+    ready: Probe = _ALIVE
+    launcher: Launcher = _PROGRAM
     stage: int = 0
     """Higher stages are stopped first; all are started together."""
 
@@ -41,11 +45,13 @@ class Child:
 
     spec: ChildSpec
     backoff: Backoff
-    state: ChildState = ChildState.STOPPED
+    state: ChildState = ChildState.STARTING
     process: ChildProcess | None = None
     restarts: int = 0
     last_exit: str | None = None
     obstacle: str | None = None
+    took_s: float | None = None
+    """From the start of the present process to its being ready."""
     started_unix_s: float = field(default_factory=time.time)
 
     def row(self) -> dict[str, Any]:
@@ -56,5 +62,6 @@ class Child:
             "state": str(self.state),
             "restarts": self.restarts,
             "last_exit": self.last_exit,
+            "took_s": round(self.took_s, 2) if self.took_s is not None else None,
             "started_unix_s": round(self.started_unix_s, 3),
         }

@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +13,8 @@ from rich.console import Console
 from services.stack.config import StackConfig
 from services.stack.obstructions import Obstructed
 from services.stack.rundir import RunDirectory
-from services.stack.table import ROOT, parse_override
+from services.stack.table import ROOT, TableMaker, kvasir_table, parse_override
+from shared import log
 from shared.config import load
 from shared.errors import ConfigError, KvasirError
 
@@ -19,10 +22,20 @@ _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
 _STACK_FLAGS = ("port", "nats_port", "workers", "model", "start_timeout_s", "stop_grace_s")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class Program:
+    """What the commands are called as, and what they run."""
+
+    module: str = "services"
+    make_table: TableMaker = kvasir_table
+
+
+def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int:  # frozen
     """Carries out one command; returns the exit code: 0 done, 1 failed, 2 wrong settings, 3 something is in
     the way."""
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words, argparse.Namespace(program=program, words=words))
+    logging.getLogger(log.ROOT).addHandler(logging.NullHandler())  # the console is for people
     console = Console(stderr=False, soft_wrap=True)
     try:
         code: int = arguments.command(arguments, console)
@@ -85,6 +98,7 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.detach import up_detached
     from services.stack.up import UpOptions, up
 
+    program: Program = arguments.program
     file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
     flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
     config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])
@@ -93,9 +107,12 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
         run=RunDirectory(arguments.run_dir),
         config_file=file,
         overrides=tuple(parse_override(text) for text in arguments.set),
+        make_table=program.make_table,
     )
     if arguments.detach:
-        return up_detached(options.run, [word for word in sys.argv[1:] if word != "--detach"], console)
+        return up_detached(
+            options.run, program.module, [word for word in arguments.words if word != "--detach"], console
+        )
     return asyncio.run(up(options, console))
 
 

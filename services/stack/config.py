@@ -19,6 +19,9 @@ class StackConfig(ServiceConfig):
     model: str | None = Field(
         default=None, description="folder or hub id; unset: what the services default to"
     )
+    preload: bool = Field(
+        default=True, description="workers are forked from one process that has imported torch"
+    )
     start_timeout_s: float = Field(
         default=180.0, gt=0, description="not ready after this, the start has failed"
     )

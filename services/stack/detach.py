@@ -17,8 +17,8 @@ _POLL_S = 0.05
 _STOP_WAIT_S = 60.0
 
 
-def up_detached(run: RunDirectory, argv: Sequence[str], console: Console) -> int:
-    """Runs `python -m services <argv>` in the background; 0 when it is ready, else its exit code. Raises
+def up_detached(run: RunDirectory, module: str, argv: Sequence[str], console: Console) -> int:
+    """Runs `python -m <module> <argv>` in the background; 0 when it is ready, else its exit code. Raises
     Obstructed."""
     run.create()
     if run.holder() is not None:
@@ -26,7 +26,7 @@ def up_detached(run: RunDirectory, argv: Sequence[str], console: Console) -> int
     log_path = run.path / "supervisor.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services", *argv],
+            [sys.executable, "-m", module, *argv],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -44,7 +44,7 @@ def up_detached(run: RunDirectory, argv: Sequence[str], console: Console) -> int
     if not ready:
         return process.returncode or 1
     console.print(
-        f"running in the background (pid {process.pid}); `python -m services down` ends it",
+        f"running in the background (pid {process.pid}); `python -m {module} down` ends it",
         soft_wrap=True,
         highlight=False,
         markup=False,

@@ -1,6 +1,7 @@
 """What `up` shows while it starts and when it is ready: a live table on a terminal, a few plain lines
 elsewhere."""
 
+import contextlib
 import time
 from collections.abc import Iterable
 
@@ -35,8 +36,9 @@ class StartDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
+        with contextlib.suppress(OSError):
+            if self._live:
+                self._live.stop()
 
     def tick(self) -> None:
         now_s = time.monotonic()
@@ -44,6 +46,10 @@ class StartDisplay:
         if now_s - self._shown_s < every_s:
             return
         self._shown_s = now_s
+        with contextlib.suppress(OSError):  # nobody looks any more
+            self._show(now_s)
+
+    def _show(self, now_s: float) -> None:
         if self._live:
             self._live.update(self._table(now_s - self._began_s), refresh=True)
         else:

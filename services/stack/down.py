@@ -5,9 +5,9 @@ import os
 import signal
 import time
 
-import psutil
 from rich.console import Console
 
+from services.stack.leftovers import end_leftovers, is_alive
 from services.stack.rundir import RunDirectory
 
 _STOP_WAIT_S = 45.0
@@ -21,19 +21,19 @@ def down(run: RunDirectory, console: Console) -> int:
     began_s = time.monotonic()
     pid = run.holder()
     if pid is None:
-        left = _end_leftovers(run)
+        left = end_leftovers(run.read_state())
         what = f"; ended {left} processes that it had left behind" if left else ""
         _say(console, f"nothing runs from {run.path}{what}")
         return 0
     _signal(pid, signal.SIGTERM)
     how = "stopped"
-    if not _gone(run, _STOP_WAIT_S):
+    if not _gone(run, pid, _STOP_WAIT_S):
         how = "killed"
         _signal(pid, signal.SIGKILL)
-        if not _gone(run, _KILL_WAIT_S):
+        if not _gone(run, pid, _KILL_WAIT_S):
             _say(console, f"the supervisor (pid {pid}) of {run.path} could not be ended")
             return 1
-    left = _end_leftovers(run)
+    left = end_leftovers(run.read_state())
     count = len(run.read_state().get("children", []))
     extra = f", {left} of them left behind and killed" if left else ""
     _say(
@@ -53,24 +53,10 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _gone(run: RunDirectory, timeout_s: float) -> bool:
+def _gone(run: RunDirectory, pid: int, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
-    while run.holder() is not None:
+    while run.holder() is not None or is_alive(pid):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def _end_leftovers(run: RunDirectory) -> int:
-    """Kills children of the last supervisor that still live (where the kernel does not do it); how many there
-    were."""
-    found = []
-    for row in run.read_state().get("children", []):
-        with contextlib.suppress(psutil.Error, KeyError, TypeError):
-            process = psutil.Process(row["pid"])
-            if abs(process.create_time() - row["started_unix_s"]) < 2.0:
-                process.kill()
-                found.append(process)
-    psutil.wait_procs(found, timeout=_KILL_WAIT_S)
-    return len(found)

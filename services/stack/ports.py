@@ -49,9 +49,18 @@ def owner(port: int) -> PortOwner:
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             if connection.pid is None:
                 break
-            try:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-            except psutil.Error:
-                command = "ended meanwhile"
-            return PortOwner(connection.pid, command[:120] or "no command line")
+            return _responsible(connection.pid)
     return PortOwner(None, "")
+
+
+def _responsible(pid: int) -> PortOwner:
+    """The process itself, or the stack's supervisor that would only start it again."""
+    try:
+        process = psutil.Process(pid)
+        parent = process.parent()
+        words = parent.cmdline() if parent is not None else []
+        if parent is not None and "up" in words and any("services" in word for word in words):
+            process = parent
+        return PortOwner(process.pid, " ".join(process.cmdline())[:120] or "no command line")
+    except psutil.Error:
+        return PortOwner(pid, "ended meanwhile")

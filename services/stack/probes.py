@@ -5,7 +5,10 @@ Written on bare sockets: it runs while everything else starts, on the same cores
 
 import asyncio
 import contextlib
+import json
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 _DEADLINE_S = 2.0
@@ -18,6 +21,16 @@ class Probe(Protocol):
     async def obstacle(self, started_unix_s: float) -> str | None:
         """Why a child started then is not ready, in a few words; None when it is."""
         ...
+
+
+@dataclass(frozen=True)
+class AliveProbe:
+    """Ready when it has run for a moment: all that can be said of a child that answers nobody."""
+
+    moment_s: float = 0.2
+
+    async def obstacle(self, started_unix_s: float) -> str | None:
+        return None if time.time() - started_unix_s >= self.moment_s else "only just started"
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,22 @@ class TcpProbe:
 
 
 @dataclass(frozen=True)
+class UnixProbe:
+    """Ready when something accepts connections on a Unix socket."""
+
+    path: Path
+
+    async def obstacle(self, started_unix_s: float) -> str | None:
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                _, writer = await asyncio.open_unix_connection(str(self.path))
+        except (OSError, TimeoutError):
+            return "imports"
+        writer.close()
+        return None
+
+
+@dataclass(frozen=True)
 class HttpProbe:
     """Ready when GET answers 200."""
 
@@ -48,7 +77,15 @@ class HttpProbe:
             status, body = await http_get(self.port, self.path)
         except (OSError, TimeoutError, ValueError):
             return f"no answer on port {self.port} yet"
-        return None if status == 200 else f"{self.path}: {' '.join(body.split())[:200] or status}"
+        return None if status == 200 else _reason(body) or f"{self.path} answers {status}"
+
+
+def _reason(body: str) -> str:
+    """The message of an error body in OpenAI's form; else its first words."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return " ".join(body.split())[:100]
 
 
 async def http_get(port: int, path: str, headers: tuple[str, ...] = ()) -> tuple[int, str]:

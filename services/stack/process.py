@@ -15,7 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_ARG_START, _ARG_END = 45, 46
+"""Where /proc/self/stat has the bounds of the command line, counted after the name (proc(5))."""
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
+_ORPHAN_POLLS, _ORPHAN_POLL_S = 20, 0.01
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 """Loaded before the first fork: a child must not import anything between fork and exec."""
 
@@ -32,14 +37,37 @@ def die_with_parent(parent_pid: int) -> Callable[[], None]:
     return in_child
 
 
-class ChildProcess:
-    """A running child. Call `wait` exactly once; it also ends whatever the child left in its process
-    group."""
+def name_process(name: str, argv: Sequence[str]) -> None:
+    """What `ps` and `top` show of a process that was forked, not executed, where that can be set (Linux)."""
+    if _libc is None:
+        return
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        first, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        line = b"\0".join(word.encode() for word in argv)[: end - first - 1]
+        if 0 < first < end:
+            ctypes.memmove(first, line.ljust(end - first, b"\0"), end - first)
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path) -> None:
+
+def become_subreaper() -> bool:
+    """Makes orphaned descendants this process's children; False where the kernel cannot."""
+    return _libc is not None and _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+class ChildProcess:
+    """A running child. Call `wait` exactly once; it also ends what the child left in its process group."""
+
+    def __init__(self, pid: int, reap: Callable[[], int]) -> None:
+        self.pid = pid
+        self._reap = reap
+        self._reaped = False
+
+    @classmethod
+    def start(cls, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path) -> "ChildProcess":
         """Raises OSError when the program cannot be started."""
         with log_path.open("ab") as log:
-            self._popen = subprocess.Popen(
+            popen = subprocess.Popen(
                 argv,
                 env=dict(env),
                 cwd=cwd,
@@ -47,30 +75,40 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509  # one thread here, nothing imported
+                preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509  # one thread, no imports
             )
-        self.pid = self._popen.pid
+        return cls(popen.pid, popen.wait)
+
+    @classmethod
+    def adopt(cls, pid: int) -> "ChildProcess":
+        """A process forked elsewhere that became a child of this one. Raises ChildProcessError if not."""
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return cls(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     async def wait(self) -> int:
         """The exit status, negative for a signal, as `subprocess` has it."""
         await _ended(self.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-        return self._popen.wait()
+        self._reaped = True
+        status = self._reap()
+        await _reap_orphans(self.pid)
+        return status
 
     def terminate(self) -> None:
         """Ask it to end; a stopped one is woken to hear it."""
-        self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)
+        self._signal(os.kill, signal.SIGTERM)
+        self._signal(os.kill, signal.SIGCONT)
 
     def kill(self) -> None:
         """End it and everything in its process group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._signal(os.killpg, signal.SIGKILL)
+        self._signal(os.kill, signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._popen.send_signal(number)
+    def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
+        if not self._reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                send(self.pid, number)
 
 
 async def _ended(pid: int) -> None:
@@ -88,6 +126,17 @@ async def _ended(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+async def _reap_orphans(group: int) -> None:
+    """Takes note of the end of what the child left behind, where this process is the one it was left to."""
+    for _ in range(_ORPHAN_POLLS):
+        try:
+            while os.waitpid(-group, os.WNOHANG)[0]:  # noqa: ASYNC222  # does not wait
+                pass
+        except ChildProcessError:
+            return
+        await asyncio.sleep(_ORPHAN_POLL_S)
 
 
 async def _polled(pid: int) -> None:

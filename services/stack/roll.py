@@ -5,12 +5,13 @@ use: the supervisor starts its children before it spends time on that.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared import subjects
 from shared.config import BusConfig
-from shared.errors import KvasirError
+from shared.errors import BusUnavailable, KvasirError
 from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus
 
@@ -25,6 +26,7 @@ class RollCall:
         self._config = config
         self._bus: Bus | None = None
         self._connecting = asyncio.Lock()
+        self._closed = False
 
     async def ask(
         self, service: str, *, deadline_s: float, expected: int | None = None
@@ -34,19 +36,27 @@ class RollCall:
         subject = subjects.status(service)
         return await bus.gather(subject, Empty(), ServiceStatus, deadline_s=deadline_s, expected=expected)
 
-    async def ask_all(self, *, deadline_s: float) -> list[ServiceStatus]:
-        """Every answer of every service, in the order of `subjects.SERVICES`, then by instance."""
-        answers = await asyncio.gather(*(self.ask(s, deadline_s=deadline_s) for s in subjects.SERVICES))
+    async def ask_all(self, expected: Mapping[str, int], *, deadline_s: float) -> list[ServiceStatus]:
+        """Every answer of every service, in the order of `subjects.SERVICES`, then by instance.
+
+        Does not wait out the deadline for a service that has given as many answers as are `expected` of it.
+        """
+        answers = await asyncio.gather(
+            *(self.ask(s, deadline_s=deadline_s, expected=expected.get(s)) for s in subjects.SERVICES)
+        )
         return [status for group in answers for status in sorted(group, key=lambda status: status.instance)]
 
     async def close(self) -> None:
-        """May be called again."""
+        """May be called again; later questions raise BusUnavailable."""
+        self._closed = True
         if self._bus is not None:
             await self._bus.close()
             self._bus = None
 
     async def _connected(self) -> "Bus":
         async with self._connecting:
+            if self._closed:
+                raise BusUnavailable("the roll call is closed")
             if self._bus is None:
                 from shared.bus import Bus
 

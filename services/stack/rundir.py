@@ -9,11 +9,14 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _KEPT_LOGS = 3
+LOG_LIMIT_BYTES = 64 * 1024 * 1024
+"""Of one log while a stack runs; as much again is kept of what came before."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,19 @@ class RunDirectory:
                 newer = log.with_name(f"{log.name}.{number - 1}") if number > 1 else log
                 if newer.exists():
                     newer.replace(older)
+
+    def trim_logs(self, limit_bytes: int = LOG_LIMIT_BYTES) -> list[str]:
+        """Moves what a log has above the limit to `x.log.1` and empties it in place: its writer appends.
+
+        Returns the names of the logs it trimmed; lines written at that very moment may be lost.
+        """
+        trimmed = []
+        for log in self.logs.glob("*.log"):
+            if log.stat().st_size > limit_bytes:
+                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                os.truncate(log, 0)
+                trimmed.append(log.stem)
+        return trimmed
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -1,25 +1,31 @@
 """`status`: what the supervisor knows of its children, and what every service says of itself.
 
-Details are shown as they come: scalars in the services' table, lists of rows as tables of their own.
+Details are shown as they come: scalars as one row per instance, lists of rows as tables of their own.
 """
 
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
 from pydantic import SecretStr
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
+from shared import subjects
 from shared.config import BusConfig
 from shared.errors import KvasirError
 from shared.messages.reports import ServiceStatus
 
 _DEADLINE_S = 1.0
+_CONNECT_S = 2.0
+_COLUMN_MARGIN = 3
 
 
 async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
@@ -31,7 +37,9 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
         return 1
     problem, answers = None, []
     try:
-        answers = await _ask_all(run, str(state["nats_url"]))
+        names = [str(child["name"]) for child in state["children"]]
+        expected = Counter(name.rpartition("-")[0] for name in names)
+        answers = await _ask_all(run, str(state["nats_url"]), expected)
     except KvasirError as error:
         problem = error.message
     if as_json:
@@ -45,18 +53,18 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
     return 1 if problem else 0
 
 
-async def _ask_all(run: RunDirectory, nats_url: str) -> list[ServiceStatus]:
+async def _ask_all(run: RunDirectory, nats_url: str, expected: Mapping[str, int]) -> list[ServiceStatus]:
     credentials = run.credentials()
     roll = RollCall(
         BusConfig(
             url=nats_url,
             user=credentials.nats_user,
             password=SecretStr(credentials.nats_password),
-            connect_timeout_s=5.0,
+            connect_timeout_s=_CONNECT_S,
         )
     )
     try:
-        return await roll.ask_all(deadline_s=_DEADLINE_S)
+        return await roll.ask_all(expected, deadline_s=_DEADLINE_S)
     finally:
         await roll.close()
 
@@ -67,45 +75,61 @@ def _show(console: Console, state: Mapping[str, Any], answers: list[ServiceStatu
         f"pid {state.get('pid')}  NATS {state.get('nats_url')}",
         highlight=False,
     )
-    console.print(_services_table(state, {answer.instance: answer for answer in answers}))
-    for answer in answers:
-        for name, rows in answer.details.items():
-            if _is_table(rows):
-                console.print(_rows_table(f"{answer.instance}: {name}", rows))
+    _print_rows(console, "processes", _process_rows(state, {answer.instance for answer in answers}))
+    for service, group in groupby(answers, key=lambda answer: answer.service):
+        same = list(group)
+        _print_rows(console, service, [{"instance": a.instance, **_scalars(a.details)} for a in same])
+        for answer in same:
+            for name, rows in answer.details.items():
+                if _is_table(rows):
+                    _print_rows(console, f"{answer.instance}: {name}", rows)
 
 
-def _services_table(state: Mapping[str, Any], answers: Mapping[str, ServiceStatus]) -> Table:
-    table = Table(title="services", title_justify="left", title_style="bold")
-    for heading in ("instance", "pid", "state", "restarts", "up", "says"):
-        table.add_column(heading, overflow="fold")
-    children = {row["name"]: row for row in state.get("children", [])}
-    for name in (*children, *(other for other in answers if other not in children)):
-        row, answer = children.get(name, {}), answers.get(name)
-        up_s = answer.uptime_s if answer else max(0.0, time.time() - row.get("started_unix_s", time.time()))
-        said = _scalars(answer.details) if answer else "" if name == "nats" else "no answer on the bus"
-        restarts = f"{row.get('restarts', '')}" + (f" ({row['last_exit']})" if row.get("last_exit") else "")
-        table.add_row(
-            name, str(row.get("pid") or ""), row.get("state", "elsewhere"), restarts, _ago(up_s), said
+def _process_rows(state: Mapping[str, Any], answering: Collection[str]) -> list[dict[str, Any]]:
+    now_s = time.time()
+    rows = []
+    for child in state.get("children", []):
+        name, exited, took_s = child["name"], child.get("last_exit"), child.get("took_s")
+        silent = name.rpartition("-")[0] in subjects.SERVICES and name not in answering
+        rows.append(
+            {
+                "process": name,
+                "pid": child.get("pid"),
+                "state": f"{child['state']}, no answer on the bus" if silent else child["state"],
+                "up": _ago(max(0.0, now_s - child.get("started_unix_s", now_s))),
+                "start": None if took_s is None else f"{took_s:.1f} s",
+                "restarts": f"{child['restarts']} ({exited})" if exited else child["restarts"],
+            }
         )
-    return table
+    return rows
 
 
 def _is_table(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    """A table with a line per row, or, where that is too wide for the console, a column per row."""
     headings = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [[_cell(row.get(heading)) for heading in headings] for row in rows]
+    columns = list(zip(headings, *lines, strict=True))
+    width = sum(max(map(len, column)) + _COLUMN_MARGIN for column in columns)
+    if width > console.width:
+        headings, lines = list(columns[0]), [list(column) for column in columns[1:]]
+    console.print(_table(title, headings, lines))
+
+
+def _table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row.get(heading)) for heading in headings))
+    for line in lines:
+        table.add_row(*line)
     return table
 
 
-def _scalars(details: Mapping[str, Any]) -> str:
-    return "  ".join(f"{key}={_cell(value)}" for key, value in details.items() if not _is_table(value))
+def _scalars(details: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in details.items() if not isinstance(value, list)}
 
 
 def _cell(value: object) -> str:

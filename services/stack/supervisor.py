@@ -121,17 +121,18 @@ class Supervisor:
     async def _watch(self) -> None:
         """Looks after children that run and are not ready yet."""
         while True:
-            starting = [c for c in self.children.values() if c.state is ChildState.STARTING]
+            starting = [c for c in self.children.values() if c.process and c.state is ChildState.STARTING]
             await asyncio.gather(*(self._probe(child) for child in starting))
             await asyncio.sleep(_PROBE_S)
 
     async def _probe(self, child: Child) -> None:
         probed = child.process
-        obstacle = await child.spec.ready.obstacle(child.started_unix_s) if child.spec.ready else None
+        obstacle = await child.spec.ready.obstacle(child.started_unix_s)
         if child.process is not probed or child.state is not ChildState.STARTING:
             return
         child.obstacle = obstacle
         if obstacle is None:
+            child.took_s = time.time() - child.started_unix_s
             self._set(child, ChildState.READY)
 
     def _set(self, child: Child, state: ChildState) -> None:
@@ -157,23 +158,42 @@ class Supervisor:
 
     async def _run_once(self, child: Child) -> int:
         spec = child.spec
-        child.started_unix_s = time.time()
+        child.started_unix_s, child.took_s = time.time(), None
         try:
-            child.process = ChildProcess(spec.argv, spec.env, self._cwd, self.log_path(spec.name))
+            child.process = await self._launched(spec)
         except OSError as error:
             child.last_exit = str(error)
             return CONFIG_EXIT_CODE
+        if child.process is None:
+            return 0
+        if self._stopping.is_set():
+            child.process.kill()
         self._set(child, ChildState.STARTING)
         status = await child.process.wait()
         child.process = None
         child.last_exit = describe_exit(status)
         return status
 
+    async def _launched(self, spec: ChildSpec) -> ChildProcess | None:
+        """None when the supervisor was told to stop meanwhile. Raises OSError."""
+        launching = asyncio.ensure_future(
+            spec.launcher.launch(spec.argv, spec.env, self._cwd, self.log_path(spec.name))
+        )
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({launching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return launching.result() if launching.done() else None
+        finally:
+            for task in (launching, stopping):
+                task.cancel()
+            await asyncio.wait({launching, stopping})
+
     def _complain(self, child: Child, status: int, lived_s: float, delay_s: float) -> None:
         name, failures = child.spec.name, child.backoff.failures
         what = f"{name} ended after {lived_s:.1f} s ({child.last_exit})"
         if self._starting and (failures >= START_FAILURES or status == CONFIG_EXIT_CODE):
-            self._failure = self._failure or StartFailed(f"{what}, {failures} in a row", [name])
+            often = f", {failures} times in a row" if failures > 1 else ""
+            self._failure = self._failure or StartFailed(what + often, [name])
             return
         self._say(f"{what}; starting it again in {delay_s:g} s")
         if failures == COMPLAIN_FAILURES:

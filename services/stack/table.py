@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from services.stack import nats_server
 from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
-from services.stack.probes import HttpProbe, TcpProbe
+from services.stack.launch import Program, Seedling, socket_fits
+from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
 from services.stack.roll import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from shared import subjects
@@ -23,6 +25,23 @@ SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
 _NAME_SETTING = {"GATEWAY": "MODEL_NAME", "WORKER": "SERVED_NAME"}
 _BUS, _BACKEND, _FRONT = 0, 1, 2
 """Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
+
+
+class TableMaker(Protocol):
+    """What makes a child table for a stack."""
+
+    def __call__(
+        self,
+        config: StackConfig,
+        run: RunDirectory,
+        *,
+        port: int,
+        nats_port: int,
+        config_file: Path | None,
+        overrides: Sequence[tuple[str, str, str]],
+        environ: Mapping[str, str],
+        roll: RollCall,
+    ) -> list[ChildSpec]: ...
 
 
 def kvasir_table(
@@ -60,14 +79,23 @@ def kvasir_table(
             raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
     nats_argv = (nats_server.binary(), "-c", str(nats_config))
     table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(nats_port), stage=_BUS)]
+    seed = run.path / "seed.sock"
+    seed.unlink(missing_ok=True)
+    preload = config.preload and socket_fits(seed)
+    if preload:
+        seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), "services.worker.service")
+        table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
     for instance, service in instances.items():
         front = service == "gateway"
+        module, arguments = f"services.{service}", ("--instance", instance)
+        forked = preload and service == "worker"
         table.append(
             ChildSpec(
                 name=instance,
-                argv=(sys.executable, "-m", f"services.{service}", "--instance", instance),
+                argv=(sys.executable, "-m", module, *arguments),
                 env=shared_env | _override_env(overrides, service, instance),
                 ready=HttpProbe(port, "/ready") if front else StatusProbe(roll, service, instance),
+                launcher=Seedling(seed, instance, module, arguments) if forked else Program(),
                 stage=_FRONT if front else _BACKEND,
             )
         )

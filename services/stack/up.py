@@ -1,6 +1,7 @@
 """`up`: one stack from an empty run directory to ready, and down again when a signal says so."""
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -16,14 +17,16 @@ from rich.console import Console
 
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text
+from services.stack.leftovers import end_leftovers
 from services.stack.obstructions import choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor, tail
-from services.stack.table import ROOT, kvasir_table
+from services.stack.table import ROOT, TableMaker, kvasir_table
 from shared.config import BusConfig
 
+_TRIM_INTERVAL_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,6 +38,7 @@ class UpOptions:
     run: RunDirectory
     config_file: Path | None
     overrides: tuple[tuple[str, str, str], ...]
+    make_table: TableMaker = kvasir_table
 
 
 async def up(options: UpOptions, console: Console) -> int:
@@ -44,10 +48,8 @@ async def up(options: UpOptions, console: Console) -> int:
     run.create()
     if not run.acquire():
         raise running_already(run)
-    try:
-        return await _Stack(options, console).run()
-    finally:
-        run.release()
+    end_leftovers(run.read_state())
+    return await _Stack(options, console).run()  # the lock is this process's until it ends
 
 
 class _Stack:
@@ -68,7 +70,7 @@ class _Stack:
             password=SecretStr(credentials.nats_password),
         )
         self._roll = RollCall(bus)
-        specs = kvasir_table(
+        specs = options.make_table(
             config,
             self._run,
             port=self._port,
@@ -107,20 +109,25 @@ class _Stack:
         self._model = await self._served_model()
         self._set_phase("ready")
         key = self._run.credentials().api_key
-        self._console.print(
-            ready_text(self._url, key, self._model, self._ready_s),
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
-        )
-        await self._supervisor.until_broken()
+        self._say(ready_text(self._url, key, self._model, self._ready_s))
+        trimming = asyncio.create_task(self._trim_logs())
+        try:
+            await self._supervisor.until_broken()
+        finally:
+            trimming.cancel()
+
+    async def _trim_logs(self) -> None:
+        while True:
+            await asyncio.sleep(_TRIM_INTERVAL_S)
+            with contextlib.suppress(OSError):  # a full disk; nothing to be done about it here
+                self._run.trim_logs()
 
     async def _served_model(self) -> str:
         key = self._run.credentials().api_key
-        _, body = await http_get(self._port, "/v1/models", (f"Authorization: Bearer {key}",))
         try:
+            _, body = await http_get(self._port, "/v1/models", (f"Authorization: Bearer {key}",))
             return str(json.loads(body)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
+        except (OSError, TimeoutError, ValueError, LookupError, TypeError):
             return "unknown"
 
     async def _end(self) -> None:
@@ -140,7 +147,8 @@ class _Stack:
             self._say(f"the last lines of {log}:\n{tail(log)}")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        with contextlib.suppress(OSError):  # its terminal may be gone; its children are to end all the same
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase

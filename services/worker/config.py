@@ -8,7 +8,7 @@ from shared.config import ServiceConfig
 
 
 class WorkerConfig(ServiceConfig):
-    """Section `worker`. Durations in seconds, KV in blocks."""
+    """Section `worker`. Durations in seconds."""
 
     model: str = Field(
         default="models/tiny_chat", description="folder of a Hugging Face decoder, or a hub id"
@@ -20,6 +20,7 @@ class WorkerConfig(ServiceConfig):
     cores: tuple[int, ...] = Field(default=(), description="CPU cores to be bound to; empty: any")
     block_tokens: int = Field(default=16, ge=1, description="tokens in one KV block")
     kv_blocks: int = Field(default=1024, ge=1, description="KV capacity in blocks")
+    kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead; 0: kv_blocks counts")
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(

@@ -6,7 +6,7 @@ Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computat
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from services.worker.steps import Effects, Identity, StepCore
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
 from shared.clock import Clock, monotonic_s
-from shared.errors import KvasirError
+from shared.errors import ConfigError, KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
@@ -128,7 +128,7 @@ class Worker:
         while True:
             began_s = self._clock()
             report = await self._heartbeat.next()
-            if report is not None:
+            if report is not None and self._bus.connected:
                 try:
                     await self._bus.publish(subject, report)
                 except KvasirError as error:
@@ -153,7 +153,7 @@ class Worker:
 
 
 def _core(bus: Bus, config: WorkerConfig, engine: Engine) -> StepCore:
-    max_context_tokens = min(engine.max_positions, config.kv_blocks * config.block_tokens)
+    max_context_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
     identity = Identity(
         worker_id=bus.instance,
         incarnation=bus.incarnation,
@@ -167,27 +167,43 @@ def _core(bus: Bus, config: WorkerConfig, engine: Engine) -> StepCore:
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    return StepCore(identity, SequenceTable(BlockPool(config.kv_blocks, config.block_tokens), limits))
+    return StepCore(identity, SequenceTable(BlockPool(engine.kv_blocks, engine.block_tokens), limits))
 
 
 def make_engine(config: WorkerConfig) -> Engine:
     """The configured engine, warm: the first request finds nothing left to set up. Raises ConfigError."""
-    if config.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, config.cores)
     torch.set_num_threads(config.threads)
     model = load(config.model, dtype=config.dtype, device=config.device)
-    engine = TorchEngine(model, kv_blocks=config.kv_blocks, block_tokens=config.block_tokens)
-    warm_up(engine, config.block_tokens, config.kv_blocks)
+    block_bytes = model.block_bytes(config.block_tokens)
+    kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
+    if kv_blocks < 1:
+        raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
+    engine = TorchEngine(model, kv_blocks=kv_blocks, block_tokens=config.block_tokens)
+    warm_up(engine)
     return engine
 
 
+def bind_to(cores: Sequence[int]) -> None:
+    """Bind this thread, and those it starts, to CPU cores. Raises ConfigError when they cannot be had."""
+    if not cores:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("this system cannot bind a process to cores: leave it empty", param="cores")
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        there = sorted(os.sched_getaffinity(0))
+        raise ConfigError(f"cores {list(cores)}: cannot be had; there are {there}", param="cores") from error
+
+
 async def run(config: WorkerConfig) -> None:
-    """Serves until cancelled. Raises ConfigError (the model) and BusUnavailable (no NATS at start)."""
+    """Serves until cancelled. Raises ConfigError (model, cores) and BusUnavailable (no NATS at start)."""
+    bind_to(config.cores)
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
         engine = await asyncio.to_thread(make_engine, config)
         worker = Worker(bus, config, engine)
-        canonical(_log, "worker serving", model=config.model, kv_blocks=config.kv_blocks, dtype=config.dtype)
+        canonical(_log, "worker serving", model=config.model, kv_blocks=engine.kv_blocks, dtype=config.dtype)
         await worker.serve()
     finally:
         await bus.close()

@@ -1,9 +1,10 @@
 """What a batching policy is: the seam between the plan pipeline and every algorithm, in-tree or from outside.
 
-One policy object decides for one worker. It lives on *projected* state: whatever `plan` returned is taken as done as
-soon as it is returned, because the next plan is made while this one runs. Events correct the projection. What a
-policy reserves, lends or groups inside (EcoServe's two queues, groups, hosted ranges) is its own affair; this contract
-carries only what physically happens at the worker: chunks, decodes, total allocations, preemptions.
+One policy object decides for one worker. It lives on *projected* state: whatever `plan` returned is taken
+as done as soon as it is returned, because the next plan is made while this one runs. Events correct the
+projection. What a policy reserves, lends or groups inside (EcoServe's two queues, groups, hosted ranges) is
+its own affair; this contract carries only what physically happens at the worker: chunks, decodes, total
+allocations, preemptions.
 
 Knows nothing of attempts, epochs, messages or other workers. Source: papers/003 §2 for the split of roles.
 """
@@ -51,11 +52,13 @@ class Holding(msgspec.Struct, frozen=True):
     """Tokens of prompt + generated whose KV is there."""
     allocated_blocks: int
     decoding: bool = False
-    """Its prefill is over: the next token comes from a decode, and all but the last generated token have KV."""
+    """Its prefill is over: the next token comes from a decode, and all but the last generated token have
+    KV."""
 
 
 class PlannedPrefill(msgspec.Struct, frozen=True):
-    """Compute tokens [first_token, end_token) of prompt + generated; the chunk that reaches the end yields one token."""
+    """Compute tokens [first_token, end_token) of prompt + generated; the chunk that reaches the end yields
+    one token."""
 
     key: SequenceKey
     first_token: int
@@ -65,7 +68,8 @@ class PlannedPrefill(msgspec.Struct, frozen=True):
 
 
 class PlannedDecode(msgspec.Struct, frozen=True):
-    """One token in each step, `tokens` in all: fewer than the steps only when the answer's limit comes first."""
+    """One token in each step, `tokens` in all: fewer than the steps only when the answer's limit comes
+    first."""
 
     key: SequenceKey
     tokens: int
@@ -79,16 +83,19 @@ class PlannedPreemption(msgspec.Struct, frozen=True):
 
 
 class PlannedQuestion(msgspec.Struct, frozen=True):
-    """The policy wants this sequence's length predicted anew, given that the answer is longer than `generated_tokens`."""
+    """The policy wants this sequence's length predicted anew, given that the answer is longer than
+    `generated_tokens`."""
 
     key: SequenceKey
     generated_tokens: int
 
 
 class PlannedBatch(msgspec.Struct, frozen=True):
-    """Up to `steps` iterations. Applied as preemptions, prefills (first step only), decodes. A key is in one item only.
+    """Up to `steps` iterations. Applied as preemptions, prefills (first step only), decodes. A key is in
+    one item only.
 
-    No allocation may count on blocks of a sequence that is merely expected to end: ends are `on_ended` events.
+    No allocation may count on blocks of a sequence that is merely expected to end: ends are `on_ended`
+    events.
     """
 
     steps: int = 1
@@ -99,7 +106,8 @@ class PlannedBatch(msgspec.Struct, frozen=True):
 
     @property
     def decodes_only(self) -> bool:
-        """Such a batch may be cut short between any two steps, and each missing step is one `on_short` per decode."""
+        """Such a batch may be cut short between any two steps, and each missing step is one `on_short` per
+        decode."""
         return not (self.preemptions or self.prefills)
 
 
@@ -122,7 +130,8 @@ class PolicySettings:
     """Tokens computed in one step: decodes and prompt chunks together."""
     max_steps: int = 8
     start_tokens: int = 65_536
-    """Prompt + generated tokens of all sequences that one batch starts (their text travels in the plan), or one sequence."""
+    """Prompt + generated tokens of all sequences that one batch starts (their text travels in the plan), or
+    one sequence."""
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -130,21 +139,23 @@ class PolicySettings:
 class BatchPolicy(Protocol):
     """Decides one worker's batches. Deterministic: the same calls give the same batches.
 
-    A key that is not known (any more) is ignored by every event: ends and cancels may arrive twice, late, or while a
-    planned item is in flight.
+    A key that is not known (any more) is ignored by every event: ends and cancels may arrive twice, late,
+    or while a planned item is in flight.
     """
 
     def on_arrival(self, task: Task, now_s: float) -> None:
         """A sequence that holds nothing at the worker."""
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        """A sequence found at the worker, before the first plan. `task.generated_tokens` is what it has by now."""
+        """A sequence that lives at the worker already (found in a snapshot, or moved there).
+        `task.generated_tokens` is what it has by now."""
 
     def on_ended(self, key: SequenceKey, now_s: float) -> None:
         """Ended or cancelled: its blocks are free by the time the next plan is applied."""
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        """Decodes-only batches were cut short: this sequence generated `missing_tokens` fewer than was planned."""
+        """Decodes-only batches were cut short: this sequence generated `missing_tokens` fewer than was
+        planned."""
 
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         """The worker's capacity changed; a policy that hands out too much now preempts in its next plan."""
@@ -156,7 +167,8 @@ class BatchPolicy(Protocol):
         """The predictor's answer, if it ever comes."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        """The next batch, taken as run once returned; None when nothing can run. Asked again after every event."""
+        """The next batch, taken as run once returned; None when nothing can run. Asked again after every
+        event."""
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""

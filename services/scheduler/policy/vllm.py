@@ -1,11 +1,13 @@
 """`vllm`: first come, first served, blocks allocated on demand, the newest preempted by recomputation.
 
-Decodes first, oldest first; then the prompt that is partly prefilled; then waiting prompts, in order, while the token
-budget, the batch and the free blocks last. With `chunked_prefill` a prompt is cut to the budget that is left; without,
-prompts go whole, and one longer than the budget goes when no other prompt does. A prompt starts only where all of it
-fits. While nothing waits and nothing prefills, plans reach several steps ahead.
+Decodes first, oldest first; then the prompt that is partly prefilled; then waiting prompts, in order, while
+the token budget, the batch and the free blocks last. With `chunked_prefill` a prompt is cut to the budget
+that is left; without, prompts go whole, and one longer than the budget goes when no other prompt does. A
+prompt starts only where all of it fits. While nothing waits and nothing prefills, plans reach several steps
+ahead.
 
-Knows nothing of predictions and deadlines. The rival that papers/003 measures against, in its present chunked form.
+Knows nothing of predictions and deadlines. The rival that papers/003 measures against, in its present
+chunked form.
 """
 
 from bisect import insort
@@ -166,7 +168,7 @@ class VllmPolicy:
             self._preempt(draft, victim)
 
     def _draft_decode(self, draft: Draft, entry: Entry) -> None:
-        if entry.stage is Stage.DECODING and draft.budget_tokens > 0:
+        if entry.stage is Stage.DECODING and self._has_room(draft):
             blocks = self._blocks(entry.computed_tokens + 1)
             if self._secure(draft, entry, blocks):
                 draft.decodes[entry.task.key] = max(blocks, entry.allocated_blocks)
@@ -175,13 +177,18 @@ class VllmPolicy:
     def _draft_chunk(self, draft: Draft, entry: Entry) -> None:
         rest = entry.prefill_tokens - entry.computed_tokens
         chunk = self._chunk(draft, rest)
-        if entry.stage is not Stage.PREFILLING or chunk == 0:
+        if entry.stage is not Stage.PREFILLING or chunk == 0 or not self._has_room(draft):
             return
         blocks = self._blocks(entry.computed_tokens + chunk)
         if self._secure(draft, entry, blocks):
             end = entry.computed_tokens + chunk
             draft.prefills[entry.task.key] = (end, max(blocks, entry.allocated_blocks))
             draft.budget_tokens -= chunk
+
+    def _has_room(self, draft: Draft) -> bool:
+        """More may run than a batch holds: after an adoption, or when a batch that would have ended some
+        was cut."""
+        return len(draft.decodes) + len(draft.prefills) < self._settings.max_batch_sequences
 
     def _chunk(self, draft: Draft, rest: int) -> int:
         """Tokens of a prompt with `rest` to go that this step may compute; 0 is none."""
@@ -190,7 +197,8 @@ class VllmPolicy:
         return rest if rest <= draft.budget_tokens or not draft.prefills else 0
 
     def _secure(self, draft: Draft, entry: Entry, blocks: int) -> bool:
-        """Take what `entry` lacks of `blocks` from the draft, preempting newer ones for it, or in the end itself.
+        """Take what `entry` lacks of `blocks` from the draft, preempting newer ones for it, or in the end
+        itself.
 
         While blocks of complete sequences are about to be free it waits for those instead.
         """
@@ -261,7 +269,8 @@ class VllmPolicy:
         return self._capacity_blocks // 100 if draft.decodes or draft.prefills else 0
 
     def _steps(self, draft: Draft) -> int:
-        """The most steps for which nothing can change and the blocks last; the allocations in the draft grow with it."""
+        """The most steps for which nothing can change and the blocks last; the allocations in the draft
+        grow with it."""
         if draft.prefills or draft.preempted or any(True for _ in self._startable()):
             return 1
         entries = [self._entries[key] for key in draft.decodes]

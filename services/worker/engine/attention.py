@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface
 
 from services.worker.engine import paged
-from services.worker.engine.layout import Layout, Span, build, slots
+from services.worker.engine.layout import Layout, PrefillSpan, Span, build, slots
 from shared.errors import ConfigError
 
 _numbers = count()
@@ -49,6 +49,7 @@ class LayerProbe:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+        found += ["more than causal masking"] if not getattr(module, "is_causal", True) else []
         if found or attention_mask is not None or module.layer_idx in self.layers:
             what = ", ".join(found) or "a mask of its own, or KV shared between layers"
             raise ConfigError(f"this model's attention uses {what}, which this engine does not compute")
@@ -108,12 +109,28 @@ class PagedAttention:
 
         Returns `[1, rows, q_heads, value_dim]`.
         """
-        k_pool, v_pool = self._k[module.layer_idx], self._v[module.layer_idx]
+        shape = paged.Shape(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
         queries, keys, values = (packed[0].transpose(0, 1) for packed in (query, key, value))
+        output = self.attend(module.layer_idx, queries, keys, values, shape, sliding_window)
+        return output.unsqueeze(0), None
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: paged.Shape,
+        window_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Write `keys`, `values` `[rows, kv_heads, …]` to their slots, then attend over what each row sees.
+
+        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
+        """
+        k_pool, v_pool = self._k[layer], self._v[layer]
         k_pool.flatten(0, 1).index_copy_(0, self._slots, keys)
         v_pool.flatten(0, 1).index_copy_(0, self._slots, values)
-        shape = paged.Shape(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-        layout = self._layout(sliding_window)
+        layout = self._layout(window_tokens)
         output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
         for group in layout.groups:
             rows = slice(group.start, group.end)
@@ -122,25 +139,26 @@ class PagedAttention:
             )
         for span in layout.spans:
             rows = slice(span.start, span.end)
+            parts = []
             if span.mask is None:
-                parts = [paged.attend_chunk(queries[rows], keys[rows], values[rows], shape)]
-            else:
-                parts = []
+                parts.append(paged.attend_chunk(queries[rows], keys[rows], values[rows], shape))
             if span.context_tokens:
-                parts.append(
-                    paged.attend_context(
-                        queries[rows],
-                        k_pool,
-                        v_pool,
-                        span.table,
-                        span.context_tokens,
-                        shape,
-                        self._scratch,
-                        mask=span.mask,
-                    )
-                )
+                parts.append(self._attend_context(queries[rows], k_pool, v_pool, span, shape))
             output[rows] = parts[0][0] if len(parts) == 1 else _merged(parts)
-        return output.unsqueeze(0), None
+        return output
+
+    def _attend_context(
+        self,
+        queries: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        span: PrefillSpan,
+        shape: paged.Shape,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table, context_tokens = span.table, span.context_tokens
+        return paged.attend_context(
+            queries, k_pool, v_pool, table, context_tokens, shape, self._scratch, mask=span.mask
+        )
 
     def _layout(self, window_tokens: int | None) -> Layout:
         layout = self._layouts.get(window_tokens)

@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
-from services.worker.engine.loading import LoadedModel, replace_attention
+from services.worker.engine.loading import LoadedModel
 from services.worker.engine.sampler import SamplePoint, sample
 from shared.messages.sequence import Sampling
 
@@ -34,6 +35,12 @@ class Engine(Protocol):
     @property
     def max_positions(self) -> int: ...
 
+    @property
+    def kv_blocks(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
     def step(self, rows: Sequence[Row]) -> list[int | None]:
         """Compute all rows in one iteration, writing their KV.
 
@@ -48,6 +55,8 @@ class TorchEngine:
 
     def __init__(self, model: LoadedModel, *, kv_blocks: int, block_tokens: int) -> None:
         self._model = model
+        self.kv_blocks = kv_blocks
+        self.block_tokens = block_tokens
         self._attention = PagedAttention(
             model.layers,
             kv_blocks=kv_blocks,
@@ -55,7 +64,7 @@ class TorchEngine:
             dtype=model.dtype,
             device=model.device,
         )
-        replace_attention(model.module, self._attention.name)
+        self._forward = make_forward(model, self._attention)
 
     @property
     def vocabulary(self) -> int:
@@ -73,7 +82,7 @@ class TorchEngine:
         self._attention.begin(
             [Span(row.first_position, len(row.tokens), row.blocks) for row in packed], decodes
         )
-        logits = self._forward(packed)
+        logits = self._logits(packed)
         points = [row.point for row in packed if row.point is not None]
         drawn = iter(sample(logits, points) if points else ())
         tokens: list[int | None] = [None] * len(rows)
@@ -82,8 +91,8 @@ class TorchEngine:
                 tokens[index] = next(drawn)
         return tokens
 
-    def _forward(self, packed: Sequence[Row]) -> torch.Tensor:
-        """Logits `[rows that sample, vocabulary]`."""
+    def _logits(self, packed: Sequence[Row]) -> torch.Tensor:
+        """`[rows that sample, vocabulary]`."""
         tokens: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
@@ -93,21 +102,18 @@ class TorchEngine:
             if row.point is not None:
                 kept.append(len(tokens) - 1)
         device = self._model.device
-        output = self._model.module(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(kept or [0], device=device),
+        return self._forward(
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor(kept, dtype=torch.int64, device=device),
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
 
 
-def warm_up(engine: Engine, block_tokens: int, kv_blocks: int) -> None:
+def warm_up(engine: Engine) -> None:
     """Run a chunk, its continuation and a decode through block 0, so that no request pays for first calls."""
     sampling = Sampling(seed=0, max_tokens=1, temperature=1.0, top_p=0.9, top_k=2)
-    blocks = list(range(min(2, kv_blocks)))
-    last = min(len(blocks) * block_tokens, engine.max_positions) - 1
+    blocks = list(range(min(2, engine.kv_blocks)))
+    last = min(len(blocks) * engine.block_tokens, engine.max_positions) - 1
     half = last // 2
     for first, count in ((0, half), (half, last - half), (last, 1)):
         if count > 0:

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
 from shared.errors import ConfigError
+
+_quiet: Any = _logging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,6 +32,11 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
 
+    def block_bytes(self, block_tokens: int) -> int:
+        """What one KV block takes over all layers."""
+        per_token = sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers)
+        return per_token * block_tokens * self.dtype.itemsize
+
 
 def load(model: str, *, dtype: str, device: str) -> LoadedModel:
     """The model in folder `model`, or of that hub id.
@@ -37,6 +45,7 @@ def load(model: str, *, dtype: str, device: str) -> LoadedModel:
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
+    _quiet.disable_progress_bar()
     try:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], attn_implementation="eager")
     except (OSError, ValueError, KeyError) as error:
@@ -71,10 +80,24 @@ def describe(module: Any) -> LoadedModel:
         module=module,
         layers=tuple(probe.layers[index] for index in sorted(probe.layers)),
         vocabulary=module.get_input_embeddings().num_embeddings,
-        max_positions=int(config.max_position_embeddings),
+        max_positions=_max_positions(config),
         dtype=parameter.dtype,
         device=parameter.device,
     )
+
+
+def _max_positions(config: Any) -> int:
+    """The longest sequence for which attention and positions are what this engine computes."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise ConfigError("the model's configuration gives no max_position_embeddings", param="model")
+    limits = [positions, getattr(config, "attention_chunk_size", None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond it all positions are scaled otherwise, by the longest sequence in the batch.
+        limits += [rope.get("original_max_position_embeddings")]
+        limits += [getattr(config, "original_max_position_embeddings", None)]
+    return min(limit for limit in limits if isinstance(limit, int))
 
 
 def replace_attention(module: Any, name: str) -> None:

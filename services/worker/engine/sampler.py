@@ -1,6 +1,6 @@
 """From logits to tokens. A token depends on its logits, the sampling parameters, the choice and its index.
 
-temperature 0 is argmax. Otherwise: probabilities → top-k → top-p (renormalised in between) → inverse CDF in
+temperature 0 is argmax. Otherwise: probabilities → top-k → top-p (of what is left) → inverse CDF in
 token-id order with one uniform number, a counter-based hash of (seed, choice, index): no generator state to
 carry to another worker.
 """
@@ -14,6 +14,7 @@ from shared.messages.sequence import Sampling
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,10 @@ def _draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     device = logits.device
     temperatures = torch.tensor([point.sampling.temperature for point in points], device=device)
     probabilities = (logits / temperatures.clamp_min(1e-5)[:, None]).softmax(-1)
-    top_ks = [point.sampling.top_k for point in points]
-    top_ps = [point.sampling.top_p for point in points]
-    if any(top_k > 0 for top_k in top_ks) or any(top_p < 1 for top_p in top_ps):
-        probabilities = _filter(probabilities, top_ks, top_ps)
+    filtered = [row for row, point in enumerate(points) if _is_filtered(point.sampling)]
+    if filtered:
+        rows = torch.tensor(filtered, device=device)
+        probabilities[rows] = _filter(probabilities[rows], [points[row].sampling for row in filtered])
     cumulative = probabilities.double().cumsum(-1)
     numbers = [uniform(point.sampling.seed, point.choice, point.index) for point in points]
     total = cumulative[:, -1:]
@@ -68,15 +69,33 @@ def _draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
-def _filter(probabilities: torch.Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> torch.Tensor:
-    """Zero what is outside the top k, then outside the smallest set that reaches top_p of the rest."""
-    device = probabilities.device
-    vocabulary = probabilities.shape[-1]
-    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(vocabulary, device=device)
-    kept = [top_k if top_k > 0 else vocabulary for top_k in top_ks]
-    ordered = ordered.masked_fill(ranks >= torch.tensor(kept, device=device)[:, None], 0.0)
+def _is_filtered(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1
+
+
+def _filter(
+    probabilities: torch.Tensor, samplings: Sequence[Sampling], candidates: int = _CANDIDATES
+) -> torch.Tensor:
+    """Zero what is less likely than the last token kept; tokens as likely as that one stay.
+
+    Only the `candidates` most likely tokens are put in order; rows for which they do not reach top_p are done
+    again with all.
+    """
+    device, vocabulary = probabilities.device, probabilities.shape[-1]
+    most = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
+    width = min(vocabulary, max([candidates, *(sampling.top_k for sampling in samplings)]))
+    ordered = probabilities.topk(width).values
+    ranks = torch.arange(width, device=device)
+    ordered = ordered.masked_fill(ranks >= torch.tensor(most, device=device)[:, None], 0.0)
+    shares = torch.tensor([sampling.top_p for sampling in samplings], device=device)[:, None]
+    cut_by_rank = torch.tensor([limit <= width for limit in most], device=device)[:, None]
+    total = torch.where(cut_by_rank, ordered.sum(-1, keepdim=True), probabilities.sum(-1, keepdim=True))
     before = ordered.cumsum(-1) - ordered
-    limit = torch.tensor(top_ps, device=device)[:, None] * ordered.sum(-1, keepdim=True)
-    cut = (before >= limit) & (ranks > 0) & (limit < 1)
-    return torch.zeros_like(probabilities).scatter(-1, ids, ordered.masked_fill(cut, 0.0))
+    kept = (ordered > 0) & ((before < shares * total) | (shares >= 1) | (ranks == 0))
+    last = (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    result = probabilities * (probabilities >= ordered.gather(-1, last))
+    open_ended = (kept[:, -1:] & ~cut_by_rank).squeeze(-1).nonzero().squeeze(-1)
+    if len(open_ended):
+        rows = open_ended.tolist()
+        result[open_ended] = _filter(probabilities[open_ended], [samplings[row] for row in rows], vocabulary)
+    return result

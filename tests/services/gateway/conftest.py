@@ -100,10 +100,14 @@ class Stack:
     codec: Codec
     running: asyncio.Task[None]
 
+    @property
+    def body(self) -> dict[str, object]:
+        """A small, deterministic chat request."""
+        return {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+
     async def chat(self, **fields: object) -> httpx.Response:
-        """One chat completion request with defaults filled in."""
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **fields}
-        return await self.http.post("/v1/chat/completions", json=body)
+        """That request with `fields` on top."""
+        return await self.http.post("/v1/chat/completions", json={**self.body, **fields})
 
 
 MakeStack = Callable[..., Awaitable[Stack]]
@@ -138,8 +142,9 @@ async def make_stack(
                 FakeWorker(await connect_bus("worker", f"worker-{at}"), true_tokens) for at in range(2)
             ]
             scheduler = FakeScheduler(await connect_bus("scheduler", "scheduler-0"), workers)
-            for fake in (*workers, scheduler):
-                loops.extend(await fake.start())
+            for worker in workers:
+                loops.extend(await worker.start())
+            loops.extend(await scheduler.start())
             port = free_port()
             defaults: dict[str, object] = {
                 "model": str(model_folder),

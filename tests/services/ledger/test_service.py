@@ -37,5 +37,5 @@ async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
     (status,) = await client.gather(
         subjects.status("ledger"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
     )
-    assert [row["own_free_tokens"] for row in status.details["workers"]] == [0, 64, 144]
-    assert status.details["workers"][1]["lent_to"] == {"w0": 32}
+    assert [row["free"] for row in status.details["tokens"]] == [0, 64, 144]
+    assert status.details["tokens"][1]["lent_to"] == {"w0": 32}

@@ -10,7 +10,7 @@ from services.placement.policy import POLICIES
 from services.placement.policy.base import PlacementPolicy
 from services.placement.policy.best_fit import BestFit
 from services.placement.policy.worst_fit import WorstFit
-from services.placement.state import GROWTH_BLOCKS, Fleet
+from services.placement.state import GROWTH_BLOCKS, Fleet, Opening
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import EndedSequence, WorkerStepped
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
@@ -145,7 +145,7 @@ def test_reservation_lasts_until_a_heartbeat_lists_it_or_it_expires() -> None:
     assert place(fleet, item("b", size=1), now_s=0.5) == ["w0"]
     fleet.on_reported(report("w0", total=4, seq=4), 6.0)
     fleet.on_tick(6.0)
-    assert fleet.workers["w0"].empty
+    assert not fleet.workers["w0"].sequences
 
 
 def test_asking_again_replaces_the_reservation() -> None:
@@ -178,7 +178,7 @@ def test_old_heartbeats_are_ignored_and_a_new_incarnation_starts_afresh() -> Non
     fleet.on_reported(report("w0", total=2, seq=4), 0.1)
     assert fleet.workers["w0"].total_blocks == 8
     fleet.on_reported(report("w0", total=8, seq=1, incarnation=2), 0.2)
-    assert fleet.workers["w0"].empty
+    assert not fleet.workers["w0"].sequences
     fleet.on_reported(report("w0", total=2, seq=9, incarnation=1), 0.3)
     assert fleet.workers["w0"].total_blocks == 8
 
@@ -261,7 +261,7 @@ def _placed(
     fleet: Fleet, items: tuple[PlacementItem, ...], policy: PlacementPolicy, now_s: float
 ) -> tuple[str | None, ...]:
     admitted = [any(w.admits(one) for w in fleet.workers.values()) for one in items]
-    empties = {w.worker_id for w in fleet.workers.values() if w.empty}
+    empties = {w.worker_id for w in fleet.workers.values() if not w.sequences}
     answers = fleet.place(items, frozenset(), policy, now_s)
     waiting = False
     for one, chosen, could in zip(items, answers, admitted, strict=True):
@@ -269,7 +269,7 @@ def _placed(
             assert chosen is None, "overtaken"
         elif chosen is None and could:
             waiting = True
-            assert not any(fleet.workers[w].admits(one) and fleet.workers[w].empty for w in empties)
+            assert not any(fleet.workers[w].admits(one) and not fleet.workers[w].sequences for w in empties)
     return answers
 
 
@@ -277,7 +277,7 @@ def _placed(
 def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> None:
     for policy, extreme in ((BestFit(), min), (WorstFit(), max)):
         fleet = fleet_of(*(report(f"w{i}", total=size + GROWTH_BLOCKS) for i, size in enumerate(sizes)))
-        rooms = [worker.room() for worker in fleet.workers.values()]
+        rooms = [Opening(worker, worker.free_blocks).room() for worker in fleet.workers.values()]
         chosen = fleet.place((item("a", size=1, limit=1),), frozenset(), policy, 0.0)[0]
         free = {room.worker_id: room.free_tokens for room in rooms}
         assert chosen is not None

@@ -1,7 +1,8 @@
 """A worker without tensors: the rules of `shared/messages/plans.py`, made-up tokens, strict book-keeping.
 
-Token `i` of an answer is a function of (request, choice, i), so that an answer is the same wherever it is computed.
-Raises AssertionError when a plan makes it hold more blocks than it has, or compute more tokens than a budget.
+Token `i` of an answer is a function of (request, choice, i), so that an answer is the same wherever it is
+computed. Raises AssertionError when a plan makes it hold more blocks than it has, or compute more tokens
+than a budget.
 """
 
 from collections import deque
@@ -79,6 +80,10 @@ class FakeWorker:
     ended_now: list[EndedSequence] = field(default_factory=list)
     step_tokens: list[tuple[int, int]] = field(default_factory=list)
     """(prefilled, decoded) of each step."""
+    refused: set[str] = field(default_factory=set)
+    """Requests whose items it always skips."""
+    is_mute: bool = False
+    """Answers no snapshot."""
 
     @property
     def used_blocks(self) -> int:
@@ -128,7 +133,8 @@ class FakeWorker:
         plan, first = queued.plan, queued.steps_done == 0
         skipped = self._apply(plan) if first else []
         prefilled, decoded, ran = 0, 0, False
-        for item in (*plan.prefills, *plan.decodes) if first else plan.decodes:
+        items: list[PrefillChunk | Decode] = [*(plan.prefills if first else ()), *plan.decodes]
+        for item in items:
             outcome = self._run(item)
             if outcome is None:
                 ran = True
@@ -158,7 +164,9 @@ class FakeWorker:
             model="fake",
             block_tokens=self.block_tokens,
             max_context_tokens=min(self.max_context_tokens, self.total_blocks * self.block_tokens),
-            capacity=Capacity(total_blocks=self.total_blocks, free_blocks=self.total_blocks - self.used_blocks),
+            capacity=Capacity(
+                total_blocks=self.total_blocks, free_blocks=self.total_blocks - self.used_blocks
+            ),
             sequences=tuple(_listed(held) for held in self.held.values()),
         )
 
@@ -194,6 +202,8 @@ class FakeWorker:
         held = self._find(item.ref)
         if held is None:
             return SkipReason.UNKNOWN
+        if item.ref.request_id in self.refused:
+            return SkipReason.MISALIGNED
         decoding = held.state is SequenceState.DECODING
         if isinstance(item, Decode):
             aligned, end = decoding, len(held.tokens)
@@ -222,7 +232,10 @@ class FakeWorker:
             held.reason = FinishReason.LENGTH
         ref = spec.ref
         self.deltas.append(
-            (spec.gateway_id, TokenDelta(ref.request_id, ref.choice, ref.attempt, index, (token,), held.reason))
+            (
+                spec.gateway_id,
+                TokenDelta(ref.request_id, ref.choice, ref.attempt, index, (token,), held.reason),
+            )
         )
         if held.reason is not None:
             self._end(held, held.reason)
@@ -286,5 +299,3 @@ def _listed(held: Held) -> SequenceReport:
         allocated_blocks=held.blocks,
         finish_reason=held.reason,
     )
-
-

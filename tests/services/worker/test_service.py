@@ -1,7 +1,7 @@
 """A worker on a real nats-server: what schedulers and gateways see of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,10 +9,11 @@ import pytest
 import pytest_asyncio
 
 from services.worker.config import WorkerConfig
-from services.worker.service import Worker, make_engine
+from services.worker.engine.engine import Row
+from services.worker.service import Worker, bind_to, make_engine
 from shared import subjects
 from shared.bus import Bus, Listener
-from shared.errors import ConfigError, StaleEpoch
+from shared.errors import ConfigError, InternalError, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk, StepOutcome, WorkerStepped
@@ -240,6 +241,31 @@ async def test_the_last_frame_can_be_lost_on_purpose(
         assert [delta.first_index for delta in peers.deltas] == [0, 1, 2]
 
 
+class BrokenEngine:
+    """Computes nothing."""
+
+    vocabulary = 97
+    max_positions = 64
+    kv_blocks = 60
+    block_tokens = 4
+
+    def step(self, rows: Sequence[Row]) -> list[int | None]:
+        raise RuntimeError("as told")
+
+
+async def test_a_broken_engine_ends_the_worker(
+    connect_bus: ConnectBus, config: WorkerConfig, peers: Peers
+) -> None:
+    bus = await connect_bus("worker", "worker-0")
+    serving_task = asyncio.create_task(Worker(bus, config, BrokenEngine()).serve())
+    await peers.until(lambda: peers.reported)
+    for number in range(3):
+        await peers.start(f"req_{number}", steps=1)
+    with pytest.raises(InternalError, match="failed altogether"):
+        await asyncio.wait_for(serving_task, DEADLINE_S)
+    assert [delta.finish_reason for delta in peers.deltas] == [FinishReason.ERROR] * 2
+
+
 async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
     answers = await peers.bus.gather(
         subjects.status("worker"), Empty(), ServiceStatus, deadline_s=DEADLINE_S, expected=1
@@ -250,3 +276,16 @@ async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
 async def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no model"):
         make_engine(WorkerConfig(model=str(tmp_path)))
+
+
+def test_cores_that_are_not_there_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="there are"):
+        bind_to((100_000,))
+
+
+def test_capacity_can_be_given_in_bytes(config: WorkerConfig) -> None:
+    block_bytes = 2 * 2 * (16 + 16) * 4 * 4
+    engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
+    assert engine.kv_blocks == 11
+    with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
+        make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))

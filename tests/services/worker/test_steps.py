@@ -1,4 +1,4 @@
-"""A worker's core against any plans: driven by a random scheduler and a pretended engine that checks every slot."""
+"""A worker's core against any plans: a random scheduler, and a pretended engine that checks every slot."""
 
 from dataclasses import dataclass, field
 
@@ -264,7 +264,7 @@ def actions(draw: st.DrawFn) -> list[tuple[str, str, int, int]]:
 
 
 class RandomScheduler:
-    """Plans what the last report says, sometimes wrongly: numbers drawn by hypothesis shift chunks and allocations."""
+    """Plans by the last report, sometimes wrongly: drawn numbers shift chunks and allocations."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench

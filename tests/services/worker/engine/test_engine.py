@@ -125,4 +125,4 @@ def test_computing_a_row_again_changes_nothing(make_model: ModelFactory) -> None
 @pytest.mark.parametrize("blocks", [1, 2, 9])
 def test_warm_up_fits_the_smallest_pool(blocks: int, make_model: ModelFactory) -> None:
     engine = TorchEngine(describe(make_model("llama")), kv_blocks=blocks, block_tokens=1)
-    warm_up(engine, block_tokens=1, kv_blocks=blocks)
+    warm_up(engine)

@@ -1,0 +1,137 @@
+"""The seed: a process that has imported what workers import, and forks one whenever the supervisor asks.
+
+Importing torch and transformers is most of a worker's start; done once, it serves all workers and their
+restarts, and they share the memory. A worker forked here becomes the supervisor's own child: the supervisor
+is a subreaper, and the process between the two ends at once. The seed knows nothing of what it imports.
+
+Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`, `module`, `argv`, `env`
+and `log`; the answer is a line with the new pid.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from services.stack.process import die_with_parent, name_process
+
+_REQUEST_DEADLINE_S = 5.0
+_MAX_REQUEST_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Imports, listens, forks, until it is killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("socket", type=Path)
+    parser.add_argument("module", help="imported before the first fork")
+    arguments = parser.parse_args()
+    supervisor = os.getppid()
+    importlib.import_module(arguments.module)
+    gc.collect()
+    gc.freeze()  # collections in the children leave the shared pages alone
+    with socket.socket(socket.AF_UNIX) as listening:
+        arguments.socket.unlink(missing_ok=True)
+        listening.bind(str(arguments.socket))
+        arguments.socket.chmod(0o600)
+        listening.listen()
+        while True:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError, ValueError, KeyError):
+                connection.settimeout(_REQUEST_DEADLINE_S)
+                request = _read(connection)
+                pid = _fork_for(supervisor, request, (listening, connection))
+                connection.sendall(f"{pid}\n".encode())
+
+
+def _read(connection: socket.socket) -> dict[str, Any]:
+    data = b""
+    while not data.endswith(b"\n") and len(data) < _MAX_REQUEST_BYTES:
+        part = connection.recv(65_536)
+        if not part:
+            raise ValueError("the request broke off")
+        data += part
+    request: dict[str, Any] = json.loads(data)
+    return request
+
+
+def _fork_for(supervisor: int, request: dict[str, Any], sockets: tuple[socket.socket, ...]) -> int:
+    """The pid of a new child of `supervisor`. Returns in the seed only, when the process between is gone."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        grandchild = os.fork()
+        if grandchild == 0:
+            os.close(reading)
+            os.close(writing)
+            for one in sockets:
+                one.close()
+            _become(supervisor, request)
+        os.write(writing, f"{grandchild}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as pipe:
+            return int(pipe.readline())
+    finally:
+        os.waitpid(between, 0)
+
+
+def _become(supervisor: int, request: dict[str, Any]) -> None:
+    """Turns this fork into what was asked for; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, nothing), (1, log), (2, log)):
+            os.dup2(source, target)
+        _await_parent(supervisor)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        sys.argv[1:] = request["argv"]
+        random.seed()
+        name_process(request["name"], ("python", "-m", request["module"], *request["argv"]))
+        code = _run(request["module"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _await_parent(supervisor: int) -> None:
+    """Until the process in between has ended and this one is the supervisor's; then bound to its life."""
+    between = os.getppid()
+    while between not in (supervisor, 1) and os.getppid() == between:
+        os.sched_yield()
+    die_with_parent(supervisor)()
+
+
+def _run(module: str) -> int:
+    """Runs a module as `python -m` would; its exit code."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+            return 1
+        return ended.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""From body to job: tokens, limits, sampling, and refusals in the words that clients look for."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.gateway.acceptance import DEFAULT_TEXT_MAX_TOKENS, Acceptance
+from services.gateway.config import GatewayConfig
+from services.gateway.tokenizer import Codec
+from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
+
+CONTEXT = 100
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def context() -> int:
+    return CONTEXT
+
+
+def make(codec: Codec, **settings: Any) -> Acceptance:
+    return Acceptance(GatewayConfig.model_validate({"model_name": "m", **settings}), codec)
+
+
+@pytest_asyncio.fixture
+async def acceptance(codec: Codec) -> AsyncIterator[Acceptance]:
+    accept = make(codec)
+    yield accept
+    accept.close()
+
+
+async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -> None:
+    job = await acceptance.chat({**CHAT, "n": 2, "stop": "END", "temperature": 0.5, "top_k": 5}, context)
+    assert job.prompts == (tuple(codec.encode_chat(CHAT["messages"])),)
+    (sampling,) = job.samplings
+    assert sampling.max_tokens == CONTEXT - len(job.prompts[0]), "what is left of the context"
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 1.0, 5)
+    assert sampling.end_token_ids == (2,)
+    assert (job.n, job.stops, job.stream, job.include_usage) == (2, ("END",), False, False)
+
+
+async def test_texts_and_tokens(acceptance: Acceptance, codec: Codec) -> None:
+    body = {"model": "m", "prompt": ["hello", "you"]}
+    job = await acceptance.text(body, context)
+    assert job.prompts == tuple(tuple(codec.encode_text(prompt)) for prompt in ("hello", "you"))
+    assert [sampling.max_tokens for sampling in job.samplings] == [DEFAULT_TEXT_MAX_TOKENS] * 2
+    assert job.samplings[0].seed == job.samplings[1].seed
+    tokens = await acceptance.text({"model": "m", "prompt": [5, 6, 7]}, context)
+    assert tokens.prompts == ((5, 6, 7),)
+
+
+async def test_limits_in_order_of_precedence(acceptance: Acceptance, codec: Codec) -> None:
+    both = await acceptance.chat({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, context)
+    assert both.samplings[0].max_tokens == 6
+    capped = make(codec, default_max_tokens=7)
+    assert (await capped.chat(CHAT, context)).samplings[0].max_tokens == 7
+    capped.close()
+    nearly_full = await acceptance.text({"model": "m", "prompt": [5] * (CONTEXT - 3)}, context)
+    assert nearly_full.samplings[0].max_tokens == 3
+
+
+@pytest.mark.parametrize(("prompt", "limit"), [(100, None), (150, None), (91, 10), (5, 96)])
+async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) -> None:
+    body = {"model": "m", "prompt": [5] * prompt, "max_tokens": limit}
+    with pytest.raises(ContextOverflow) as caught:
+        await acceptance.text(body, context)
+    message = caught.value.message
+    assert message.startswith(
+        f"This model's maximum context length is {CONTEXT} tokens. However, you requested "
+    )
+    assert (
+        f"{prompt + (limit or 1)} tokens ({prompt} in the prompt, {limit or 1} in the completion)" in message
+    )
+    assert caught.value.param == "prompt"
+
+
+async def test_a_full_context_is_allowed(acceptance: Acceptance) -> None:
+    job = await acceptance.text({"model": "m", "prompt": [5] * 90, "max_tokens": 10}, context)
+    assert job.samplings[0].max_tokens == 10
+
+
+async def test_seeds_are_fixed_at_acceptance(acceptance: Acceptance) -> None:
+    given = (await acceptance.chat({**CHAT, "seed": 7}, context)).samplings[0].seed
+    assert given == 7
+    negative = (await acceptance.chat({**CHAT, "seed": -(2**63)}, context)).samplings[0].seed
+    assert 0 <= negative < 2**63
+    drawn = {(await acceptance.chat(CHAT, context)).samplings[0].seed for _ in range(5)}
+    assert len(drawn) == 5
+
+
+async def test_extremes_a_sampler_could_trip_over(acceptance: Acceptance) -> None:
+    body = {**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1, "ignore_eos": True}
+    (sampling,) = (await acceptance.chat(body, context)).samplings
+    assert sampling.temperature == 0
+    assert 0 < sampling.top_p < 1e-3
+    assert sampling.top_k == 0
+    assert sampling.end_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "n": 17}, "n"),
+        ({"prompt": ["x"] * 129}, "prompt"),
+        ({"prompt": [99999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "x", "tools": [{}]}, "tools"),
+    ],
+)
+async def test_refusals(acceptance: Acceptance, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await acceptance.text({"model": "m", **body}, context)
+    assert caught.value.param == param
+
+
+async def test_another_model_is_unknown(acceptance: Acceptance) -> None:
+    with pytest.raises(UnknownModel) as caught:
+        await acceptance.chat({**CHAT, "model": "gpt"}, context)
+    assert caught.value.param == "model"
+
+
+async def test_unknown_fields_are_noted(acceptance: Acceptance) -> None:
+    job = await acceptance.chat({**CHAT, "frobnicate": 1, "user": "u"}, context)
+    assert job.unknown_fields == ("frobnicate",)
+
+
+async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = make(codec, max_waiting_tokenizations=2, tokenizer_threads=1)
+    release = threading.Event()
+
+    def slow(_: Codec, text: str) -> list[int]:
+        release.wait(10)
+        return [5]
+
+    monkeypatch.setattr(Codec, "encode_text", slow)
+    first = [asyncio.create_task(accept.text({"model": "m", "prompt": "x"}, context)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(Overloaded):
+        await accept.text({"model": "m", "prompt": "x"}, context)
+    release.set()
+    await asyncio.gather(*first)
+    await accept.text({"model": "m", "prompt": "x"}, context)
+    accept.close()

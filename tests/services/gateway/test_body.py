@@ -1,0 +1,79 @@
+"""Bodies: size, time, and form."""
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+from starlette.types import Message, Receive
+
+from services.gateway import body
+from services.gateway.body import ClientGone, parse_object, read_body
+from services.gateway.errors import HttpError
+from shared.errors import InvalidRequest
+
+
+def arriving(parts: Iterable[bytes], *, ends: bool = True, gone: bool = False) -> Receive:
+    """A `receive` that gives the parts, then the end, a disconnect, or nothing."""
+    messages: list[Message] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    if gone:
+        messages.append({"type": "http.disconnect"})
+    elif ends:
+        messages.append({"type": "http.request", "body": b"", "more_body": False})
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.sleep(60)
+        return messages.pop(0)
+
+    return receive
+
+
+async def read(receive: Receive, length: str | None = None) -> bytes:
+    return await read_body(receive, length, max_bytes=10, timeout_s=0.1)
+
+
+async def test_parts_are_joined() -> None:
+    assert await read(arriving([b"abc", b"", b"def"])) == b"abcdef"
+    assert await read(arriving([b"x" * 10]), "10") == b"x" * 10
+    assert await read(arriving([])) == b""
+
+
+@pytest.mark.parametrize("length", [None, "11", "nonsense", "-5"])
+async def test_over_the_cap_is_413_after_the_client_has_said_it_all(length: str | None) -> None:
+    with pytest.raises(HttpError) as caught:
+        await read(arriving([b"x" * 6, b"x" * 5]), length)
+    assert (caught.value.status, caught.value.closes) == (413, True)
+
+
+async def test_far_over_the_cap_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "MAX_DISCARDED_BYTES", 100)
+    with pytest.raises(HttpError) as caught:
+        await read(arriving([], ends=False), "111")
+    assert caught.value.status == 413
+    with pytest.raises(HttpError) as caught:
+        await read(arriving([b"x" * 60] * 2, ends=False))
+    assert caught.value.status == 413
+
+
+async def test_late_is_408() -> None:
+    with pytest.raises(HttpError) as caught:
+        await read(arriving([b"{"], ends=False))
+    assert (caught.value.status, caught.value.closes) == (408, True)
+
+
+async def test_a_client_that_leaves() -> None:
+    with pytest.raises(ClientGone):
+        await read(arriving([b"{"], gone=True))
+
+
+def test_objects() -> None:
+    assert parse_object(b'{"a": [1, "\xc3\xa9"]}') == {"a": [1, "é"]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"5", b"null", b'"x"', b'{"a": "\xe9"}', b'{"a": "\\ud800"}', b"{'a': 1}", b"\xff"],
+)
+def test_anything_else(content: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_object(content)

@@ -1,0 +1,164 @@
+"""Effects become commands on the bus, and their outcomes events of the stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.gateway.config import GatewayConfig
+from services.gateway.counters import Counters
+from services.gateway.dispatch import Dispatch
+from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit
+from services.gateway.exchange import Exchange, Sequence
+from services.gateway.streams import Stream
+from services.gateway.timing import StreamTiming
+from shared import subjects
+from shared.bus import Bus, Endpoint, Listener, tracing
+from shared.errors import InvalidRequest
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.sequence import Sampling, SequenceRef, pack_tokens
+from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta
+from tests.services.gateway.fakes import until
+
+ConnectBus = Callable[..., Awaitable[Bus]]
+REF = SequenceRef(request_id="req", choice=0, attempt=1)
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Peer:
+    """Scheduler and worker in one."""
+
+    HANDLERS = (
+        Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+        Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_scheduler"),
+        Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
+        Listener(subjects.worker_cancel, CancelSequence, "on_worker"),
+        Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_worker"),
+    )
+
+    def __init__(self) -> None:
+        self.submits: list[SubmitSequence] = []
+        self.traces: list[str | None] = []
+        self.refusal: Exception | None = None
+        self.answer: TokenDelta | None = None
+        self.to_scheduler: list[Any] = []
+        self.to_worker: list[Any] = []
+
+    async def submit(self, command: SubmitSequence) -> SubmitReply:
+        self.submits.append(command)
+        self.traces.append(tracing.trace_id())
+        if self.refusal is not None:
+            raise self.refusal
+        return SubmitReply(scheduler_id="s", incarnation=1, epoch=1)
+
+    async def fetch(self, question: FetchTokens) -> FetchedTokens:
+        return FetchedTokens(delta=self.answer)
+
+    def on_scheduler(self, message: Any) -> None:
+        self.to_scheduler.append(message)
+
+    def on_worker(self, message: Any) -> None:
+        self.to_worker.append(message)
+
+
+class Bench:
+    """A dispatch, a sequence, and what was applied to it."""
+
+    def __init__(self, bus: Bus, tasks: asyncio.TaskGroup, peer: Peer) -> None:
+        config = GatewayConfig.model_validate({"submit_deadline_s": 1.0, "fetch_deadline_s": 0.3})
+        self.peer = peer
+        self.applied: list[Effects] = []
+        self.dispatch = Dispatch(config, bus, tasks, lambda: 0.0, Counters(), self.apply)
+        self.stream = Stream(("req", 0), StreamTiming(), 0.0)
+        sampling = Sampling(seed=1, max_tokens=10)
+        context = copy_context()
+        context.run(tracing.attach, {"traceparent": TRACE})
+        self.sequence = Sequence(self.stream, pack_tokens([1, 2]), sampling, Exchange(), 0.0, context)
+
+    def apply(self, sequence: Sequence, effects: Effects) -> None:
+        assert sequence is self.sequence
+        self.applied.append(effects)
+
+    async def carry_out(self, *effects: Any) -> None:
+        for effect in effects:
+            self.dispatch.carry_out(self.sequence, effect)
+        await until(lambda: bool(self.applied))
+
+
+@pytest_asyncio.fixture
+async def bench(connect_bus: ConnectBus) -> AsyncIterator[Bench]:
+    peer = Peer()
+    await (await connect_bus("worker", "w")).attach(Peer.HANDLERS, peer)
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(await connect_bus("gateway", "gateway-0"), tasks, peer)
+        sending = tasks.create_task(bench.dispatch.outbox.run())
+        yield bench
+        sending.cancel()
+
+
+async def test_a_submission_carries_the_sequence_and_its_trace(bench: Bench) -> None:
+    await bench.carry_out(*bench.stream.submit(0.0))
+    assert bench.stream.accepted
+    (command,) = bench.peer.submits
+    assert command.spec.ref == REF
+    assert command.spec.gateway_id == "gateway-0"
+    assert bench.peer.traces == ["0af7651916cd43dd8448eb211c80319c"]
+
+
+async def test_a_refusal_reaches_the_stream_with_its_type(bench: Bench) -> None:
+    bench.peer.refusal = InvalidRequest("too long", param="prompt")
+    await bench.carry_out(*bench.stream.submit(0.0))
+    assert isinstance(bench.stream.failure, InvalidRequest)
+    assert bench.stream.failure.param == "prompt"
+
+
+async def test_a_superseded_submission_is_not_sent(bench: Bench) -> None:
+    (old,) = bench.stream.submit(0.0)
+    (new,) = bench.stream.on_worker_lost(("w", 1), 1, 0.0)
+    await bench.carry_out(old, new)
+    await asyncio.sleep(0.05)
+    assert [command.spec.ref.attempt for command in bench.peer.submits] == [2]
+
+
+async def test_a_fetch_brings_tokens(bench: Bench) -> None:
+    bench.stream.on_delta(TokenDelta("req", 0, 1, 0, (7,)), ("w", 1), 0.0)
+    effects = bench.stream.on_delta(TokenDelta("req", 0, 1, 3, (10,)), ("w", 1), 0.0)
+    bench.peer.answer = TokenDelta("req", 0, 1, 1, (8, 9, 10))
+    await bench.carry_out(*effects)
+    assert bench.stream.tokens == [7, 8, 9, 10]
+
+
+async def test_a_fetch_from_nobody_fails_in_time(bench: Bench) -> None:
+    bench.stream.on_delta(TokenDelta("req", 0, 1, 0, (7,)), ("gone", 1), 0.0)
+    effects = bench.stream.on_delta(TokenDelta("req", 0, 1, 3, (10,)), ("gone", 1), 0.0)
+    assert effects == (Fetch(("gone", 1), REF, 1),)
+    await bench.carry_out(*effects)
+    assert bench.stream.on_tick(0.3) == effects, "it will be tried again"
+
+
+async def test_who_is_told_of_a_cancellation(bench: Bench) -> None:
+    bench.dispatch.tell(Cancel(REF, "w"))
+    bench.dispatch.tell(Cancel(REF, None))
+    bench.dispatch.tell(Cancel(REF, "w", is_final=False))
+    bench.dispatch.tell(Acknowledge("w", REF))
+    await until(lambda: len(bench.peer.to_worker) == 3 and len(bench.peer.to_scheduler) == 2)
+    kinds = [type(message).__name__ for message in bench.peer.to_worker]
+    assert kinds == ["CancelSequence", "CancelSequence", "AcknowledgeEnds"]
+
+
+async def test_an_unforeseen_error_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(Sequence, "spec", broken)
+    (submit,) = bench.stream.submit(0.0)
+    assert isinstance(submit, Submit)
+    await bench.carry_out(submit)
+    assert "surprise" in caplog.text
+    assert bench.stream.is_open
+    assert bench.stream.on_tick(0.2) == (Submit(1, 2),)

@@ -1,0 +1,114 @@
+"""Ids, keys, one error format, one log line: the outermost layer around an application that misbehaves."""
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.auth import KeyRing
+from services.gateway.counters import Counters
+from services.gateway.edge import RECORD, Edge
+from services.gateway.replies import DONE
+
+KEY = "sk-edge"
+
+
+async def application(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers, fails, or fails after it has begun."""
+    if scope["path"] == "/fails":
+        raise ZeroDivisionError("a secret detail")
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] == "/breaks":
+        raise ZeroDivisionError("too late")
+    await send({"type": "http.response.body", "body": scope[RECORD].request_id.encode() + DONE})
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    edge = Edge(application, KeyRing([hashlib.sha256(KEY.encode()).hexdigest()]), Counters())
+    transport = httpx.ASGITransport(edge)
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+        yield client
+
+
+async def test_an_id_is_always_minted(client: httpx.AsyncClient) -> None:
+    ids = {(await client.get("/x")).headers["x-kvasir-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+    reply = await client.get("/x")
+    assert reply.headers["x-request-id"] == reply.headers["x-kvasir-request-id"]
+    assert reply.text.startswith(reply.headers["x-kvasir-request-id"])
+
+
+@pytest.mark.parametrize("theirs", ["abc", "A-Z_0.9", "x" * 64])
+async def test_a_clients_id_is_echoed_and_used_for_nothing_else(
+    client: httpx.AsyncClient, theirs: str
+) -> None:
+    reply = await client.get("/x", headers={"x-request-id": theirs})
+    assert reply.headers["x-request-id"] == theirs
+    assert theirs not in reply.text
+
+
+@pytest.mark.parametrize("theirs", [b"", b"x" * 65, b"a b", b"a\tb", b"kvasir.*.>", "é".encode()])
+async def test_an_unfit_id_is_not_echoed(client: httpx.AsyncClient, theirs: bytes) -> None:
+    reply = await client.get("/x", headers=[(b"x-request-id", theirs)])
+    assert reply.headers["x-request-id"] == reply.headers["x-kvasir-request-id"]
+
+
+async def test_an_unforeseen_error_is_logged_and_not_shown(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="kvasir"):
+        reply = await client.get("/fails")
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "internal_error"
+    assert "secret" not in reply.text
+    assert "a secret detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer ", "Bearer sk-other", "Basic sk-edge", KEY]
+)
+async def test_no_key_no_entry(client: httpx.AsyncClient, authorization: str | None) -> None:
+    client.headers.pop("authorization")
+    headers = {} if authorization is None else {"authorization": authorization}
+    for path in ("/x", "/health/", "/v1/models", "//health"):
+        reply = await client.get(path, headers=headers)
+        assert reply.status_code == 401
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert (await client.get("/health", headers=headers)).status_code == 200
+
+
+async def test_one_line_per_request(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with caplog.at_level(logging.INFO, logger="kvasir"):
+        reply = await client.get("/v1/models", headers={"traceparent": trace, "x-request-id": "mine"})
+    (line,) = [record for record in caplog.records if record.message == "request"]
+    fields = line.__dict__["fields"]
+    assert fields["request_id"] == reply.headers["x-kvasir-request-id"]
+    assert fields["client_request_id"] == "mine"
+    assert fields["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+    assert fields["status"] == 200
+    assert fields["key"] == hashlib.sha256(KEY.encode()).hexdigest()[:8]
+    assert KEY not in str(fields)
+
+
+async def test_an_error_after_the_first_byte_breaks_off() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    edge = Edge(application, KeyRing([hashlib.sha256(KEY.encode()).hexdigest()]), Counters())
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    await edge({"type": "http", "method": "GET", "path": "/breaks", "headers": headers}, receive, send)
+    assert [message["type"] for message in sent] == ["http.response.start"]

@@ -1,0 +1,99 @@
+"""Waiting for admission and for tokens: every wait ends."""
+
+import asyncio
+from contextvars import copy_context
+
+import pytest
+
+from services.gateway.body import ClientGone
+from services.gateway.exchange import Exchange, Sequence, admitted
+from services.gateway.streams import Stream
+from services.gateway.timing import StreamTiming
+from shared.errors import InvalidRequest, NoResponder
+from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
+from shared.messages.tokens import TokenDelta
+
+SAMPLING = Sampling(seed=5, max_tokens=10)
+
+
+def exchange_of(choices: int) -> Exchange:
+    exchange = Exchange()
+    for choice in range(choices):
+        stream = Stream(("req", choice), StreamTiming(), 0.0)
+        stream.submit(0.0)
+        prompt = pack_tokens([1, 2, 3])
+        exchange.sequences.append(Sequence(stream, prompt, SAMPLING, exchange, 1.0, copy_context()))
+    return exchange
+
+
+def accept(exchange: Exchange, at: int) -> None:
+    exchange.sequences[at].stream.on_submitted(1, 0.0)
+    exchange.changed.set()
+
+
+async def test_admission_waits_for_all() -> None:
+    exchange = exchange_of(2)
+    waiting = asyncio.create_task(admitted(exchange, 5))
+    accept(exchange, 0)
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    accept(exchange, 1)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_admission_ends_in_time() -> None:
+    with pytest.raises(NoResponder, match="no scheduler took 1 of 2 sequences") as caught:
+        exchange = exchange_of(2)
+        accept(exchange, 0)
+        await admitted(exchange, 0.05)
+    assert caught.value.retry_after_s == 2.0
+
+
+async def test_admission_raises_what_refused_it() -> None:
+    exchange = exchange_of(1)
+    exchange.sequences[0].stream.on_submit_failed(1, InvalidRequest("no"), 0.0)
+    exchange.changed.set()
+    with pytest.raises(InvalidRequest, match="no"):
+        await admitted(exchange, 5)
+
+
+async def test_a_client_that_leaves_ends_every_wait() -> None:
+    exchange = exchange_of(1)
+    waiting = asyncio.create_task(admitted(exchange, 5))
+    await asyncio.sleep(0)
+    exchange.leave()
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(waiting, 1)
+    with pytest.raises(ClientGone):
+        exchange.check()
+
+
+async def test_a_change_before_the_wait_is_not_missed() -> None:
+    exchange = exchange_of(1)
+    exchange.changed.set()
+    await asyncio.wait_for(exchange.wait(), 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(exchange.wait(), 0.02)
+
+
+def test_only_news_wakes_a_reader() -> None:
+    (sequence,) = exchange_of(1).sequences
+    assert not sequence.has_news()
+    sequence.stream.on_submitted(1, 0.0)
+    assert sequence.has_news() and not sequence.has_news()
+    sequence.stream.on_delta(TokenDelta("req", 0, 1, 0, (7, 8)), ("w", 1), 0.0)
+    assert sequence.has_news() and not sequence.has_news()
+    sequence.stream.cancel()
+    assert sequence.has_news() and not sequence.has_news()
+
+
+async def test_a_spec_carries_what_was_received_apart_from_the_prompt() -> None:
+    (sequence,) = exchange_of(1).sequences
+    sequence.stream.on_delta(TokenDelta("req", 0, 1, 0, (7, 8)), ("w", 1), 0.0)
+    sequence.stream.on_worker_lost(("w", 1), 1, 0.0)
+    spec = sequence.spec("g", 9, 3.5)
+    assert (spec.ref.request_id, spec.ref.choice, spec.ref.attempt) == ("req", 0, 2)
+    assert unpack_tokens(spec.prompt) == [1, 2, 3]
+    assert unpack_tokens(spec.generated) == [7, 8]
+    assert (spec.gateway_id, spec.gateway_incarnation, spec.waited_s) == ("g", 9, 2.5)
+    assert spec.sampling == SAMPLING

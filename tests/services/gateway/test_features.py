@@ -1,0 +1,82 @@
+"""Features that are not there: refused by name, but not when the value asks for nothing."""
+
+from typing import Any
+
+import pytest
+
+from services.gateway.errors import UnsupportedFeature
+from services.gateway.features import IGNORED, UNSUPPORTED, refuse_unsupported, unknown_fields
+
+ASKED: dict[str, Any] = {
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "logprobs": True,
+    "top_logprobs": 3,
+    "prompt_logprobs": 0.5,
+    "logit_bias": {"5": 100},
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "length_penalty": 0.8,
+    "min_p": 0.1,
+    "min_tokens": 5,
+    "stop_token_ids": [5],
+    "audio": {"voice": "x"},
+    "modalities": ["text", "audio"],
+    "web_search_options": {"a": 1},
+    "suffix": "x",
+    "echo": True,
+    "use_beam_search": True,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "guided_grammar": "root ::= x",
+    "structured_outputs": {"json": {}},
+}
+NOTHING: dict[str, list[Any]] = {
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "response_format": [{"type": "text"}],
+    "logprobs": [False],
+    "top_logprobs": [0],
+    "logit_bias": [{}],
+    "presence_penalty": [0, 0.0],
+    "repetition_penalty": [1, 1.0],
+    "min_p": [0],
+    "modalities": [["text"]],
+    "suffix": [""],
+    "echo": [False],
+    "add_generation_prompt": [True],
+}
+
+
+def test_every_feature_has_a_case() -> None:
+    assert set(ASKED) == set(UNSUPPORTED)
+    assert not set(UNSUPPORTED) & IGNORED
+
+
+@pytest.mark.parametrize("name", sorted(ASKED))
+def test_asking_for_it_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=name) as caught:
+        refuse_unsupported({"user": "u", name: ASKED[name]})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_asking_for_nothing_is_fine(name: str) -> None:
+    for value in (None, *NOTHING.get(name, [])):
+        refuse_unsupported({name: value})
+
+
+def test_completions_logprobs_of_zero_still_ask_for_logprobs() -> None:
+    with pytest.raises(UnsupportedFeature):
+        refuse_unsupported({"logprobs": 0})
+
+
+def test_unknown_fields_are_those_nobody_knows() -> None:
+    assert unknown_fields({"user": 1, "tools": None, "foo": 1, "bar": 2}) == ["foo", "bar"]

@@ -1,0 +1,238 @@
+"""The HTTP surface as OpenAI's client and a raw one see it: routes, errors, schema, readiness."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from shared.errors import InvalidRequest, NoResponder, Overloaded
+from tests.conformance.schemas import violations
+from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
+from tests.services.gateway.fakes import MODEL, FakeScheduler, until
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    """The error object, which has the same four fields whatever went wrong."""
+    body = reply.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert all(isinstance(error[name], str) for name in ("message", "type"))
+    assert all(error[name] is None or isinstance(error[name], str) for name in ("param", "code"))
+    assert violations("ErrorResponse", body) == []
+    return error
+
+
+async def test_replies_conform_to_openais_schema(stack: Stack) -> None:
+    chat = await stack.chat(n=2)
+    assert violations("CreateChatCompletionResponse", chat.json()) == []
+    streamed = await stack.chat(stream=True, n=2, stream_options={"include_usage": True})
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert len(chunks) > 5
+    for chunk in chunks:
+        assert violations("CreateChatCompletionStreamResponse", chunk) == []
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 5}
+    text = await stack.http.post(TEXT, json=body)
+    assert violations("CreateCompletionResponse", text.json()) == []
+    models = (await stack.http.get("/v1/models")).json()
+    assert violations("ListModelsResponse", models) == []
+    model = (await stack.http.get(f"/v1/models/{MODEL}")).json()
+    assert violations("Model", model) == []
+    assert models["data"] == [model]
+    assert model["max_model_len"] == 512
+
+
+async def test_openai_python_chats(stack: Stack) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = await stack.openai.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+    assert whole.choices[0].message.content == ANSWER
+    stream = await stack.openai.chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert chunks[-1].usage == whole.usage
+    assert [model.id async for model in stack.openai.models.list()] == [MODEL]
+
+
+async def test_openai_python_sees_typed_errors(stack: Stack) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    create = stack.openai.chat.completions.create
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await create(model="gpt-99", messages=messages)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(model=MODEL, messages=messages, presence_penalty=1.0)
+    assert refused.value.param == "presence_penalty"
+    with pytest.raises(
+        openai.BadRequestError, match="This model's maximum context length is 512 tokens"
+    ) as long:
+        await create(model=MODEL, messages=[{"role": "user", "content": "hello " * 600}])
+    assert long.value.code == "context_length_exceeded"
+    stranger = openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="sk-wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        await stranger.models.list()
+    await stranger.close()
+
+
+BAD_BODIES: list[tuple[bytes, int, str | None]] = [
+    (b"{", 400, None),
+    (b"\xff\xfe{}", 400, None),
+    (b'{"model": "caf\xe9"}', 400, None),
+    (b"[1, 2]", 400, None),
+    (b"", 400, None),
+    (b"{}", 400, "model"),
+    (b'{"model": "nope", "messages": [{"role": "user", "content": "x"}]}', 404, "model"),
+    (b'{"model": "fake-chat", "messages": []}', 400, "messages"),
+    (b'{"model": "fake-chat", "messages": [{"role": "user", "content": 5}]}', 400, "messages[0].content"),
+    (b'{"model": "fake-chat", "messages": [{"role": "user", "content": "x"}], "n": 17}', 400, "n"),
+    (b'{"model": "fake-chat", "messages": [{"role": "user", "content": "x"}], "top_p": 2}', 400, "top_p"),
+    (b"[" * 100_000, 400, None),
+]
+OTHER_ADDRESSES = [
+    ("GET", "/nothing", 404, "unknown_url"),
+    ("GET", "/v1/models/", 404, "model_not_found"),
+    ("GET", "/docs", 404, "unknown_url"),
+    ("GET", "/openapi.json", 404, "unknown_url"),
+    ("GET", CHAT, 405, "method_not_allowed"),
+    ("DELETE", "/v1/models", 405, "method_not_allowed"),
+    ("GET", "/v1/models/other/model", 404, "model_not_found"),
+]
+
+
+async def test_bad_bodies(stack: Stack) -> None:
+    for body, status, param in BAD_BODIES:
+        reply = await stack.http.post(CHAT, content=body)
+        assert reply.status_code == status, body[:100]
+        error = error_of(reply)
+        assert error["param"] == param, body[:100]
+        assert error["type"] == "invalid_request_error"
+    assert stack.scheduler.submits == []
+
+
+async def test_other_addresses(stack: Stack) -> None:
+    for method, path, status, code in OTHER_ADDRESSES:
+        reply = await stack.http.request(method, path)
+        assert reply.status_code == status, path
+        assert error_of(reply)["code"] == code, path
+    assert (await stack.http.get(CHAT)).headers["allow"] == "POST"
+
+
+async def test_overload_is_said_before_any_header(stack: Stack) -> None:
+    stack.scheduler.refusal = Overloaded("the queue is full", retry_after_s=2.5)
+    for stream in (False, True):
+        reply = await stack.chat(stream=stream)
+        assert reply.status_code == 429
+        assert reply.headers["retry-after"] == "3"
+        assert error_of(reply)["code"] == "overloaded"
+    stack.scheduler.refusal = InvalidRequest("too long for any worker", param="messages")
+    assert (await stack.chat()).status_code == 400
+
+
+async def test_one_refused_choice_cancels_the_others(stack: Stack) -> None:
+    submit = stack.scheduler.submit
+
+    async def refuse_third(command: Any) -> Any:
+        if command.spec.ref.choice == 2:
+            raise Overloaded("full")
+        return await submit(command)
+
+    stack.scheduler.submit = refuse_third  # type: ignore[method-assign]
+    await stack.scheduler.bus.detach(FakeScheduler.HANDLERS[:1])
+    await stack.scheduler.bus.attach(FakeScheduler.HANDLERS[:1], stack.scheduler)
+    reply = await stack.chat(n=3, ignore_eos=True)
+    assert reply.status_code == 429
+    await until(lambda: len({ref.choice for ref in stack.scheduler.cancelled}) == 2)
+
+
+async def test_no_scheduler_in_time_is_503(make_stack: MakeStack) -> None:
+    stack = await make_stack(admit_timeout_s=0.5)
+    await stack.scheduler.bus.detach(FakeScheduler.HANDLERS[:1])
+    reply = await stack.chat()
+    assert reply.status_code == 503
+    assert int(reply.headers["retry-after"]) >= 1
+    error_of(reply)
+
+
+async def test_own_limit_of_sequences_in_progress(make_stack: MakeStack) -> None:
+    stack = await make_stack(max_active_sequences=2)
+    for worker in stack.workers:
+        worker.computing.clear()
+    first = asyncio.create_task(stack.chat(n=2))
+    await until(lambda: len(stack.scheduler.submits) == 2)
+    reply = await stack.chat()
+    assert reply.status_code == 429
+    assert "retry-after" in reply.headers
+    for worker in stack.workers:
+        worker.computing.set()
+    assert (await first).status_code == 200
+    assert (await stack.chat()).status_code == 200
+
+
+async def test_readiness_says_what_is_missing(make_stack: MakeStack) -> None:
+    stack = await make_stack(scheduler_timeout_s=0.3, worker_timeout_s=0.3)
+    assert (await stack.http.get("/ready")).json() == {"status": "ready"}
+    for worker in stack.workers:
+        worker.frozen = True
+    await asyncio.sleep(0.6)
+    reply = await stack.http.get("/ready")
+    assert reply.status_code == 503
+    assert error_of(reply)["message"] == f"not ready: no worker serves '{MODEL}'"
+    assert (await stack.http.get("/health")).status_code == 200
+
+
+async def test_metrics_count(stack: Stack) -> None:
+    await stack.chat()
+    await stack.chat(some_new_field=1)
+    text = (await stack.http.get("/metrics")).text
+    assert 'kvasir_gateway_requests_total{route="/v1/chat/completions",status="200"}' in text
+    assert "kvasir_gateway_unknown_fields_total" in text
+    assert (await stack.http.get("/version")).json()["version"]
+
+
+async def test_a_body_over_the_cap_is_413(make_stack: MakeStack) -> None:
+    stack = await make_stack(max_body_bytes=10_000)
+    reply = await stack.chat(user="x" * 1_000_000)
+    assert reply.status_code == 413
+    assert error_of(reply)["code"] == "request_too_large"
+    assert (await stack.chat(user="x" * 1_000)).status_code == 200
+
+
+async def test_keys_are_hashed_and_denied_by_default(make_stack: MakeStack) -> None:
+    stack = await make_stack(api_key_sha256=())
+    for path in ("/v1/models", "/version", "/nothing", CHAT):
+        reply = await stack.http.get(path, headers={"authorization": f"Bearer {KEY}"})
+        assert reply.status_code == 401
+        assert error_of(reply)["code"] == "invalid_api_key"
+    for path in ("/health", "/ready", "/metrics"):
+        assert (await stack.http.get(path, headers={"authorization": ""})).status_code == 200
+
+
+async def test_an_unforeseen_error_is_500_and_says_nothing_of_it(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> float:
+        raise ZeroDivisionError("a secret detail")
+
+    monkeypatch.setattr("services.gateway.routes.unix_s", broken)
+    reply = await stack.chat()
+    assert reply.status_code == 500
+    assert error_of(reply)["code"] == "internal_error"
+    assert "secret" not in reply.text
+    assert "a secret detail" in caplog.text
+
+
+async def test_no_worker_ever_is_503(make_stack: MakeStack) -> None:
+    stack = await make_stack(wait_ready=False, model_name="another", admit_timeout_s=0.3)
+    reply = await stack.http.post(CHAT, json={**stack.body, "model": "another"})
+    assert reply.status_code == 503
+    assert "no worker serves 'another' yet" in error_of(reply)["message"]
+    assert NoResponder.code == error_of(reply)["code"]
+    wrong = await asyncio.wait_for(stack.http.post(CHAT, json={**stack.body, "model": "third"}), 0.2)
+    assert wrong.status_code == 404, "what is wrong anyway does not wait for a worker"

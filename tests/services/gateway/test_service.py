@@ -1,0 +1,283 @@
+"""The gateway on a real bus and a real port: frames vanish, workers fall silent, schedulers change."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.gateway.service import HANDLERS
+from shared import subjects
+from shared.bus import Bus
+from shared.messages.base import Empty
+from shared.messages.reports import SequenceState, ServiceStatus
+from shared.messages.tokens import TokenDelta
+from tests.nats_server import NatsServer
+from tests.services.gateway.conftest import ANSWER, MakeStack, Stack, free_port
+from tests.services.gateway.fakes import FakeScheduler, FakeWorker, Held, cancelled, until
+
+
+def text_of(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    content: str = reply.json()["choices"][0]["message"]["content"]
+    return content
+
+
+def holder(stack: Stack) -> FakeWorker:
+    """The worker that holds a sequence."""
+    return next(worker for worker in stack.workers if worker.held)
+
+
+async def under_way(stack: Stack, tokens: int = 3) -> asyncio.Task[httpx.Response]:
+    """A request of which some tokens have been computed."""
+    request = asyncio.create_task(stack.chat(temperature=0))
+    await until(lambda: any(len(h.tokens) >= tokens for w in stack.workers for h in w.held.values()))
+    return request
+
+
+async def test_every_frame_twice_changes_nothing(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.edit = lambda delta: [delta, delta]
+    assert text_of(await stack.chat(temperature=0)) == ANSWER
+
+
+async def test_lost_frames_are_fetched(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.edit = lambda delta: [] if delta.first_index % 5 == 3 else [delta]
+    assert text_of(await stack.chat(temperature=0)) == ANSWER
+    assert len(stack.scheduler.submits) == 1
+
+
+async def test_a_lost_last_frame_hangs_nobody(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.edit = lambda delta: [] if delta.finish_reason else [delta]
+    assert text_of(await asyncio.wait_for(stack.chat(temperature=0), 5)) == ANSWER
+    await until(lambda: not any(worker.held for worker in stack.workers))
+    assert sum(len(worker.acknowledged) for worker in stack.workers) >= 1
+    assert [spec.ref.attempt for spec in stack.scheduler.submits] == [1]
+
+
+async def test_no_frame_at_all_is_no_obstacle(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.edit = lambda delta: []
+    assert text_of(await stack.chat(temperature=0)) == ANSWER
+
+
+async def test_a_frozen_worker_is_replaced_and_waking_it_changes_nothing(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    request = await under_way(stack)
+    first = holder(stack)
+    first.frozen = True
+    await stack.scheduler.lose(first)
+    await until(lambda: any(worker.held for worker in stack.workers if worker is not first))
+    second = next(worker for worker in stack.workers if worker is not first)
+    first.frozen = False
+    (stale,) = first.held.values()
+    stale.tokens[-1] = 5
+    await first.send(stale.delta(len(stale.tokens) - 1), stale.spec.gateway_id)
+    assert text_of(await request) == ANSWER
+    assert [spec.ref.attempt for spec in stack.scheduler.submits] == [1, 2]
+    assert stack.scheduler.submits[1].generated_tokens >= 1
+    await until(lambda: not first.held)
+    assert second.cancelled == []
+
+
+async def test_a_silent_worker_is_noticed_without_a_scheduler(make_stack: MakeStack) -> None:
+    stack = await make_stack(worker_timeout_s=0.5)
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    request = await under_way(stack)
+    holder(stack).frozen = True
+    assert text_of(await request) == ANSWER
+    assert stack.scheduler.submits[-1].ref.attempt == 2
+
+
+async def test_a_restarted_worker_is_noticed(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    request = await under_way(stack)
+    first = holder(stack)
+    first.held.clear()
+    first.bus.incarnation += 1
+    assert text_of(await request) == ANSWER
+    assert stack.scheduler.submits[-1].ref.attempt == 2
+
+
+async def test_a_sequence_the_scheduler_forgot_is_submitted_again(make_stack: MakeStack) -> None:
+    stack = await make_stack(frame_timeout_s=0.3)
+    take = FakeWorker.take
+    for worker in stack.workers:
+        worker.take = lambda spec: None  # type: ignore[method-assign]
+    request = asyncio.create_task(stack.chat(temperature=0))
+    await until(lambda: len(stack.scheduler.submits) == 2)
+    stack.scheduler.known.clear()
+    for worker in stack.workers:
+        worker.take = take.__get__(worker)  # type: ignore[method-assign]
+    assert text_of(await request) == ANSWER
+    assert {spec.ref.attempt for spec in stack.scheduler.submits} == {1}
+
+
+async def test_a_new_scheduler_is_given_what_runs(
+    stack: Stack, connect_bus: Callable[..., asyncio.Future[Bus]]
+) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    request = await under_way(stack)
+    second = FakeScheduler(await connect_bus("scheduler", "scheduler-1"), stack.workers, epoch=2)
+    second.known = dict(stack.scheduler.known)
+    await stack.scheduler.bus.detach(FakeScheduler.HANDLERS[:1])
+    loops = await second.start()
+    try:
+        await until(lambda: len(second.submits) == 1)
+        assert second.submits[0].ref == stack.scheduler.submits[0].ref
+        assert text_of(await request) == ANSWER
+    finally:
+        for loop in loops:
+            await cancelled(loop)
+
+
+async def test_a_request_survives_a_scheduler_that_is_late(stack: Stack) -> None:
+    await stack.scheduler.bus.detach(FakeScheduler.HANDLERS[:1])
+    request = asyncio.create_task(stack.chat(temperature=0))
+    await asyncio.sleep(0.3)
+    assert not request.done()
+    await stack.scheduler.bus.attach(FakeScheduler.HANDLERS[:1], stack.scheduler)
+    assert text_of(await request) == ANSWER
+
+
+async def test_a_bus_that_restarts_loses_nothing(stack: Stack, nats_server: NatsServer) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.02
+    request = await under_way(stack)
+    await asyncio.to_thread(nats_server.stop)
+    await asyncio.to_thread(nats_server.start)
+    assert text_of(await request) == ANSWER
+
+
+async def test_a_bus_that_is_away_for_long_costs_no_attempt(
+    make_stack: MakeStack, nats_server: NatsServer
+) -> None:
+    stack = await make_stack(worker_timeout_s=0.5, frame_timeout_s=0.5, absence_s=0.8)
+    for worker in stack.workers:
+        worker.step_s = 0.02
+    running = await under_way(stack)
+    stack.scheduler.workers = []
+    waiting = asyncio.create_task(stack.chat(temperature=0))
+    await until(lambda: len(stack.scheduler.submits) >= 2)
+    await asyncio.to_thread(nats_server.stop)
+    await asyncio.sleep(1.2)
+    stack.scheduler.workers = stack.workers
+    await asyncio.to_thread(nats_server.start)
+    assert text_of(await running) == ANSWER
+    assert text_of(await waiting) == ANSWER
+    attempts = {spec.ref.key: spec.ref.attempt for spec in stack.scheduler.submits}
+    assert list(attempts.values()) == [1, 2], "only what nobody served is handed over"
+
+
+async def test_an_end_nobody_waits_for_is_acknowledged_and_a_run_cancelled(stack: Stack) -> None:
+    request = await under_way(stack)
+    await request
+    spec = stack.scheduler.submits[0]
+    worker = stack.workers[0]
+    worker.computing.clear()
+    worker.held[("req_old", 0)] = Held(spec, [1, 2])
+    await until(lambda: spec.ref in worker.cancelled)
+    assert spec.ref in stack.scheduler.cancelled
+    ended = worker._listed(Held(spec, [1, 2]))
+    assert ended.state is SequenceState.DECODING
+
+
+async def test_a_failure_inside_a_stream_is_an_error_event(make_stack: MakeStack) -> None:
+    stack = await make_stack(give_up_s=0.6, frame_timeout_s=5.0, worker_timeout_s=5.0)
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    events: list[str] = []
+    async with stack.http.stream(
+        "POST", "/v1/chat/completions", json={**stack.body, "stream": True}
+    ) as reply:
+        assert reply.status_code == 200
+        async for line in reply.aiter_lines():
+            events += [line] if line else []
+            if len(events) == 3:
+                for worker in stack.workers:
+                    worker.frozen = True
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert error["code"] == "deadline_exceeded"
+    assert "data: [DONE]" not in events
+
+
+async def test_status_and_heartbeat_say_who_it_is(
+    stack: Stack, connect_bus: Callable[..., asyncio.Future[Bus]]
+) -> None:
+    bus = await connect_bus("tester", "tester-1")
+    (status,) = await bus.gather(subjects.status("gateway"), Empty(), ServiceStatus, deadline_s=5, expected=1)
+    assert status.details["url"] == stack.url
+    assert status.details["scheduler"] == "scheduler-0"
+    assert {row["worker"] for row in status.details["workers"]} == {"worker-0", "worker-1"}
+    await until(lambda: bool(stack.scheduler.gateways))
+    assert stack.scheduler.gateways[0].gateway_id == "gateway-0"
+
+
+async def test_finished_sequences_are_told_once(stack: Stack) -> None:
+    reply = await stack.chat(temperature=0)
+    await until(lambda: bool(stack.scheduler.finished))
+    (event,) = stack.scheduler.finished
+    assert event.output_tokens == reply.json()["usage"]["completion_tokens"]
+    assert event.max_tokens == stack.scheduler.submits[0].sampling.max_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stopping_ends_what_is_left(stack: Stack, stream: bool) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.05
+    request = asyncio.create_task(stack.chat(temperature=0, ignore_eos=True, stream=stream))
+    await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
+    await asyncio.wait_for(cancelled(stack.running), 8)
+    await until(lambda: not any(worker.held for worker in stack.workers))
+    assert stack.scheduler.cancelled
+    (outcome,) = await asyncio.gather(request, return_exceptions=True)
+    assert isinstance(outcome, httpx.HTTPError) or (
+        isinstance(outcome, httpx.Response) and outcome.status_code >= 500
+    )
+
+
+async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder: Path) -> None:
+    port = free_port()
+    flags = ("--port", str(port), "--model", str(model_folder), "--bus.url", nats_server.url)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", *flags, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with asyncio.timeout(20):
+                while True:
+                    with contextlib.suppress(httpx.ConnectError):
+                        if (await client.get("/health")).status_code == 200:
+                            break
+                    await asyncio.sleep(0.05)
+            ready = await client.get("/ready")
+            assert ready.status_code == 503
+            assert "no scheduler has announced itself" in ready.json()["error"]["message"]
+            assert (await client.get("/v1/models")).status_code == 401
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
+        assert {line["level"] for line in lines} == {"info"}
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def test_the_hot_path_runs_inline() -> None:
+    inline = {handler.method for handler in HANDLERS if handler.method != "status"}
+    assert inline == {"on_frame", "on_worker_reported", "on_scheduler_announced", "on_worker_lost"}
+    assert TokenDelta.__struct_config__.array_like

@@ -1,0 +1,97 @@
+"""Workers and schedulers as their heartbeats show them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.state import SchedulerView, WorkerTable
+from shared.messages.reports import Capacity, SchedulerAnnounced, WorkerReported
+
+
+def report(worker_id: str, incarnation: int = 1, context: int = 100, model: str = "m") -> WorkerReported:
+    return WorkerReported(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        seq=1,
+        stepped_seq=0,
+        epoch=1,
+        plan_seq=0,
+        model=model,
+        block_tokens=16,
+        max_context_tokens=context,
+        capacity=Capacity(total_blocks=10, free_blocks=10),
+    )
+
+
+def facts(table: WorkerTable) -> tuple[int | None, int]:
+    return table.context_tokens, table.serving
+
+
+def announced(scheduler_id: str, incarnation: int, epoch: int) -> SchedulerAnnounced:
+    return SchedulerAnnounced(scheduler_id=scheduler_id, incarnation=incarnation, epoch=epoch, policy="p")
+
+
+def test_the_context_is_that_of_the_roomiest_worker_and_is_remembered() -> None:
+    table = WorkerTable("m", timeout_s=2)
+    assert facts(table) == (None, 0)
+    table.on_report(report("a", context=100), 0)
+    table.on_report(report("b", context=300), 0)
+    table.on_report(report("c", context=900, model="other"), 0)
+    assert facts(table) == (300, 2)
+    table.on_report(report("a", context=100), 3)
+    assert table.on_tick(3) == [("b", 1), ("c", 1)]
+    assert facts(table) == (100, 1)
+    assert table.on_tick(6) == [("a", 1)]
+    assert facts(table) == (100, 0)
+
+
+def test_a_restart_ends_the_run_before() -> None:
+    table = WorkerTable("m", timeout_s=2)
+    assert table.on_report(report("a", 5), 0) is None
+    assert table.on_report(report("a", 5), 1) is None
+    assert table.on_report(report("a", 6), 1) == ("a", 5)
+    assert table.on_report(report("a", 5), 1) is None, "a late heartbeat of the run before"
+    assert [row["worker"] for row in table.rows(1.5)] == ["a"]
+
+
+def test_a_worker_given_up_is_gone_until_it_is_heard_again() -> None:
+    table = WorkerTable("m", timeout_s=2)
+    table.on_report(report("a", 5), 0)
+    table.on_lost(("a", 4))
+    assert facts(table) == (100, 1)
+    table.on_lost(("a", 5))
+    assert facts(table) == (100, 0)
+    assert table.on_tick(9) == []
+    assert table.on_report(report("a", 5), 9) is None
+    assert table.serving == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.integers(1, 9), st.floats(0, 3)), max_size=30
+    )
+)
+def test_whatever_is_heard_the_table_is_sound(events: list[tuple[str, int, int, float]]) -> None:
+    table = WorkerTable("m", timeout_s=2)
+    now_s = 0.0
+    for worker_id, incarnation, context, after_s in events:
+        now_s += after_s
+        before = {row["worker"] for row in table.rows(now_s)}
+        lost = table.on_tick(now_s)
+        assert {worker for worker, _ in lost} <= before
+        ended = table.on_report(report(worker_id, incarnation, context), now_s)
+        assert ended is None or ended[1] < incarnation
+        table.check_integrity()
+        assert table.serving >= 1
+        assert table.context_tokens is not None
+
+
+def test_another_scheduler_is_noticed_and_an_old_one_is_not() -> None:
+    view = SchedulerView(timeout_s=2)
+    assert not view.is_present(0)
+    assert view.on_announced(announced("s0", 1, 5), 0)
+    assert not view.on_announced(announced("s0", 1, 5), 1)
+    assert view.is_present(2) and not view.is_present(4)
+    assert view.on_announced(announced("s0", 2, 6), 4), "restarted"
+    assert view.on_announced(announced("s1", 1, 7), 4), "a standby took over"
+    assert not view.on_announced(announced("s0", 2, 6), 4), "the one before, woken"
+    assert view.scheduler_id == "s1"

@@ -1,0 +1,60 @@
+"""Stop strings: the text before the first one, in any pieces, and nothing held without need."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.stops import StopMatcher
+
+TEXTS = st.text(alphabet="ab\n", max_size=20)
+STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
+
+
+def expected(text: str, stops: list[str]) -> str:
+    """What comes before the stop string that is complete first, for a reader of a growing text."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+@given(pieces=st.lists(TEXTS, max_size=8), stops=STOPS)
+def test_character_by_character_it_is_the_text_before_the_first_stop(
+    pieces: list[str], stops: list[str]
+) -> None:
+    text = "".join(pieces)
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.feed(character) for character in text)
+    shown += matcher.flush()
+    assert shown == expected(text, stops)
+    assert (matcher.matched is None) == (not any(stop in text for stop in stops))
+
+
+@given(pieces=st.lists(TEXTS, max_size=8), stops=STOPS)
+def test_in_any_pieces_no_stop_string_shows_and_nothing_is_lost(pieces: list[str], stops: list[str]) -> None:
+    text = "".join(pieces)
+    matcher = StopMatcher(stops)
+    shown = "".join(matcher.feed(piece) for piece in pieces) + matcher.flush()
+    assert text.startswith(shown)
+    assert not any(stop in shown for stop in stops)
+    if matcher.matched is None:
+        assert shown == text
+    else:
+        assert text[len(shown) :].startswith(matcher.matched)
+
+
+@given(text=TEXTS, stops=STOPS)
+def test_it_holds_back_only_what_may_become_a_stop(text: str, stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown = matcher.feed(text)
+    held = text[len(shown) :]
+    if matcher.matched is None and held:
+        assert any(stop.startswith(held) for stop in stops)
+
+
+def test_after_a_match_nothing_more_is_shown() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.feed("the EN") == "the "
+    assert matcher.feed("D and more") == ""
+    assert matcher.matched == "END"
+    assert matcher.feed("still more") == matcher.flush() == ""

@@ -1,0 +1,426 @@
+"""One sequence against everything that may happen to it: the true tokens, each once, or it stays open."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.gateway.effects import Acknowledge, Cancel, Effect, Effects, Fetch, Submit, WorkerStart
+from services.gateway.streams import Phase, Stream
+from services.gateway.timing import StreamTiming
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder, Overloaded
+from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.tokens import TokenDelta
+
+KEY = ("req_1", 0)
+TIMING = StreamTiming(frame_timeout_s=3, fetch_grace_s=0.25, retry_s=0.2, give_up_s=60)
+A: WorkerStart = ("a", 1)
+B: WorkerStart = ("b", 1)
+
+
+def delta(
+    attempt: int, first: int, tokens: tuple[int, ...], end: FinishReason | None = None, cached: int = 0
+) -> TokenDelta:
+    return TokenDelta(*KEY, attempt, first, tokens, end, cached)
+
+
+def ref(attempt: int) -> SequenceRef:
+    return SequenceRef(request_id=KEY[0], choice=KEY[1], attempt=attempt)
+
+
+def listed(
+    attempt: int, tokens: int, end: FinishReason | None = None, state: SequenceState = SequenceState.DECODING
+) -> SequenceReport:
+    return SequenceReport(
+        ref=ref(attempt),
+        gateway_id="g",
+        state=SequenceState.ENDED if end else state,
+        prompt_tokens=3,
+        generated_tokens=tokens,
+        computed_tokens=0,
+        max_tokens=100,
+        allocated_blocks=1,
+        finish_reason=end,
+    )
+
+
+def begun() -> Stream:
+    """Submitted, taken by the scheduler, two tokens received from A."""
+    stream = Stream(KEY, TIMING, 0.0)
+    assert stream.submit(0.0) == (Submit(1, 1),)
+    assert stream.on_submitted(1, 0.1) == ()
+    assert stream.on_delta(delta(1, 0, (10, 11)), A, 0.2) == ()
+    stream.check_integrity()
+    return stream
+
+
+def test_tokens_are_taken_once_and_in_order() -> None:
+    stream = begun()
+    stream.on_delta(delta(1, 0, (10, 11)), A, 0.3)
+    stream.on_delta(delta(1, 1, (11, 12)), A, 0.3)
+    assert stream.tokens == [10, 11, 12]
+    assert stream.on_delta(delta(1, 3, (13,), FinishReason.STOP), A, 0.4) == (Acknowledge("a", ref(1)),)
+    assert (stream.tokens, stream.finish_reason, stream.phase) == (
+        [10, 11, 12, 13],
+        FinishReason.STOP,
+        Phase.ENDED,
+    )
+    stream.check_integrity()
+
+
+def test_a_gap_is_fetched() -> None:
+    stream = begun()
+    assert stream.on_delta(delta(1, 5, (15,)), A, 0.3) == (Fetch(A, ref(1), 2),)
+    assert stream.on_delta(delta(1, 6, (16,)), A, 0.3) == (), "one fetch at a time"
+    stream.on_fetched(ref(1), delta(1, 2, (12, 13, 14, 15, 16)), A, 0.4)
+    assert stream.tokens == [10, 11, 12, 13, 14, 15, 16]
+
+
+def test_a_lost_last_frame_is_fetched_when_a_heartbeat_shows_the_end() -> None:
+    stream = begun()
+    assert stream.on_report(listed(1, 3, FinishReason.LENGTH), A, 1.0) == (), "the frame may be on its way"
+    assert stream.on_tick(1.2) == ()
+    assert stream.on_tick(1.3) == (Fetch(A, ref(1), 2),)
+    ended = stream.on_fetched(ref(1), delta(1, 2, (12,), FinishReason.LENGTH), A, 1.4)
+    assert ended == (Acknowledge("a", ref(1)),)
+    assert stream.tokens == [10, 11, 12]
+
+
+def test_a_heartbeat_ahead_of_its_frames_fetches_nothing() -> None:
+    stream = begun()
+    assert stream.on_report(listed(1, 3), A, 1.0) == ()
+    stream.on_delta(delta(1, 2, (12,)), A, 1.1)
+    assert stream.on_tick(1.5) == ()
+
+
+def test_a_lost_worker_means_a_higher_attempt_and_its_late_frames_mean_nothing() -> None:
+    stream = begun()
+    assert stream.on_worker_lost(A, 1, 1.0) == (Submit(2, 2),)
+    assert stream.on_delta(delta(1, 2, (99,)), A, 1.1) == ()
+    assert stream.on_report(listed(1, 9), A, 1.1) == (Cancel(ref(1), "a", is_final=False),)
+    assert stream.on_report(listed(1, 9, FinishReason.STOP), A, 1.1) == (Acknowledge("a", ref(1)),)
+    stream.on_delta(delta(2, 2, (12,)), B, 1.2)
+    assert stream.tokens == [10, 11, 12]
+    assert stream.server == B
+    assert stream.handovers == {"worker_lost": 1}
+
+
+def test_a_loss_that_concerns_another_run_or_attempt_is_ignored() -> None:
+    stream = begun()
+    assert stream.on_worker_lost(("a", 0), 1, 1.0) == ()
+    assert stream.on_worker_lost(B, 1, 1.0) == ()
+    waiting = Stream(KEY, TIMING, 0.0)
+    waiting.submit(0.0)
+    assert waiting.on_worker_lost(A, None, 1.0) == ()
+    assert waiting.on_worker_lost(A, 1, 1.0) == (Submit(2, 2),), "sent there, nothing heard from it yet"
+
+
+def test_two_workers_on_one_attempt_are_one_too_many() -> None:
+    stream = begun()
+    effects = stream.on_delta(delta(1, 2, (12,)), B, 1.0)
+    assert effects == (Cancel(ref(1), "a", is_final=False), Submit(2, 2))
+    assert stream.tokens == [10, 11]
+
+
+def test_a_worker_that_no_longer_holds_the_attempt_means_a_higher_one() -> None:
+    stream = begun()
+    stream.on_delta(delta(1, 5, (15,)), A, 0.3)
+    assert Submit(2, 2) in stream.on_fetched(ref(1), None, A, 0.4)
+
+
+def test_fetches_are_repeated_and_then_given_up() -> None:
+    stream = begun()
+    effects: Effects = stream.on_delta(delta(1, 5, (15,)), A, 0.3)
+    now_s, fetches = 0.3, 0
+    while stream.attempt == 1:
+        assert isinstance(effects[0], Fetch)
+        fetches += 1
+        effects = stream.on_fetch_failed(ref(1), now_s)
+        now_s += 0.3
+        effects = effects or stream.on_tick(now_s)
+    assert fetches == 5
+
+
+def test_silence_is_audited_under_the_same_attempt() -> None:
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    stream.on_submitted(1, 0.0)
+    assert stream.on_tick(2.9) == ()
+    assert stream.on_tick(3.0) == (Submit(1, 2),)
+    assert stream.on_tick(3.5) == (), "the answer is still due"
+    stream.on_submitted(2, 3.5)
+    assert stream.on_tick(9.0) == (), "the second audit waits longer"
+    assert stream.on_tick(9.5) == (Submit(1, 3),)
+
+
+def test_a_worker_that_lists_it_no_more_loses_it() -> None:
+    stream = begun()
+    now_s = 0.2
+    while stream.attempt == 1 and now_s < 20:
+        now_s += 0.1
+        for effect in stream.on_tick(now_s):
+            if isinstance(effect, Submit):
+                stream.on_submitted(effect.serial, now_s)
+    assert stream.handovers == {"silent": 1}
+    assert 6 <= now_s <= 6.5
+
+
+def test_a_new_scheduler_gets_the_same_attempt() -> None:
+    stream = begun()
+    assert stream.submit(1.0) == (Submit(1, 2),)
+    assert stream.on_submit_failed(1, NoResponder("old"), 1.0) == (), "an answer to an earlier submission"
+    stream.on_submit_failed(2, NoResponder("gone"), 1.0)
+    assert stream.on_tick(1.1) == ()
+    assert stream.on_tick(1.2) == (Submit(1, 3),)
+
+
+def test_tries_come_ever_more_rarely_up_to_once_a_second() -> None:
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    now_s, tries = 0.0, []
+    for serial in range(1, 7):
+        stream.on_submit_failed(serial, NoResponder("away"), now_s)
+        while not stream.on_tick(now_s):
+            now_s = round(now_s + 0.1, 1)
+        tries.append(now_s)
+    assert tries == [0.2, 0.6, 1.4, 2.4, 3.4, 4.4]
+
+
+def test_overload_refuses_only_what_was_not_accepted() -> None:
+    fresh = Stream(KEY, TIMING, 0.0)
+    fresh.submit(0.0)
+    fresh.on_submit_failed(1, Overloaded("full"), 0.1)
+    assert isinstance(fresh.failure, Overloaded)
+    running = begun()
+    running.submit(1.0)
+    running.on_submit_failed(2, Overloaded("full"), 1.1)
+    assert running.is_open
+    running.submit(2.0)
+    running.on_submit_failed(3, InvalidRequest("no"), 2.1)
+    assert running.phase is Phase.FAILED
+
+
+def test_a_scheduler_that_keeps_failing_ends_in_failure() -> None:
+    stream = begun()
+    for serial in (2, 3, 4):
+        assert stream.is_open
+        stream.submit(1.0)
+        stream.on_submit_failed(serial, InternalError("given up: no worker can run it"), 1.0)
+    assert isinstance(stream.failure, InternalError)
+
+
+def test_after_an_absence_what_waits_is_handed_over_and_what_runs_is_not() -> None:
+    waiting = Stream(KEY, TIMING, 0.0)
+    waiting.submit(0.0)
+    waiting.on_submitted(1, 0.1)
+    assert waiting.on_absence(20.0) == (Submit(2, 2),)
+    assert begun().on_absence(20.0) == ()
+
+
+def test_nobody_answering_ends_in_failure() -> None:
+    stream = begun()
+    effects = stream.on_tick(60.3)
+    assert effects == (Cancel(ref(1), "a"),)
+    assert isinstance(stream.failure, DeadlineExceeded)
+    stream.check_integrity()
+
+
+def test_an_engine_that_keeps_failing_ends_in_failure() -> None:
+    stream = begun()
+    for attempt in (1, 2):
+        assert Submit(attempt + 1, attempt + 1) in stream.on_delta(
+            delta(attempt, 2, (), FinishReason.ERROR), A, 1.0
+        )
+    stream.on_delta(delta(3, 2, (), FinishReason.ERROR), A, 1.0)
+    assert isinstance(stream.failure, InternalError)
+
+
+def test_a_worker_that_thought_us_gone_is_no_end() -> None:
+    stream = begun()
+    for attempt in range(1, 6):
+        effects = stream.on_delta(delta(attempt, 2, (), FinishReason.GATEWAY_LOST), A, 1.0)
+        assert effects[0] == Acknowledge("a", ref(attempt))
+        assert effects[-1] == Submit(attempt + 1, attempt + 1)
+    assert stream.is_open
+
+
+def test_cancelling_tells_scheduler_and_worker_once() -> None:
+    stream = begun()
+    assert stream.cancel() == (Cancel(ref(1), "a"),)
+    assert stream.cancel() == ()
+    assert stream.on_tick(100.0) == stream.submit(100.0) == stream.on_worker_lost(A, 1, 100.0) == ()
+    assert stream.on_delta(delta(1, 2, (12,)), A, 1.0) == ()
+    assert stream.tokens == [10, 11]
+
+
+def test_cached_tokens_are_those_of_the_first_attempt() -> None:
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    stream.on_delta(delta(1, 0, (10,), cached=5), A, 0.2)
+    stream.on_worker_lost(A, 1, 1.0)
+    stream.on_delta(delta(2, 1, (11,), cached=7), B, 1.2)
+    assert stream.cached_tokens == 5
+
+
+TRUTH = tuple(range(100, 112))
+
+
+@dataclass
+class World:
+    """A worker in the model: which attempt it holds, and how much of the answer it has."""
+
+    start: WorkerStart
+    attempt: int = 0
+    tokens: list[int] = field(default_factory=list)
+    is_stale: bool = False
+
+    @property
+    def end(self) -> FinishReason | None:
+        return FinishReason.STOP if len(self.tokens) == len(TRUTH) else None
+
+    def report(self) -> SequenceReport:
+        return listed(self.attempt, len(self.tokens), self.end)
+
+    def delta(self, first: int) -> TokenDelta:
+        return delta(self.attempt, first, tuple(self.tokens[first:]), self.end)
+
+
+@dataclass
+class Flight:
+    """Something on its way: a delta or report of a worker, or a command with the time it was sent at."""
+
+    what: TokenDelta | SequenceReport | Submit | Fetch
+    worker: WorkerStart = A
+    held: int = 0
+
+
+class Anything(RuleBasedStateMachine):
+    """Messages dropped, doubled, reordered; workers lost and woken; schedulers replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.workers = [World(A), World(B)]
+        self.known = 0
+        self.flights: list[Flight] = []
+        timing = StreamTiming(give_up_s=1e9)
+        self.stream = Stream(KEY, timing, 0.0)
+        self.do(self.stream.submit(0.0))
+
+    def do(self, effects: Effects) -> None:
+        for effect in effects:
+            self.carry_out(effect)
+        for worker in self.workers:
+            worker.is_stale = worker.attempt < self.stream.attempt
+
+    def carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Submit):
+            self.flights.append(Flight(effect, held=len(self.stream.tokens)))
+        elif isinstance(effect, Fetch):
+            self.flights.append(Flight(effect, effect.worker))
+        else:
+            for worker in self.workers:
+                if worker.start[0] == effect.worker_id and worker.attempt <= effect.ref.attempt:
+                    worker.attempt, worker.tokens = 0, []
+
+    def compute(self, worker: World) -> None:
+        """One step. A superseded attempt goes astray, so that a single token taken from it shows."""
+        if worker.attempt and worker.end is None:
+            true = TRUTH[len(worker.tokens)]
+            worker.tokens.append(-true if worker.is_stale else true)
+            self.flights.append(Flight(worker.delta(len(worker.tokens) - 1), worker.start))
+
+    def deliver(self, flight: Flight, place: int = 0) -> None:
+        what = flight.what
+        if isinstance(what, TokenDelta):
+            self.do(self.stream.on_delta(what, flight.worker, self.now_s))
+        elif isinstance(what, SequenceReport):
+            self.do(self.stream.on_report(what, flight.worker, self.now_s))
+        elif isinstance(what, Submit):
+            if what.attempt > self.known:
+                self.known = what.attempt
+                worker = self.workers[place]
+                worker.attempt, worker.tokens = what.attempt, list(TRUTH[: flight.held])
+            self.do(self.stream.on_submitted(what.serial, self.now_s))
+        else:
+            worker = next(w for w in self.workers if w.start[0] == what.worker[0])
+            holds = worker.start == what.worker and worker.attempt == what.ref.attempt
+            answer = worker.delta(what.first_index) if holds else None
+            self.do(self.stream.on_fetched(what.ref, answer, what.worker, self.now_s))
+
+    @rule(at=st.integers(0, 1), steps=st.integers(1, 4))
+    def work(self, at: int, steps: int) -> None:
+        for _ in range(steps):
+            self.compute(self.workers[at])
+
+    @rule(at=st.integers(0, 1))
+    def beat(self, at: int) -> None:
+        worker = self.workers[at]
+        if worker.attempt:
+            self.flights.append(Flight(worker.report(), worker.start))
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data(), place=st.integers(0, 1), twice=st.booleans())
+    def arrive(self, data: st.DataObject, place: int, twice: bool) -> None:
+        flight = self.flights.pop(data.draw(st.integers(0, len(self.flights) - 1)))
+        self.deliver(flight, place)
+        if twice:
+            self.deliver(flight, place)
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def vanish(self, data: st.DataObject) -> None:
+        what = self.flights.pop(data.draw(st.integers(0, len(self.flights) - 1))).what
+        if isinstance(what, Submit):
+            self.do(self.stream.on_submit_failed(what.serial, DeadlineExceeded("lost"), self.now_s))
+        elif isinstance(what, Fetch):
+            self.do(self.stream.on_fetch_failed(what.ref, self.now_s))
+
+    @rule(at=st.integers(0, 1), dies=st.booleans())
+    def lose(self, at: int, dies: bool) -> None:
+        """A worker is given up; unless it died it goes on, and its frames go on arriving."""
+        worker = self.workers[at]
+        start, attempt = worker.start, worker.attempt or None
+        if dies:
+            self.workers[at] = World((start[0], start[1] + 1))
+        self.do(self.stream.on_worker_lost(start, attempt, self.now_s))
+
+    @rule()
+    def replace_scheduler(self) -> None:
+        self.known = max((worker.attempt for worker in self.workers), default=0)
+        self.do(self.stream.submit(self.now_s))
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0, 4.0, 8.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.do(self.stream.on_tick(self.now_s))
+
+    @invariant()
+    def holds(self) -> None:
+        self.stream.check_integrity()
+        assert tuple(self.stream.tokens) == TRUTH[: len(self.stream.tokens)]
+        assert self.stream.phase in (Phase.OPEN, Phase.ENDED)
+        if self.stream.phase is Phase.ENDED:
+            assert tuple(self.stream.tokens) == TRUTH
+
+    def teardown(self) -> None:
+        """Once everything works again, the answer is completed."""
+        for _ in range(400):
+            if not self.stream.is_open:
+                break
+            for worker in self.workers:
+                self.compute(worker)
+                if worker.attempt:
+                    self.flights.append(Flight(worker.report(), worker.start))
+            for flight in [self.flights.pop(0) for _ in range(len(self.flights))]:
+                self.deliver(flight)
+            self.wait(0.1)
+            self.holds()
+        assert tuple(self.stream.tokens) == TRUTH
+        assert self.stream.phase is Phase.ENDED
+
+
+TestAnything = Anything.TestCase
+TestAnything.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,120 @@
+"""The codec gives the ids that transformers gives, from the files that transformers reads."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from services.gateway.tokenizer import Codec, load_codec
+from shared.errors import ConfigError, InvalidRequest
+from tests.services.gateway.conftest import TEMPLATE
+
+CHATS = [
+    [{"role": "user", "content": "hello"}],
+    [{"role": "system", "content": " be nice "}, {"role": "user", "content": "häß 日本語 😀\n\n<|end|>"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "b"},
+    ],
+]
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(model_folder, tmp_path / "copy"))
+
+
+def change(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def assert_same(folder: Path) -> Codec:
+    """Chats and texts get the ids that transformers gives them."""
+    codec = load_codec(str(folder))
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    for chat in CHATS:
+        encoding: Any = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)
+        assert codec.encode_chat(chat) == encoding["input_ids"]
+    for text in ("hello world", "", "  x", "<|user|>hi"):
+        assert codec.encode_text(text) == theirs(text)["input_ids"]
+    return codec
+
+
+def test_the_same_ids_as_transformers(model_folder: Path) -> None:
+    assert_same(model_folder)
+
+
+def test_the_template_in_a_file_of_its_own(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<|assistant|>", "<|assistant|>\nSo: "))
+    assert_same(folder)
+
+
+def test_several_templates(folder: Path) -> None:
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    change(folder / "tokenizer_config.json", chat_template=named)
+    assert_same(folder)
+
+
+def test_tokens_that_only_the_configuration_knows(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        eos_token="<|over|>",
+        added_tokens_decoder={"900": {"content": "<think>", "special": False}},
+    )
+    codec = load_codec(str(folder))
+    assert codec.tokenizer.encode("<think>", add_special_tokens=False).tokens == ["<think>"]
+    over = codec.tokenizer.token_to_id("<|over|>")
+    assert over is not None
+    assert codec.tokenizer.decode([over], skip_special_tokens=True) == ""
+
+
+def test_an_older_folder_without_tokenizer_json(model_folder: Path, tmp_path: Path) -> None:
+    whole = json.loads((model_folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(whole["vocab"]))
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in whole["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|bos|>", "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 400}))
+    assert_same(tmp_path)
+
+
+def test_what_ends_an_answer(folder: Path) -> None:
+    assert load_codec(str(folder)).end_token_ids == (2,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    assert load_codec(str(folder)).end_token_ids == (2, 5)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").unlink()
+    assert load_codec(str(folder)).end_token_ids == (2,)
+
+
+def test_no_template_is_the_callers_error_only_when_it_is_needed(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=None)
+    codec = load_codec(str(folder))
+    assert codec.encode_text("hello")
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        codec.encode_chat(CHATS[0])
+
+
+def test_what_cannot_be_loaded_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_codec(str(tmp_path / "nowhere"))
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is no JSON"):
+        load_codec(str(folder))
+
+
+def test_the_gateway_starts_without_torch(model_folder: Path) -> None:
+    code = (
+        "import sys, services.gateway.service as s, services.gateway.tokenizer as t\n"
+        f"t.load_codec({str(model_folder)!r})\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,147 @@
+"""The scheduler's peers on the real bus: the fake worker, a placement, a predictor, each with a handler
+table."""
+
+import asyncio
+
+from shared import subjects
+from shared.bus import Bus, Endpoint, Listener
+from shared.clock import monotonic_s
+from shared.messages.commands import (
+    CancelSequence,
+    LengthPrediction,
+    Placements,
+    PlaceSequences,
+    PredictLength,
+    SubmitReply,
+    SubmitSequence,
+    TakeSnapshot,
+)
+from shared.messages.plans import BatchPlan, WorkerStepped
+from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
+from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from tests.services.scheduler.fake_worker import END, FakeWorker
+
+WORKER_HANDLERS = (
+    Listener(subjects.worker_plan, BatchPlan, "on_plan"),
+    Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
+    Endpoint(subjects.worker_snapshot, TakeSnapshot, "snapshot"),
+)
+
+
+class WorkerOnBus:
+    """`FakeWorker` with heartbeats and step reports."""
+
+    def __init__(self, bus: Bus, *, total_blocks: int = 64, step_s: float = 0.002) -> None:
+        self.bus = bus
+        self.fake = FakeWorker(bus.instance, bus.incarnation, total_blocks=total_blocks)
+        self.step_s = step_s
+        self.plans: list[BatchPlan] = []
+
+    def on_plan(self, plan: BatchPlan) -> None:
+        self.plans.append(plan)
+        self.fake.on_plan(plan, monotonic_s())
+
+    def on_cancel(self, command: CancelSequence) -> None:
+        self.fake.on_cancel(command)
+
+    async def snapshot(self, command: TakeSnapshot) -> WorkerReported:
+        return self.fake.on_snapshot(command.epoch)
+
+    async def run(self) -> None:
+        await self.bus.attach(WORKER_HANDLERS, self)
+        reported_s = 0.0
+        while True:
+            self.fake.step(monotonic_s())
+            for event in self.fake.events:
+                await self.bus.publish(subjects.worker_stepped(self.bus.instance), event)
+            self.fake.events.clear()
+            if monotonic_s() - reported_s > 0.1:
+                reported_s = monotonic_s()
+                await self.bus.publish(subjects.worker_reported(self.bus.instance), self.fake.report())
+            await asyncio.sleep(self.step_s)
+
+
+class PlacementOnBus:
+    """Every sequence to the same worker; can be told to keep silent."""
+
+    HANDLERS = (Endpoint(subjects.PLACEMENT_PLACE, PlaceSequences, "place"),)
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.delay_s = 0.0
+
+    async def place(self, command: PlaceSequences) -> Placements:
+        await asyncio.sleep(self.delay_s)
+        free = self.worker_id not in command.excluded_workers
+        return Placements(worker_ids=tuple(self.worker_id if free else None for _ in command.items))
+
+
+class PredictorOnBus:
+    HANDLERS = (Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict"),)
+
+    def __init__(self) -> None:
+        self.asked: list[PredictLength] = []
+
+    async def predict(self, command: PredictLength) -> LengthPrediction:
+        self.asked.append(command)
+        length = min(8, command.max_tokens)
+        return LengthPrediction(
+            rl_tokens=length,
+            p50_tokens=length,
+            p80_tokens=length,
+            p90_tokens=length,
+            p95_tokens=length,
+            model_version="fake",
+        )
+
+
+class Reader:
+    """What a gateway hears and says."""
+
+    HANDLERS = (
+        Listener(subjects.SCHEDULER_ANNOUNCED, SchedulerAnnounced, "on_announced"),
+        Listener(subjects.SCHEDULER_WORKER_LOST, WorkerLost, "on_lost"),
+        Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+    )
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.announced: list[SchedulerAnnounced] = []
+        self.lost: list[WorkerLost] = []
+        self.ended: dict[str, int] = {}
+
+    def on_announced(self, event: SchedulerAnnounced) -> None:
+        self.announced.append(event)
+
+    def on_lost(self, event: WorkerLost) -> None:
+        self.lost.append(event)
+
+    def on_stepped(self, event: WorkerStepped) -> None:
+        for end in event.ended:
+            self.ended[end.ref.request_id] = self.ended.get(end.ref.request_id, 0) + 1
+
+    def spec(
+        self,
+        name: str,
+        *,
+        prompt_tokens: int = 8,
+        answer_tokens: int = 12,
+        max_tokens: int = 40,
+        attempt: int = 1,
+    ) -> SequenceSpec:
+        return SequenceSpec(
+            ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
+            gateway_id=self.bus.instance,
+            gateway_incarnation=self.bus.incarnation,
+            prompt=pack_tokens([answer_tokens, *([7] * (prompt_tokens - 1))]),
+            sampling=Sampling(seed=1, max_tokens=max_tokens, end_token_ids=(END,)),
+        )
+
+    async def submit(self, spec: SequenceSpec) -> SubmitReply:
+        return await self.bus.request(
+            subjects.SCHEDULER_SUBMIT, SubmitSequence(spec=spec), SubmitReply, deadline_s=2.0
+        )
+
+    async def beat(self) -> None:
+        event = GatewayReported(gateway_id=self.bus.instance, incarnation=self.bus.incarnation)
+        await self.bus.publish(subjects.gateway_reported(self.bus.instance), event)

@@ -1,0 +1,156 @@
+"""Runs a policy's batches a plan or two behind it, as a worker would, with strict book-keeping of blocks
+and tokens.
+
+For any `BatchPolicy`: what a batch may be is in `policy/contract.py`, and this is its judge.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.scheduler.policy.contract import (
+    BatchPolicy,
+    PlannedBatch,
+    PolicyFactory,
+    PolicySettings,
+    Task,
+    WorkerShape,
+)
+from shared.messages.sequence import SequenceKey
+
+
+@dataclass(eq=False)
+class Job:
+    """A task, how long its answer really is, and where it stands at the worker."""
+
+    task: Task
+    length: int
+    generated: int = 0
+    computed: int = 0
+    blocks: int = 0
+    started: bool = False
+    over: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.task.prompt_tokens + self.generated
+
+
+@dataclass
+class BatchRig:
+    """`lag` batches are planned before the first of them runs; ends are told to the policy after they
+    happened."""
+
+    make_policy: PolicyFactory
+    shape: WorkerShape
+    settings: PolicySettings
+    lag: int = 1
+    now_s: float = 0.0
+    jobs: dict[SequenceKey, Job] = field(default_factory=dict)
+    planned: deque[PlannedBatch] = field(default_factory=deque)
+    batches: list[PlannedBatch] = field(default_factory=list)
+    started: list[SequenceKey] = field(default_factory=list)
+    """In order of their first chunk."""
+    on_batch: Callable[[PlannedBatch], None] = lambda batch: None
+
+    def __post_init__(self) -> None:
+        self.policy: BatchPolicy = self.make_policy(self.shape, self.settings)
+        self.capacity_blocks = self.shape.capacity_blocks
+
+    def arrive(self, name: str, prompt_tokens: int, length: int, max_tokens: int) -> Job:
+        task = Task((name, 0), prompt_tokens, max_tokens, self.now_s)
+        job = self.jobs[task.key] = Job(task, length)
+        self.policy.on_arrival(task, self.now_s)
+        self.policy.check_integrity()
+        return job
+
+    def end(self, job: Job) -> None:
+        """Cancelled, or over by itself."""
+        job.over, job.blocks, job.computed = True, 0, 0
+        self.policy.on_ended(job.task.key, self.now_s)
+        self.policy.check_integrity()
+
+    def resize(self, capacity_blocks: int) -> None:
+        """Planned batches run first: only then has the worker shrunk."""
+        while self.planned:
+            self._run(self.planned.popleft())
+        self.capacity_blocks = capacity_blocks
+        self.policy.on_resized(capacity_blocks, self.now_s)
+
+    @property
+    def unfinished(self) -> list[Job]:
+        return [job for job in self.jobs.values() if not job.over]
+
+    def turn(self) -> bool:
+        """Plan up to `lag` ahead, run one batch. False when there was nothing to do."""
+        self.now_s += 0.01
+        while len(self.planned) <= self.lag:
+            batch = self.policy.plan(self.now_s)
+            self.policy.check_integrity()
+            if batch is None:
+                break
+            self._judge(batch)
+            self.on_batch(batch)
+            self.batches.append(batch)
+            self.planned.append(batch)
+        if not self.planned:
+            return False
+        self._run(self.planned.popleft())
+        return True
+
+    def finish(self, *, limit: int = 20_000) -> None:
+        """Until every job is over; AssertionError when nothing moves any more or it takes too long."""
+        for _ in range(limit):
+            if not self.unfinished:
+                return
+            assert self.turn(), f"wedged with {[job.task.key for job in self.unfinished]}"
+        raise AssertionError(f"still {len(self.unfinished)} after {limit} batches")
+
+    def _judge(self, batch: PlannedBatch) -> None:
+        """What can be said of a batch before it runs."""
+        keys = [item.key for item in batch.prefills] + [item.key for item in batch.decodes]
+        assert len(keys) == len(set(keys)) and not set(keys) & {item.key for item in batch.preemptions}
+        assert keys or batch.preemptions, "an empty batch"
+        assert len(keys) <= self.settings.max_batch_sequences
+        assert 1 <= batch.steps <= self.settings.max_steps
+        assert batch.steps == 1 or batch.decodes_only
+        tokens = sum(item.end_token - item.first_token for item in batch.prefills) + len(batch.decodes)
+        alone = not self.settings.chunked_prefill and len(batch.prefills) == 1
+        assert tokens <= self.settings.token_budget or alone, "over the token budget"
+        starting = [self.jobs[item.key].total for item in batch.prefills if item.first_token == 0]
+        assert len(starting) <= 1 or sum(starting) <= self.settings.start_tokens
+
+    def _run(self, batch: PlannedBatch) -> None:
+        for preemption in batch.preemptions:
+            job = self.jobs[preemption.key]
+            job.computed = job.blocks = 0
+        for prefill in batch.prefills:
+            job = self.jobs[prefill.key]
+            if job.over:
+                continue
+            assert prefill.first_token == job.computed < prefill.end_token <= job.total, "misaligned"
+            self._allocate(job, prefill.allocated_blocks, prefill.end_token)
+            if not job.started:
+                job.started = True
+                self.started.append(prefill.key)
+            self._compute(job, prefill.end_token)
+        for step in range(batch.steps):
+            for decode in batch.decodes:
+                job = self.jobs[decode.key]
+                if not job.over:
+                    assert step < decode.tokens, "a decode that was not counted on"
+                    assert job.computed == job.total - 1, "misaligned"
+                    self._allocate(job, decode.allocated_blocks, job.total)
+                    self._compute(job, job.total)
+
+    def _allocate(self, job: Job, blocks: int, tokens: int) -> None:
+        job.blocks = max(job.blocks, blocks)
+        assert job.blocks * self.shape.block_tokens >= tokens, "exhausted"
+        assert sum(other.blocks for other in self.jobs.values()) <= self.capacity_blocks, "no blocks"
+
+    def _compute(self, job: Job, tokens: int) -> None:
+        job.computed = tokens
+        if tokens == job.total:
+            job.generated += 1
+            if job.generated >= min(job.length, job.task.max_tokens):
+                self.end(job)

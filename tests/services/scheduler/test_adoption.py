@@ -1,0 +1,172 @@
+"""Adoption: what a snapshot lists, and what the scheduler knew, become one picture."""
+
+from services.scheduler.adoption import adopt_snapshot
+from services.scheduler.effects import Effect, SendPlan
+from services.scheduler.planning import Lane, Sync
+from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.roster import Roster
+from services.scheduler.rules import Rules
+from services.scheduler.state import Phase, Sequence
+from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from tests.services.scheduler.world import World
+
+
+def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
+    return WorkerReported(
+        worker_id=worker_id,
+        incarnation=1,
+        seq=1,
+        stepped_seq=9,
+        epoch=1,
+        plan_seq=0,
+        model="fake",
+        block_tokens=4,
+        max_context_tokens=400,
+        capacity=Capacity(total_blocks=100, free_blocks=100 - sum(item.allocated_blocks for item in listed)),
+        sequences=listed,
+    )
+
+
+def listed(name: str, state: SequenceState = SequenceState.DECODING, attempt: int = 1) -> SequenceReport:
+    return SequenceReport(
+        ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
+        gateway_id="gateway-0",
+        state=state,
+        prompt_tokens=4,
+        generated_tokens=3 if state is SequenceState.DECODING else 0,
+        computed_tokens=6 if state is SequenceState.DECODING else 0,
+        max_tokens=20,
+        allocated_blocks=2 if state is SequenceState.DECODING else 0,
+    )
+
+
+def submitted(name: str, attempt: int = 1) -> Sequence:
+    spec = SequenceSpec(
+        ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
+        gateway_id="gateway-0",
+        gateway_incarnation=1,
+        prompt=pack_tokens([7] * 4),
+        sampling=Sampling(seed=1, max_tokens=20),
+    )
+    return Sequence.from_spec(spec, 0.0)
+
+
+class Desk:
+    """A roster with two lanes that have been asked for their snapshots."""
+
+    def __init__(self) -> None:
+        self.roster = Roster(Rules())
+        for worker_id in ("worker-0", "worker-1"):
+            lane = Lane(worker_id, 1, 1, self.roster.rules, self.roster.sequences, snapshot(worker_id), 0.0)
+            lane.lose_step(0.0)
+            self.roster.lanes[worker_id] = lane
+
+    def adopt(self, worker_id: str, *reports: SequenceReport) -> list[Effect]:
+        lane = self.roster.lanes[worker_id]
+        effects = adopt_snapshot(self.roster, lane, snapshot(worker_id, *reports), VllmPolicy, 1.0)
+        self.roster.check_integrity()
+        assert lane.sync is Sync.IN_STEP
+        return effects
+
+    def drops(self, worker_id: str) -> set[SequenceRef]:
+        plans = self.roster.lanes[worker_id].next_plans(1.0)
+        return {ref for effect in plans if isinstance(effect, SendPlan) for ref in effect.plan.drops}
+
+
+def test_what_nobody_knew_is_adopted_and_runs_on() -> None:
+    desk = Desk()
+    desk.adopt("worker-0", listed("a"), listed("b", SequenceState.WAITING))
+    assert {s.key[0]: s.phase for s in desk.roster.sequences.values()} == {
+        "a": Phase.DECODING,
+        "b": Phase.WAITING,
+    }
+    plan = next(
+        effect for effect in desk.roster.lanes["worker-0"].next_plans(1.0) if isinstance(effect, SendPlan)
+    )
+    assert [item.ref.request_id for item in plan.plan.decodes] == ["a"]
+    assert [(item.ref.request_id, item.first_token) for item in plan.plan.prefills] == [("b", 0)]
+    assert plan.plan.starts == () and plan.plan.seq == 1
+
+
+def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:
+    desk = Desk()
+    desk.roster.add(submitted("a"))
+    desk.adopt("worker-0", listed("a"))
+    assert len(desk.roster.backlog) == 0
+    assert desk.roster.sequences[("a", 0)].worker_id == "worker-0"
+
+
+def test_an_older_attempt_is_dropped_and_a_newer_one_replaces_ours() -> None:
+    desk = Desk()
+    desk.roster.add(submitted("a", attempt=2))
+    desk.roster.add(submitted("b", attempt=1))
+    desk.adopt("worker-0", listed("a", attempt=1), listed("b", attempt=2))
+    assert desk.roster.sequences[("a", 0)].phase is Phase.QUEUED
+    assert desk.roster.sequences[("b", 0)].ref.attempt == 2
+    assert {ref.request_id for ref in desk.drops("worker-0")} == {"a"}
+
+
+def test_one_attempt_lives_at_one_worker_only() -> None:
+    desk = Desk()
+    desk.adopt("worker-0", listed("a"))
+    desk.adopt("worker-1", listed("a"))
+    assert desk.roster.sequences[("a", 0)].worker_id == "worker-0"
+    assert desk.drops("worker-0") == set()
+    assert {ref.request_id for ref in desk.drops("worker-1")} == {"a"}
+
+
+def test_a_cancelled_or_given_up_attempt_is_dropped() -> None:
+    desk = Desk()
+    desk.roster.tombstones.put(("a", 0), 1, 0.0)
+    desk.roster.dropped.put(("b", 0), (1, "because"), 0.0)
+    desk.adopt("worker-0", listed("a"), listed("b"))
+    assert {ref.request_id for ref in desk.drops("worker-0")} == {"a", "b"}
+    assert desk.roster.sequences == {}
+
+
+def test_what_ended_elsewhere_is_dropped() -> None:
+    desk = Desk()
+    desk.roster.ended.put(("a", 0), (1, "worker-1"), 0.0)
+    desk.adopt("worker-0", listed("a"))
+    assert {ref.request_id for ref in desk.drops("worker-0")} == {"a"}
+
+
+def test_an_end_whose_report_was_lost_is_an_end() -> None:
+    desk = Desk()
+    desk.adopt("worker-0", listed("a"))
+    desk.roster.lanes["worker-0"].lose_step(1.0)
+    effects = desk.adopt("worker-0", listed("a", SequenceState.ENDED))
+    assert desk.roster.sequences == {} and len(effects) == 1
+    assert desk.roster.ended.get(("a", 0), 1.0) == (1, "worker-0")
+
+
+def test_a_start_that_never_arrived_is_placed_again_and_one_that_did_is_over() -> None:
+    desk = Desk()
+    desk.adopt("worker-0")
+    lane = desk.roster.lanes["worker-0"]
+    for name in ("a", "b"):
+        desk.roster.add(submitted(name))
+        desk.roster.place(desk.roster.sequences[(name, 0)], lane, 1.0)
+    lane.next_plans(1.0)
+    assert {sequence.phase for sequence in desk.roster.sequences.values()} == {Phase.DECODING}
+    desk.roster.sequences[("a", 0)].confirmed = True
+    lane.lose_step(1.0)
+    desk.adopt("worker-0")
+    assert list(desk.roster.sequences) == [("b", 0)]
+    assert desk.roster.sequences[("b", 0)].phase is Phase.PLACED
+    plan = next(effect for effect in lane.next_plans(1.0) if isinstance(effect, SendPlan)).plan
+    assert [spec.ref.request_id for spec in plan.starts] == ["b"]
+
+
+def test_a_new_scheduler_adopts_what_runs() -> None:
+    world = World(workers=1)
+    requests = [world.submit(f"r{number}", 20, 50, 50) for number in range(3)]
+    world.run_until(lambda: all(len(request.tokens) > 10 for request in requests), limit_s=5.0)
+    prefilled = sum(tokens for tokens, _ in world.workers["worker-0"].step_tokens)
+    world.kill_scheduler()
+    world.time.run_for(1.0)
+    world.start_scheduler()
+    world.run_until(lambda: not world.unfinished(), limit_s=10.0)
+    assert sum(tokens for tokens, _ in world.workers["worker-0"].step_tokens) == prefilled == 60
+    assert all(request.tokens == request.expected and request.attempt == 1 for request in requests)

@@ -1,0 +1,76 @@
+"""The backlog: first come, first served; one open question at a time."""
+
+import pytest
+
+from services.scheduler.backlog import Backlog
+from services.scheduler.rules import Rules
+from services.scheduler.state import Sequence
+from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+
+RULES = Rules(placement_batch=2, placement_interval_s=0.05)
+
+
+def sequence(name: str, arrival_s: float) -> Sequence:
+    spec = SequenceSpec(
+        ref=SequenceRef(request_id=name, choice=0, attempt=1),
+        gateway_id="gateway-0",
+        gateway_incarnation=1,
+        prompt=pack_tokens([7] * 4),
+        generated=pack_tokens([1]),
+        sampling=Sampling(seed=1, max_tokens=20),
+    )
+    return Sequence.from_spec(spec, arrival_s)
+
+
+def test_the_oldest_are_asked_about_first() -> None:
+    backlog = Backlog(RULES)
+    for name, arrival_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
+        backlog.add(sequence(name, arrival_s))
+        backlog.check_integrity()
+    question = backlog.ask(("worker-1",), 5.0)
+    assert question is not None and question.excluded_workers == ("worker-1",)
+    assert [(item.ref.request_id, item.size_tokens, item.limit_tokens) for item in question.items] == [
+        ("a", 5, 24),
+        ("b", 5, 24),
+    ]
+
+
+def test_one_question_is_open_at_a_time_and_the_next_waits_for_the_interval() -> None:
+    backlog = Backlog(RULES)
+    backlog.add(sequence("a", 0.0))
+    question = backlog.ask((), 1.0)
+    assert question is not None and backlog.ask((), 9.0) is None
+    assert [ref.request_id for ref in backlog.close(question.question, more=False, now_s=9.0)] == ["a"]
+    assert backlog.ask((), 9.04) is None
+    assert backlog.ask((), 9.06) is not None
+
+
+def test_a_change_while_the_question_is_open_makes_the_next_one_due_at_once() -> None:
+    backlog = Backlog(RULES)
+    backlog.add(sequence("a", 0.0))
+    question = backlog.ask((), 1.0)
+    assert question is not None
+    backlog.poke()
+    backlog.close(question.question, more=False, now_s=1.0)
+    assert backlog.ask((), 1.0) is not None
+
+
+def test_an_answer_to_another_question_says_nothing() -> None:
+    backlog = Backlog(RULES)
+    backlog.add(sequence("a", 0.0))
+    question = backlog.ask((), 1.0)
+    assert question is not None
+    assert backlog.close(question.question + 1, more=True, now_s=1.0) == ()
+    assert backlog.close(question.question, more=True, now_s=1.0) != ()
+    assert backlog.close(question.question, more=True, now_s=1.0) == ()
+
+
+def test_only_what_waits_can_leave() -> None:
+    backlog = Backlog(RULES)
+    first, second = sequence("a", 0.0), sequence("b", 0.0)
+    backlog.add(first)
+    assert first in backlog and second not in backlog
+    with pytest.raises(ValueError, match="b/0#1"):
+        backlog.remove(second)
+    backlog.remove(first)
+    assert len(backlog) == 0 and backlog.ask((), 1.0) is None

@@ -1,0 +1,142 @@
+"""What gateways ask for: idempotent, bounded, refused with types, ended when nobody reads."""
+
+import pytest
+
+from services.scheduler.intake import Intake
+from services.scheduler.roster import Roster
+from services.scheduler.rules import Rules
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overloaded
+from shared.messages.commands import CancelSequence
+from shared.messages.reports import GatewayReported
+from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from tests.services.scheduler.world import World
+
+
+def spec(
+    name: str = "a",
+    *,
+    attempt: int = 1,
+    prompt: bytes = pack_tokens([7] * 4),
+    generated: bytes = b"",
+    max_tokens: int = 5,
+    incarnation: int = 1,
+) -> SequenceSpec:
+    return SequenceSpec(
+        ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
+        gateway_id="gateway-0",
+        gateway_incarnation=incarnation,
+        prompt=prompt,
+        generated=generated,
+        sampling=Sampling(seed=1, max_tokens=max_tokens),
+    )
+
+
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        (spec(prompt=b""), InvalidRequest),
+        (spec(prompt=b"12345"), InvalidRequest),
+        (spec(generated=pack_tokens([1] * 5)), InvalidRequest),
+        (spec(prompt=pack_tokens([7] * 1000)), MessageTooLarge),
+    ],
+)
+def test_what_cannot_work_is_refused_and_changes_nothing(
+    refused: SequenceSpec, error: type[KvasirError]
+) -> None:
+    roster = Roster(Rules(max_start_bytes=3999))
+    with pytest.raises(error):
+        Intake(roster).on_submit(refused, 0.0)
+    assert roster.sequences == {}
+
+
+def test_the_queue_is_bounded_and_resumed_sequences_have_room_of_their_own() -> None:
+    intake = Intake(Roster(Rules(max_queued=2)))
+    for name in ("a", "b"):
+        intake.on_submit(spec(name), 0.0)
+    with pytest.raises(Overloaded) as refused:
+        intake.on_submit(spec("c"), 0.0)
+    assert refused.value.retry_after_s
+    for name in ("d", "e"):
+        intake.on_submit(spec(name, attempt=2), 0.0)
+    with pytest.raises(Overloaded):
+        intake.on_submit(spec("f", attempt=2), 0.0)
+    assert intake.on_submit(spec("a"), 0.0)[0].known, "what waits already is never refused"
+
+
+def test_an_earlier_incarnation_of_a_gateway_is_not_listened_to() -> None:
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_submit(spec("a", incarnation=1), 0.0)
+    intake.on_submit(spec("b", incarnation=2), 0.0)
+    assert list(roster.sequences) == [("b", 0)]
+    with pytest.raises(InvalidRequest):
+        intake.on_submit(spec("c", incarnation=1), 0.0)
+
+
+def test_a_silent_gateway_loses_its_sequences() -> None:
+    roster = Roster(Rules(gateway_timeout_s=10.0))
+    intake = Intake(roster)
+    intake.on_submit(spec(), 0.0)
+    intake.on_gateway_reported(GatewayReported(gateway_id="gateway-0", incarnation=1), 5.0)
+    intake.on_tick(14.0)
+    assert len(roster.sequences) == 1
+    intake.on_tick(15.1)
+    assert len(roster.sequences) == 0
+    assert intake.on_submit(spec(), 16.0)[0].known, "the tombstone answers a late submission"
+
+
+def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
+    world.run_until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    core = world.core
+    assert core is not None
+    spec = world.gateway.spec(request, world.now_s)
+    admission, effects = core.on_submit(spec, world.now_s)
+    assert admission.known and admission.worker_id == "worker-0" and effects == []
+    request.attempt = 2
+    world._deliver_submission(request)
+    world.run_until(lambda: request.over, limit_s=5.0)
+    assert request.tokens == request.expected
+    assert "phase=<Phase.REPLACED" in "".join(world.log)
+    assert any(
+        "drops=(SequenceRef(request_id='a', choice=0, attempt=1)" in plan for plan in world.lines("SendPlan")
+    )
+    assert core.on_submit(spec, world.now_s)[0].known
+
+
+def test_a_cancel_may_overtake_its_submission() -> None:
+    world = World(workers=1)
+    world.time.run_for(0.5)
+    core = world.core
+    assert core is not None
+    ref = SequenceRef(request_id="a", choice=0, attempt=1)
+    core.on_cancel(CancelSequence(ref=ref), world.now_s)
+    request = world.submit("a", 4, 5, 5)
+    world.time.run_for(1.0)
+    assert request.tokens == [] and core.queued == core.running == 0
+    request.attempt = 2
+    world._deliver_submission(request)
+    world.run_until(lambda: request.over, limit_s=2.0)
+
+
+def test_a_cancel_frees_the_blocks_within_a_step() -> None:
+    world = World(workers=1, step_s=0.02)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
+    other = world.submit("b", prompt_tokens=4, answer_tokens=40, max_tokens=40)
+    world.run_until(lambda: len(other.tokens) > 4, limit_s=2.0)
+    world.cancel(request)
+    world.time.run_for(2 * world.step_s)
+    assert request.key not in world.workers["worker-0"].held
+    world.run_until(lambda: other.over, limit_s=4.0)
+    assert other.tokens == other.expected
+
+
+def test_sequences_of_a_gateway_that_is_gone_end() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.run_until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world.gateway.incarnation = 2
+    world.time.run_for(1.0)
+    assert world.workers["worker-0"].used_blocks == 0
+    assert "GATEWAY_LOST" in "".join(world.log)

@@ -1,0 +1,69 @@
+"""A lane: plans made ahead, cut short for arrivals, in step with a fake worker."""
+
+from services.scheduler.policy.contract import PolicySettings
+from services.scheduler.rules import Rules
+from services.scheduler.state import HELD, Phase
+from tests.services.scheduler.world import World
+
+
+def test_a_worker_always_has_the_next_step_queued() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.run_until(lambda: len(request.tokens) == 1, limit_s=2.0)
+    idle = 0
+    while len(request.tokens) < 55:
+        world.time.run_for(world.step_s / 2)
+        idle += not world.workers["worker-0"].queue
+    assert idle == 0
+
+
+def test_an_arrival_cuts_a_long_plan_short() -> None:
+    world = World(workers=1, step_s=0.05)
+    running = world.submit("a", prompt_tokens=4, answer_tokens=50, max_tokens=50)
+    world.run_until(lambda: len(running.tokens) >= 10, limit_s=5.0)
+    world.time.run_for(0.1)
+    arrival = world.submit("b", prompt_tokens=4, answer_tokens=5, max_tokens=5)
+    asked_s = world.now_s
+    world.run_until(lambda: len(arrival.tokens) >= 1, limit_s=5.0)
+    assert world.now_s - asked_s < 4 * world.step_s
+    assert any("supersedes=True" in plan for plan in world.lines("SendPlan"))
+    world.run_until(lambda: running.over and arrival.over, limit_s=10.0)
+    assert (running.tokens, arrival.tokens) == (running.expected, arrival.expected)
+    assert len(world.lines("AskSnapshot")) == 1
+
+
+def test_a_start_is_confirmed_by_the_first_step_of_its_plan() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=20, max_tokens=20)
+    world.run_until(lambda: bool(world.lines("SendPlan")), limit_s=2.0)
+    core = world.core
+    assert core is not None
+    sequence = core._roster.sequences[request.key]
+    assert not sequence.confirmed and sequence.phase in HELD
+    world.run_until(lambda: len(request.tokens) == 1, limit_s=2.0)
+    assert sequence.confirmed
+
+
+def test_drops_travel_alone_when_there_is_nothing_else_to_say() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=20, max_tokens=20)
+    world.run_until(lambda: len(request.tokens) > 2, limit_s=2.0)
+    core = world.core
+    assert core is not None
+    core._roster.leave(core._roster.sequences[request.key], Phase.REPLACED, world.now_s)
+    request.cancelled = True
+    world.time.run_for(1.0)
+    assert world.workers["worker-0"].held == {}
+    assert core._roster.lanes["worker-0"].outstanding_steps == 0
+    assert len(world.lines("AskSnapshot")) == 1
+
+
+def test_several_starts_share_a_plan_only_while_their_text_fits() -> None:
+    rules = Rules(
+        settings=PolicySettings(token_budget=64, max_batch_sequences=8, start_tokens=20), round_s=0.3
+    )
+    world = World(workers=1, rules=rules)
+    requests = [world.submit(f"r{number}", 12, 5, 5) for number in range(3)]
+    world.run_until(lambda: not world.unfinished(), limit_s=3.0)
+    assert all(request.tokens == request.expected for request in requests)
+    assert all(plan.count("SequenceSpec(") <= 1 for plan in world.lines("SendPlan"))

@@ -1,0 +1,61 @@
+"""Policies by name: built in, and from an installed package's entry points."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.policy import find_policy, policy_names
+from services.scheduler.policy.contract import BatchPolicy, PolicySettings, WorkerShape
+from services.scheduler.policy.vllm import VllmPolicy
+from shared.errors import ConfigError
+
+PACKAGE = """
+from services.scheduler.policy.vllm import VllmPolicy
+
+class Patient(VllmPolicy):
+    pass
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution that declares policies, as pip would have laid it out."""
+    (tmp_path / "kvasir_patience.py").write_text(PACKAGE)
+    info = tmp_path / "kvasir_patience-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvasir-patience\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[kvasir.scheduler.policies]\n"
+        "patient = kvasir_patience:Patient\n"
+        "vllm = kvasir_patience:Patient\n"
+        "broken = kvasir_patience:Missing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kvasir_patience", raising=False)
+
+
+def test_a_built_in_policy_is_found_and_fulfils_the_contract() -> None:
+    policy = find_policy("vllm")(WorkerShape(4, 8), PolicySettings())
+    assert isinstance(policy, BatchPolicy)
+
+
+def test_an_unknown_name_is_a_configuration_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="vllm") as error:
+        find_policy("vlm")
+    assert error.value.param == "policy"
+
+
+def test_an_installed_package_adds_a_policy(installed: None) -> None:
+    assert {"patient", "vllm", "broken"} <= set(policy_names())
+    policy = find_policy("patient")(WorkerShape(4, 8), PolicySettings())
+    assert isinstance(policy, BatchPolicy) and type(policy).__name__ == "Patient"
+
+
+def test_a_built_in_name_cannot_be_taken_over(installed: None) -> None:
+    assert find_policy("vllm") is VllmPolicy
+
+
+def test_a_broken_entry_point_is_a_configuration_error(installed: None) -> None:
+    with pytest.raises(ConfigError, match="kvasir_patience:Missing"):
+        find_policy("broken")

@@ -1,0 +1,81 @@
+"""Leadership on a real nats-server: one leads, others stand by, restarts adopt, the process stops cleanly."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.service import run
+from shared.config import BusConfig
+from shared.errors import ConfigError
+from tests.services.scheduler.bus_stack import QUICK, BusStack, running, until
+
+
+async def test_a_standby_takes_over_and_adopts(stack: BusStack) -> None:
+    worker = await stack.worker()
+    first, second = await stack.scheduler("scheduler-0"), await stack.scheduler("scheduler-1")
+    async with running(worker.run()), running(first.serve()) as leading:
+        await until(lambda: bool(stack.reader.announced))
+        async with running(second.serve()):
+            await asyncio.sleep(0.3)
+            statuses = await stack.statuses()
+            assert {name: details["role"] for name, details in statuses.items()} == {
+                "scheduler-0": "leader",
+                "scheduler-1": "standby",
+            }
+            await stack.reader.submit(stack.reader.spec("a", answer_tokens=150, max_tokens=200))
+            await until(lambda: worker.fake.used_blocks > 4)
+            prefilled = sum(tokens for tokens, _ in worker.fake.step_tokens)
+            epoch = stack.reader.announced[-1].epoch
+            leading[0].cancel()
+            await until(lambda: stack.reader.announced[-1].scheduler_id == "scheduler-1")
+            await until(lambda: "a" in stack.reader.ended)
+            assert stack.reader.announced[-1].epoch > epoch
+            assert sum(tokens for tokens, _ in worker.fake.step_tokens) == prefilled
+            assert (await stack.reader.submit(stack.reader.spec("a"))).known
+
+
+async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        await asyncio.sleep(0.5)
+        incarnation = stack.reader.announced[-1].incarnation
+        worker.fake.epoch = 1000
+        await until(lambda: stack.reader.announced[-1].epoch == 1001)
+        assert stack.reader.announced[-1].incarnation > incarnation
+        await stack.reader.submit(stack.reader.spec("a"))
+        await until(lambda: "a" in stack.reader.ended)
+
+
+async def test_an_unknown_policy_stops_it_before_it_connects(bus_config: BusConfig) -> None:
+    with pytest.raises(ConfigError, match="vllm"):
+        await run(SchedulerConfig(policy="vlm", bus=bus_config))
+
+
+async def test_the_process_survives_its_own_kill_and_stops_on_a_signal(
+    stack: BusStack, bus_config: BusConfig
+) -> None:
+    worker = await stack.worker()
+    flags = [word for name, value in QUICK.items() for word in (f"--{name}", str(value))]
+    command = (sys.executable, "-m", "services.scheduler", "--bus.url", bus_config.url, *flags)
+    async with running(worker.run()):
+        process = await asyncio.create_subprocess_exec(*command)
+        try:
+            await until(lambda: bool(stack.reader.announced), limit_s=30.0)
+            await stack.reader.submit(stack.reader.spec("a", answer_tokens=150, max_tokens=200))
+            await until(lambda: worker.fake.used_blocks > 4)
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+            process = await asyncio.create_subprocess_exec(*command)
+            await until(lambda: "a" in stack.reader.ended, limit_s=30.0)
+            assert stack.reader.ended == {"a": 1}
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 8.0) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

@@ -1,0 +1,112 @@
+"""A term on a real nats-server: submissions, ends, cancels, slow and absent peers."""
+
+import asyncio
+
+import pytest
+
+from shared import subjects
+from shared.errors import ContextOverflow
+from shared.messages.commands import CancelSequence
+from tests.services.scheduler.bus_peers import PlacementOnBus, PredictorOnBus
+from tests.services.scheduler.bus_stack import BusStack, running, until
+
+
+async def test_a_submission_is_placed_planned_and_ends(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        first = await stack.reader.submit(stack.reader.spec("a"))
+        again = await stack.reader.submit(stack.reader.spec("a"))
+        assert (first.known, again.known) == (False, True)
+        assert first.incarnation == stack.reader.announced[-1].incarnation
+        await until(lambda: "a" in stack.reader.ended)
+        assert stack.reader.ended == {"a": 1}
+        assert [asked.max_tokens for asked in stack.predictor.asked] == [40]
+        assert {plan.epoch for plan in worker.plans} == {first.epoch}
+        assert worker.plans[0].starts[0].ref.request_id == "a"
+
+
+async def test_many_submissions_at_once_all_end(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        names = [f"r{number}" for number in range(40)]
+        await asyncio.gather(*(stack.reader.submit(stack.reader.spec(name)) for name in names))
+        await until(lambda: set(stack.reader.ended) == set(names))
+        assert set(stack.reader.ended.values()) == {1}
+
+
+async def test_without_predictor_and_placement_nothing_is_lost(stack: BusStack) -> None:
+    await stack.peers.detach(PlacementOnBus.HANDLERS)
+    await stack.peers.detach(PredictorOnBus.HANDLERS)
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        await stack.reader.submit(stack.reader.spec("a"))
+        await asyncio.sleep(0.6)
+        assert worker.plans == []
+        await stack.peers.attach(PlacementOnBus.HANDLERS, stack.placement)
+        await until(lambda: "a" in stack.reader.ended)
+
+
+async def test_a_slow_placement_is_a_pause(stack: BusStack) -> None:
+    stack.placement.delay_s = 1.0
+    worker, scheduler = await stack.worker(), await stack.scheduler(place_deadline_s=0.2)
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        await stack.reader.submit(stack.reader.spec("a"))
+        await asyncio.sleep(0.7)
+        stack.placement.delay_s = 0.0
+        await until(lambda: "a" in stack.reader.ended)
+
+
+async def test_a_cancel_reaches_the_worker(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        spec = stack.reader.spec("a", prompt_tokens=8, answer_tokens=200, max_tokens=200)
+        await stack.reader.submit(spec)
+        await until(lambda: worker.fake.used_blocks > 4)
+        await stack.reader.bus.publish(subjects.SCHEDULER_CANCEL, CancelSequence(ref=spec.ref))
+        await until(lambda: worker.fake.used_blocks == 0, limit_s=1.0)
+        assert (await stack.reader.submit(spec)).known, "a late submission of it"
+
+
+async def test_refusals_keep_their_type_on_the_way(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        await stack.reader.submit(stack.reader.spec("a"))
+        await until(lambda: "a" in stack.reader.ended)
+        with pytest.raises(ContextOverflow, match="This model's maximum context length is 256 tokens"):
+            await stack.reader.submit(stack.reader.spec("b", prompt_tokens=250))
+
+
+async def test_a_worker_that_falls_silent_is_announced_as_lost(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(scheduler.serve()):
+        async with running(worker.run()):
+            await until(lambda: bool(stack.reader.announced))
+            spec = stack.reader.spec("a", answer_tokens=200, max_tokens=200)
+            await stack.reader.submit(spec)
+            await until(lambda: worker.fake.used_blocks > 4)
+        await until(lambda: bool(stack.reader.lost), limit_s=3.0)
+        assert stack.reader.lost[0].worker_id == "worker-0"
+        assert stack.reader.lost[0].refs == (spec.ref,)
+        again = await stack.worker("worker-1")
+        stack.placement.worker_id = "worker-1"
+        async with running(again.run()):
+            await stack.reader.submit(stack.reader.spec("a", answer_tokens=20, attempt=2))
+            await until(lambda: "a" in stack.reader.ended)
+
+
+async def test_status_tells_what_was_planned(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        await stack.reader.submit(stack.reader.spec("a", prompt_tokens=9))
+        await until(lambda: "a" in stack.reader.ended)
+        details = (await stack.statuses())["scheduler-0"]
+        assert (details["role"], details["starts"], details["prefill_tokens"]) == ("leader", 1, 9)
+        assert details["steps"] >= 12 and details["plans"] == len(worker.plans)
+        assert details["workers"][0]["worker"] == "worker-0"

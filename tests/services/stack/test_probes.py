@@ -1,0 +1,69 @@
+"""Readiness probes against real sockets."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.stack.probes import AliveProbe, HttpProbe, TcpProbe, http_get
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A server that reads a request's head and sends `answer`; its port, and what it was asked."""
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(answer)
+            await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], asked
+
+
+async def test_alive_for_a_moment() -> None:
+    assert await AliveProbe(10.0).obstacle(time.time()) is not None
+    assert await AliveProbe(10.0).obstacle(time.time() - 11.0) is None
+
+
+async def test_tcp(free_port: int) -> None:
+    assert await TcpProbe(free_port).obstacle(0.0) == f"nothing listens on port {free_port} yet"
+    async with answering(b"") as (port, _):
+        assert await TcpProbe(port).obstacle(0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "obstacle"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", None),
+        (b'HTTP/1.1 503 No\r\n\r\n{"error":{"message":"no worker"}}', "no worker"),
+        (b"HTTP/1.1 503 No\r\n\r\nwarming\nup", "warming up"),
+        (b"HTTP/1.1 404 No\r\n\r\n", "/ready answers 404"),
+    ],
+)
+async def test_http_says_what_is_missing(answer: bytes, obstacle: str | None) -> None:
+    async with answering(answer) as (port, _):
+        assert await HttpProbe(port, "/ready").obstacle(0.0) == obstacle
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-x\r\n", b"HTTP/1.1"])
+async def test_what_is_not_http_is_no_answer(answer: bytes, free_port: int) -> None:
+    async with answering(answer) as (port, _):
+        assert await HttpProbe(port, "/ready").obstacle(0.0) == f"no answer on port {port} yet"
+    assert await HttpProbe(free_port, "/ready").obstacle(0.0) == f"no answer on port {free_port} yet"
+
+
+async def test_get_sends_its_headers() -> None:
+    async with answering(b"HTTP/1.0 200 OK\r\n\r\nbody") as (port, asked):
+        assert await http_get(port, "/v1/models", ("Authorization: Bearer x",)) == (200, "body")
+    assert b"GET /v1/models HTTP/1.0\r\n" in asked[0]
+    assert b"\r\nAuthorization: Bearer x\r\n" in asked[0]

@@ -1,0 +1,73 @@
+"""The run directory."""
+
+import os
+import stat
+from pathlib import Path
+
+from services.stack.rundir import RunDirectory
+
+
+def made(path: Path) -> RunDirectory:
+    run = RunDirectory(path / "run")
+    run.create()
+    return run
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    first, second = made(tmp_path), made(tmp_path)
+    assert second.holder() is None
+    assert first.acquire()
+    assert not second.acquire()
+    assert second.holder() == os.getpid()
+    first.release()
+    assert second.holder() is None
+    assert second.acquire()
+    second.release()
+
+
+def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    first = run.credentials()
+    assert first == made(tmp_path).credentials()
+    assert first.api_key.startswith("sk-")
+    assert first.nats_password[0].isalpha()
+    assert len(first.api_key_sha256) == 64
+    assert first.api_key not in first.api_key_sha256
+    for path in (run.path / "credentials.json", run.path):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+
+def test_damaged_files_are_made_anew(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    (run.path / "credentials.json").write_text('{"api_key": 1')
+    assert run.credentials().api_key.startswith("sk-")
+    run.state_file.write_text("[1]")
+    assert run.read_state() == {}
+    run.write_state({"pid": 7})
+    assert run.read_state() == {"pid": 7}
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_logs_rotate_and_the_oldest_goes(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    for number in range(6):
+        (run.logs / "a.log").write_text(str(number))
+        run.rotate_logs()
+    assert {p.name: p.read_text() for p in run.logs.iterdir()} == {
+        "a.log.1": "5",
+        "a.log.2": "4",
+        "a.log.3": "3",
+    }
+
+
+def test_long_logs_are_trimmed_under_their_writer(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    with (run.logs / "a.log").open("a") as writer:
+        writer.write("x" * 200)
+        writer.flush()
+        (run.logs / "b.log").write_text("short")
+        assert run.trim_logs(limit_bytes=100) == ["a"]
+        writer.write("more")
+    assert (run.logs / "a.log").read_text() == "more"
+    assert (run.logs / "a.log.1").read_text() == "x" * 200
+    assert (run.logs / "b.log").read_text() == "short"

@@ -1,0 +1,187 @@
+"""The supervisor over stand-in children: starts, restarts, gives up, ends. Real processes, real signals."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from services.stack.backoff import Backoff
+from services.stack.children import ChildSpec, ChildState
+from services.stack.launch import Seedling
+from services.stack.leftovers import is_alive as alive
+from services.stack.probes import HttpProbe
+from services.stack.supervisor import StartFailed, Supervisor, tail
+from tests.services.stack.standin import DEAF, FRONT, PYTHON
+
+ENV = dict(os.environ)
+
+
+class Stage:
+    """A supervisor, what it said, and a clean end."""
+
+    def __init__(self, here: Path, specs: Sequence[ChildSpec], backoff: Callable[[], Backoff]) -> None:
+        self.said: list[str] = []
+        self.supervisor = Supervisor(
+            specs, cwd=here, logs=here, say=self.said.append, on_change=self._note, new_backoff=backoff
+        )
+        self.ends: list[str] = []
+
+    def _note(self) -> None:
+        for name, child in self.supervisor.children.items():
+            if child.state is ChildState.STOPPED and child.process is None and name not in self.ends:
+                self.ends.append(name)
+
+    def pid(self, name: str) -> int:
+        process = self.supervisor.children[name].process
+        assert process is not None, f"{name} does not run"
+        return process.pid
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def staged(
+    here: Path, *specs: ChildSpec, backoff: Callable[[], Backoff] = Backoff
+) -> AsyncIterator[Stage]:
+    stage = Stage(here, specs, backoff)
+    stage.supervisor.start()
+    try:
+        yield stage
+    finally:
+        await stage.supervisor.stop(0.2)
+
+
+def sleeper(name: str, stage: int = 0) -> ChildSpec:
+    return ChildSpec(name, ("sleep", "1000"), ENV, stage=stage)
+
+
+def script(name: str, code: str) -> ChildSpec:
+    return ChildSpec(name, (*PYTHON, code), ENV)
+
+
+async def test_waits_for_readiness_and_leaves_nothing_behind(tmp_path: Path, free_port: int) -> None:
+    front = ChildSpec("front", (*PYTHON, FRONT, str(free_port)), ENV, HttpProbe(free_port, "/ready"))
+    async with staged(tmp_path, sleeper("a"), front) as stage:
+        assert stage.supervisor.children["front"].state is not ChildState.READY
+        await stage.supervisor.until_ready(10.0)
+        pids = [stage.pid("a"), stage.pid("front")]
+        assert all(map(alive, pids))
+        rows = [child.row() for child in stage.supervisor.children.values()]
+        assert [(row["name"], row["pid"], row["state"]) for row in rows] == [
+            ("a", pids[0], "ready"),
+            ("front", pids[1], "ready"),
+        ]
+    assert not any(map(alive, pids))
+
+
+async def test_a_killed_child_is_back_fast_and_becomes_ready_again(tmp_path: Path, free_port: int) -> None:
+    front = ChildSpec("front", (*PYTHON, FRONT, str(free_port)), ENV, HttpProbe(free_port, "/ready"))
+    async with staged(tmp_path, front) as stage:
+        await stage.supervisor.until_ready(10.0)
+        first = stage.pid("front")
+        os.kill(first, signal.SIGKILL)
+        child = stage.supervisor.children["front"]
+        await stage.until(lambda: child.process is not None and child.process.pid != first)
+        await stage.until(lambda: child.state is ChildState.READY)
+        assert child.restarts == 1
+        assert child.last_exit == "killed by SIGKILL"
+        assert "killed by SIGKILL); starting it again in 0.1 s" in stage.said[0]
+
+
+async def test_waits_grow_while_a_child_keeps_dying_and_it_says_why_once(tmp_path: Path) -> None:
+    def quick() -> Backoff:
+        return Backoff(first_s=0.01, longest_s=0.05)
+
+    async with staged(tmp_path, sleeper("a"), backoff=quick) as stage:
+        await stage.supervisor.until_ready(10.0)
+        child = stage.supervisor.children["a"]
+        (tmp_path / "a.log").write_text("the cause\n")
+        for deaths in range(1, 8):
+            os.kill(stage.pid("a"), signal.SIGKILL)
+            await stage.until(lambda deaths=deaths: child.restarts == deaths)  # type: ignore[misc]
+            await stage.until(lambda: child.process is not None)
+    delays = [line.rsplit("again in ", 1)[1] for line in stage.said if "again in" in line]
+    assert delays == ["0.01 s", "0.02 s", "0.04 s", "0.05 s", "0.05 s", "0.05 s", "0.05 s"]
+    assert [line for line in stage.said if "keeps ending" in line and "the cause" in line]
+
+
+async def test_start_is_given_up_when_a_child_dies_again_and_again(tmp_path: Path) -> None:
+    async with staged(
+        tmp_path, sleeper("a"), script("bad", "print('my reason'); raise SystemExit(1)")
+    ) as stage:
+        with pytest.raises(StartFailed, match=r"bad ended .*exit code 1.*3 times in a row") as caught:
+            await stage.supervisor.until_ready(20.0)
+        assert caught.value.children == ("bad",)
+        assert stage.supervisor.children["bad"].restarts == 3
+        assert "my reason" in tail(stage.supervisor.log_path("bad"))
+
+
+async def test_wrong_settings_are_not_tried_again(tmp_path: Path) -> None:
+    async with staged(tmp_path, script("bad", "raise SystemExit(2)")) as stage:
+        with pytest.raises(StartFailed):
+            await stage.supervisor.until_ready(20.0)
+        assert stage.supervisor.children["bad"].restarts == 1
+
+
+async def test_a_program_that_is_not_there_fails_the_start(tmp_path: Path) -> None:
+    async with staged(tmp_path, ChildSpec("bad", ("/nonexistent/program",), ENV)) as stage:
+        with pytest.raises(StartFailed, match="No such file"):
+            await stage.supervisor.until_ready(20.0)
+
+
+async def test_start_names_what_is_not_ready_in_time(tmp_path: Path, free_port: int) -> None:
+    late = ChildSpec("late", ("sleep", "1000"), ENV, HttpProbe(free_port, "/ready"))
+    async with staged(tmp_path, sleeper("a"), late) as stage:
+        with pytest.raises(StartFailed, match=r"not ready after 0\.5 s: late \(no answer") as caught:
+            await stage.supervisor.until_ready(0.5)
+        assert caught.value.children == ("late",)
+
+
+async def test_stages_end_in_order_and_the_deaf_are_killed(tmp_path: Path) -> None:
+    deaf = ChildSpec("deaf", (*PYTHON, DEAF + "; print()"), ENV, stage=1)
+    async with staged(tmp_path, sleeper("bus"), deaf, sleeper("front", stage=2)) as stage:
+        await stage.supervisor.until_ready(10.0)
+        await stage.until(lambda: _ignores_sigterm(stage.pid("deaf")))
+        pids = [stage.pid(name) for name in ("bus", "deaf", "front")]
+        await stage.supervisor.stop(0.2)
+        assert not any(map(alive, pids))
+        assert stage.ends == ["front", "deaf", "bus"]
+    assert any("deaf did not end within 0.2 s; killing it" in line for line in stage.said)
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text() if sys.platform == "linux" else ""
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn")), 0)
+    return bool(mask >> (signal.SIGTERM - 1) & 1)
+
+
+async def test_nothing_is_restarted_while_stopping(tmp_path: Path) -> None:
+    async with staged(tmp_path, sleeper("a"), sleeper("b", stage=1)) as stage:
+        await stage.supervisor.until_ready(10.0)
+        await stage.supervisor.stop(1.0)
+        assert all(
+            child.restarts == 0 and child.process is None for child in stage.supervisor.children.values()
+        )
+
+
+async def test_a_stop_does_not_wait_for_a_launch(tmp_path: Path) -> None:
+    waiting = Seedling(tmp_path / "no seed.sock", "late", "json", ())
+    async with staged(tmp_path, ChildSpec("late", ("sleep", "1000"), ENV, launcher=waiting)) as stage:
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(1.0):
+            await stage.supervisor.stop(5.0)
+        assert stage.ends == ["late"]
+
+
+def test_tail_of_a_missing_log_says_so(tmp_path: Path) -> None:
+    assert tail(tmp_path / "none.log") == "    (empty)"
+    (tmp_path / "long.log").write_text("\n".join(map(str, range(100))))
+    assert tail(tmp_path / "long.log", lines=2) == "    98\n    99"

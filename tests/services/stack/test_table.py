@@ -1,0 +1,93 @@
+"""The child table of Kvasir."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.stack.children import ChildSpec
+from services.stack.config import StackConfig
+from services.stack.launch import Program, Seedling
+from services.stack.probes import HttpProbe, TcpProbe
+from services.stack.roll import RollCall, StatusProbe
+from services.stack.rundir import RunDirectory
+from services.stack.table import kvasir_table, parse_override
+from shared.config import BusConfig
+from shared.errors import ConfigError
+
+
+async def table(path: Path, *overrides: str, config: StackConfig | None = None) -> dict[str, ChildSpec]:
+    run = RunDirectory(path)
+    run.create()
+    specs = kvasir_table(
+        config or StackConfig(workers=2),
+        run,
+        port=8080,
+        nats_port=4222,
+        config_file=path / "local.yaml",
+        overrides=[parse_override(text) for text in overrides],
+        environ={"PATH": "/bin"},
+        roll=RollCall(BusConfig()),
+    )
+    return {spec.name: spec for spec in specs}
+
+
+async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: Path) -> None:
+    specs = await table(tmp_path)
+    services = ["gateway-0", "scheduler-0", "predictor-0", "placement-0", "ledger-0", "worker-0", "worker-1"]
+    assert list(specs) == ["nats", "seed", *services]
+    assert specs["worker-1"].argv[1:] == ("-m", "services.worker", "--instance", "worker-1")
+    assert isinstance(specs["worker-1"].launcher, Seedling)
+    assert isinstance(specs["ledger-0"].launcher, Program)
+    plain = await table(tmp_path, config=StackConfig(workers=1, preload=False))
+    assert list(plain) == ["nats", *services[:-1]]
+    assert isinstance(plain["worker-0"].launcher, Program)
+    assert specs["gateway-0"].stage > specs["worker-0"].stage > specs["nats"].stage
+    assert isinstance(specs["nats"].ready, TcpProbe)
+    assert isinstance(specs["gateway-0"].ready, HttpProbe)
+    assert isinstance(specs["ledger-0"].ready, StatusProbe)
+
+
+async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
+    specs = await table(tmp_path)
+    credentials = RunDirectory(tmp_path).credentials()
+    gateway = specs["gateway-0"].env
+    assert json.loads(gateway["KVASIR_GATEWAY__API_KEY_SHA256"]) == [credentials.api_key_sha256]
+    assert gateway["KVASIR_BUS__PASSWORD"] == credentials.nats_password
+    assert gateway["KVASIR_CONFIG"] == str(tmp_path / "local.yaml")
+    assert specs["nats"].env == {"PATH": "/bin"}
+    for spec in specs.values():
+        assert credentials.api_key not in " ".join([*spec.env.values(), *spec.argv])
+
+
+async def test_overrides_reach_one_service_one_instance_or_all(tmp_path: Path) -> None:
+    specs = await table(
+        tmp_path, "worker.kv_blocks=64", "worker-1.kv_blocks=32", "scheduler.policy.name=x", "log_level=debug"
+    )
+    assert specs["worker-0"].env["KVASIR_WORKER__KV_BLOCKS"] == "64"
+    assert specs["worker-1"].env["KVASIR_WORKER__KV_BLOCKS"] == "32"
+    assert specs["scheduler-0"].env["KVASIR_SCHEDULER__POLICY__NAME"] == "x"
+    assert "KVASIR_WORKER__KV_BLOCKS" not in specs["gateway-0"].env
+    assert specs["gateway-0"].env["KVASIR_LOG_LEVEL"] == "debug"
+
+
+async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    specs = await table(tmp_path, config=StackConfig(workers=1, model=str(tmp_path / "mine")))
+    for spec in (specs["gateway-0"], specs["worker-0"]):
+        assert spec.env["KVASIR_GATEWAY__MODEL"] == spec.env["KVASIR_WORKER__MODEL"] == str(tmp_path / "mine")
+        assert spec.env["KVASIR_GATEWAY__MODEL_NAME"] == spec.env["KVASIR_WORKER__SERVED_NAME"] == "mine"
+    specs = await table(tmp_path, config=StackConfig(workers=1, model="someone/model"))
+    assert specs["worker-0"].env["KVASIR_WORKER__MODEL"] == "someone/model"
+    assert specs["gateway-0"].env["KVASIR_GATEWAY__MODEL_NAME"] == "model"
+
+
+@pytest.mark.parametrize("text", ["kv_blocks=1", "worker.kv_blocks", "=1", "worker=1"])
+def test_overrides_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"section\.setting=value"):
+        parse_override(text)
+
+
+async def test_unknown_sections_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"worker-7\.….*worker-1"):
+        await table(tmp_path, "worker-7.kv_blocks=1")

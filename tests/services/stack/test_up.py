@@ -1,0 +1,104 @@
+"""`up` in the foreground over stand-in children: real processes, real signals."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.stack.leftovers import is_alive as alive
+from services.stack.rundir import RunDirectory
+from tests.services.stack.commands import (
+    DEADLINE_S,
+    ROOT,
+    STANDIN,
+    command,
+    family,
+    is_ready,
+    pids_of,
+    start,
+    state_of,
+    until,
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_everything(
+    tmp_path: Path, foreground: "subprocess.Popen[str]", number: signal.Signals
+) -> None:
+    pids = family(tmp_path)
+    foreground.send_signal(number)
+    assert foreground.wait(timeout=DEADLINE_S) == 0
+    assert not any(map(alive, pids))
+    said = (tmp_path / "out").read_text()
+    assert "ready in" in said
+    assert "deaf did not end within 0.3 s; killing it" in said
+    assert state_of(tmp_path)["phase"] == "stopped"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the kernel see to it")
+def test_a_killed_supervisor_takes_all_children_along_and_can_be_started_again(
+    tmp_path: Path, free_port: int, foreground: "subprocess.Popen[str]"
+) -> None:
+    pids, relatives = pids_of(tmp_path), family(tmp_path)
+    foreground.kill()
+    foreground.wait(timeout=DEADLINE_S)
+    until(lambda: not any(map(alive, pids.values())), "orphans")
+    again = start(tmp_path, free_port)
+    assert not any(map(alive, relatives)), "the next start ends what children of children are left"
+    assert command("down", "--run-dir", str(tmp_path)).returncode == 0
+    assert again.wait(timeout=DEADLINE_S) == 0
+
+
+def test_no_zombie_stays_with_the_supervisor(tmp_path: Path, foreground: "subprocess.Popen[str]") -> None:
+    *_, grandchild = family(tmp_path)
+    os.kill(pids_of(tmp_path)["parent"], signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(grandchild), "what a dead child left is still there")
+    until(lambda: len(pids_of(tmp_path)) == 6, "not restarted")
+    assert foreground.poll() is None
+
+
+def test_the_printed_lines_are_ready_to_paste(tmp_path: Path, free_port: int, foreground: object) -> None:
+    said = (tmp_path / "out").read_text()
+    key = RunDirectory(tmp_path).credentials().api_key
+    (curl,) = [line for line in said.splitlines() if line.startswith("curl -N ")]
+    assert f"http://127.0.0.1:{free_port}/v1/chat/completions" in curl
+    assert f"'Authorization: Bearer {key}'" in curl
+    assert '"model":"standin","stream":true' in curl
+
+
+def test_losing_its_terminal_ends_it(tmp_path: Path, free_port: int) -> None:
+    words = [
+        *STANDIN,
+        "up",
+        "--run-dir",
+        str(tmp_path),
+        f"--port={free_port}",
+        "--nats-port=0",
+        "--stop-grace=0.2",
+    ]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(words[0], words)
+    try:
+        os.set_blocking(terminal, False)
+        until(lambda: _drained(terminal) and is_ready(tmp_path, pid), "not ready")
+        pids = pids_of(tmp_path)
+    finally:
+        os.close(terminal)
+    until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, "the supervisor outlived its terminal")
+    assert not any(map(alive, pids.values()))
+
+
+def _drained(terminal: int) -> bool:
+    try:
+        while os.read(terminal, 65_536):
+            pass
+    except BlockingIOError:
+        pass
+    return True

@@ -1,0 +1,144 @@
+"""Sampling against its definition; repeatable, and independent of everything it should be independent of."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.sampler import SamplePoint, sample, uniform
+from shared.messages.sequence import Sampling
+
+
+def point(
+    index: int,
+    *,
+    seed: int = 1,
+    choice: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> SamplePoint:
+    sampling = Sampling(seed=seed, max_tokens=9, temperature=temperature, top_p=top_p, top_k=top_k)
+    return SamplePoint(sampling, choice, index)
+
+
+def reference(logits: list[float], drawn: SamplePoint) -> int:
+    """The contract, one token at a time in plain Python."""
+    sampling = drawn.sampling
+    if sampling.temperature == 0:
+        return max(range(len(logits)), key=lambda token: (logits[token], -token))
+    highest = max(logits)
+    weights = [math.exp((logit - highest) / sampling.temperature) for logit in logits]
+    order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    total = sum(weights[token] for token in kept)
+    nucleus: list[int] = []
+    mass = 0.0
+    for token in kept:
+        if mass >= sampling.top_p * total and sampling.top_p < 1 and nucleus:
+            break
+        nucleus.append(token)
+        mass += weights[token]
+    target = uniform(sampling.seed, drawn.choice, drawn.index) * mass
+    reached = 0.0
+    for token in sorted(nucleus):
+        reached += weights[token]
+        if reached > target:
+            return token
+    return max(nucleus)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(-600, 600).map(lambda n: n / 100), min_size=1, max_size=30, unique=True),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.2, 0.7, 1.0, 1.7]),
+            st.sampled_from([0.05, 0.31, 0.5, 0.93, 1.0]),
+            st.integers(0, 31),
+            st.integers(-(2**63), 2**64 - 1),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_tokens_are_those_of_the_definition(
+    logits: list[float], settings_of_rows: list[tuple[float, float, int, int]]
+) -> None:
+    points = [
+        point(row, seed=seed, choice=row % 2, temperature=temperature, top_p=top_p, top_k=top_k)
+        for row, (temperature, top_p, top_k, seed) in enumerate(settings_of_rows)
+    ]
+    drawn = sample(torch.tensor([logits] * len(points)), points)
+    assert drawn == [reference(logits, each) for each in points]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "allowed"), [(0, 1.0, 5), (3, 1.0, 3), (0, 0.6, 2), (1, 1.0, 1)])
+def test_frequencies_follow_the_probabilities(top_k: int, top_p: float, allowed: int) -> None:
+    probabilities = [0.4, 0.3, 0.15, 0.1, 0.05]
+    logits = torch.tensor([probabilities]).log()
+    draws = 4000
+    points = [point(index, top_k=top_k, top_p=top_p) for index in range(draws)]
+    counts = Counter(sample(logits.expand(draws, -1), points))
+    total = sum(probabilities[:allowed])
+    assert set(counts) == set(range(allowed))
+    for token in range(allowed):
+        share = probabilities[token] / total
+        deviation = math.sqrt(share * (1 - share) / draws)
+        assert abs(counts[token] / draws - share) <= 4 * deviation
+
+
+def test_a_token_is_drawn_the_same_alone_and_among_others() -> None:
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    points = [point(row, seed=row, temperature=1.5, top_p=0.9, top_k=row) for row in range(8)]
+    alone = [sample(logits[row : row + 1], points[row : row + 1])[0] for row in range(8)]
+    assert sample(logits, points) == alone
+    assert sample(logits.flip(0), points[::-1]) == alone[::-1]
+
+
+def test_uniform_numbers_depend_on_each_part_and_spread_evenly() -> None:
+    base = uniform(1, 0, 0)
+    assert base == uniform(1, 0, 0)
+    assert len({base, uniform(2, 0, 0), uniform(1, 1, 0), uniform(1, 0, 1), uniform(-1, 0, 0)}) == 5
+    for seeds, choices, indices in ((1000, 1, 1), (1, 1000, 1), (1, 1, 1000)):
+        numbers = [uniform(s, c, i) for s in range(seeds) for c in range(choices) for i in range(indices)]
+        assert all(0 <= number < 1 for number in numbers)
+        assert abs(sum(numbers) / len(numbers) - 0.5) < 0.04
+        assert len({int(number * 10) for number in numbers}) == 10
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_without_finite_logits_gives_none(bad: float) -> None:
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = bad
+    drawn = sample(logits, [point(0), point(1), point(2, temperature=0.0)])
+    assert drawn[1] is None and drawn[0] is not None and drawn[2] == 0
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.full((500, 6), -math.inf)
+    logits[:, 4] = 0.0
+    assert set(sample(logits, [point(index) for index in range(500)])) == {4}
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_a_nucleus_may_be_larger_than_the_candidates_looked_at_first(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    flat, steep = torch.randn(2, 3000, generator=generator).unbind(0)
+    logits = torch.stack([flat * 0.1, steep * 8])
+    points = [point(index, top_p=top_p, seed=index) for index in range(20)]
+    for row in logits:
+        drawn = sample(row.expand(20, -1), points)
+        order = row.softmax(-1).sort(descending=True)
+        outside = order.values.cumsum(-1) - order.values >= top_p
+        assert set(drawn).isdisjoint(order.indices[outside].tolist())
+    mixed = sample(logits.repeat(10, 1), points)
+    assert mixed == [sample(logits[row % 2][None], [points[row]])[0] for row in range(20)]
+
+
+def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]]).expand(400, -1)
+    assert set(sample(logits, [point(index, top_k=2) for index in range(400)])) == {0, 1, 2}

@@ -1,0 +1,75 @@
+"""A heartbeat goes on through a long iteration, and stops for good with a dead engine."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from services.worker.heartbeat import Heartbeat
+from shared.errors import InternalError
+from shared.messages.reports import Capacity, WorkerReported
+
+
+def report(stepped_seq: int = 0) -> WorkerReported:
+    return WorkerReported(
+        worker_id="worker-0",
+        incarnation=1,
+        seq=0,
+        stepped_seq=stepped_seq,
+        epoch=0,
+        plan_seq=0,
+        model="model",
+        block_tokens=16,
+        max_context_tokens=64,
+        capacity=Capacity(total_blocks=1, free_blocks=1),
+    )
+
+
+class Engine:
+    """Answers questions when told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[WorkerReported]] = []
+
+    def ask(self) -> "Future[WorkerReported]":
+        self.asked.append(Future())
+        return self.asked[-1]
+
+
+async def test_fresh_reports_are_numbered() -> None:
+    engine = Engine()
+
+    def answered() -> "Future[WorkerReported]":
+        future = engine.ask()
+        future.set_result(report(stepped_seq=len(engine.asked)))
+        return future
+
+    heartbeat = Heartbeat(answered, interval_s=1.0, stall_timeout_s=9.0)
+    sent = [await heartbeat.next() for _ in range(3)]
+    assert [(r.seq, r.stepped_seq) for r in sent if r is not None] == [(1, 1), (2, 2), (3, 3)]
+
+
+async def test_the_last_report_stands_in_while_the_engine_is_busy() -> None:
+    engine = Engine()
+    heartbeat = Heartbeat(engine.ask, interval_s=0.02, stall_timeout_s=9.0)
+    assert await heartbeat.next() is None
+    engine.asked[0].set_result(report(stepped_seq=5))
+    first = await heartbeat.next()
+    second = await heartbeat.next()
+    assert first is not None and second is not None
+    assert (first.seq, second.seq) == (1, 2) and first.stepped_seq == second.stepped_seq == 5
+    assert len(engine.asked) == 2
+
+
+async def test_a_snapshot_is_what_stands_in_afterwards() -> None:
+    engine = Engine()
+    heartbeat = Heartbeat(engine.ask, interval_s=0.02, stall_timeout_s=9.0)
+    assert heartbeat.number(report(stepped_seq=8)).seq == 1
+    following = await heartbeat.next()
+    assert following is not None and (following.seq, following.stepped_seq) == (2, 8)
+
+
+async def test_an_engine_that_stays_silent_is_given_up() -> None:
+    heartbeat = Heartbeat(Engine().ask, interval_s=0.02, stall_timeout_s=0.05)
+    assert await heartbeat.next() is None and await heartbeat.next() is None
+    with pytest.raises(InternalError, match="answered nothing"):
+        await heartbeat.next()

@@ -1,0 +1,143 @@
+"""The engine's thread: messages between the steps, errors contained, a broken engine given up."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from services.worker.engine.engine import Row
+from services.worker.kv.pool import BlockPool
+from services.worker.runner import Runner
+from services.worker.sequences import SequenceTable
+from services.worker.steps import Effects, Identity, StepCore
+from shared.clock import monotonic_s
+from shared.errors import InternalError, StaleEpoch
+from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.plans import BatchPlan
+from shared.messages.sequence import FinishReason
+from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, prefill, ref, spec
+
+DEADLINE_S = 10.0
+POISON = 66
+
+
+class CountingEngine:
+    """Says 1, 2, 3 …; fails on rows with `POISON`, or on all when `broken`; `gate` holds it in a step."""
+
+    vocabulary = 100
+    max_positions = 64
+    kv_blocks = 16
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.inside = threading.Event()
+
+    def step(self, rows: Sequence[Row]) -> list[int | None]:
+        self.inside.set()
+        assert self.gate.wait(DEADLINE_S)
+        if self.broken or any(POISON in row.tokens for row in rows):
+            raise RuntimeError("as told")
+        return [None if row.point is None else row.point.index + 1 for row in rows]
+
+
+class Harness:
+    """A runner and what it delivered."""
+
+    def __init__(self) -> None:
+        self.engine = CountingEngine()
+        self.effects: list[Effects] = []
+        self.broken: list[BaseException] = []
+        core = StepCore(
+            Identity("worker-0", 1, "model", 64, "host"), SequenceTable(BlockPool(16, BLOCK_TOKENS), LIMITS)
+        )
+        self.runner = Runner(
+            core, self.engine, monotonic_s, deliver=self.effects.append, on_broken=self.broken.append
+        )
+
+    def send(self, batch: BatchPlan) -> None:
+        self.runner.post(lambda core, now_s: core.on_plan(batch, now_s))
+
+    def tokens(self, request_id: str) -> list[int]:
+        deltas = [d for e in list(self.effects) for f in e.frames for d in f.frame.deltas]
+        return [token for delta in deltas if delta.request_id == request_id for token in delta.tokens]
+
+    def ends(self) -> dict[str, FinishReason]:
+        ended = [end for e in list(self.effects) for s in e.stepped for end in s.ended]
+        return {end.ref.request_id: end.finish_reason for end in ended}
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    harness = Harness()
+    harness.runner.start()
+    yield harness
+    harness.engine.gate.set()
+    assert harness.runner.stop(DEADLINE_S)
+
+
+def start_plan(seq: int, name: str, prompt: list[int], steps: int = 1) -> BatchPlan:
+    return plan(
+        seq,
+        steps=steps,
+        starts=(spec(ref(name), prompt, max_tokens=steps),),
+        prefills=(prefill(ref(name), 0, len(prompt)),),
+        decodes=(decode(ref(name), 8),),
+    )
+
+
+def test_a_plan_is_run_and_its_effects_delivered(harness: Harness) -> None:
+    harness.send(start_plan(1, "a", [1, 2], steps=4))
+    harness.until(lambda: "a" in harness.ends())
+    assert harness.tokens("a") == [1, 2, 3, 4] and harness.ends() == {"a": FinishReason.LENGTH}
+
+
+def test_a_cancel_is_looked_at_between_the_steps_of_a_plan(harness: Harness) -> None:
+    harness.engine.gate.clear()
+    harness.send(start_plan(1, "a", [1, 2], steps=20))
+    assert harness.engine.inside.wait(DEADLINE_S)
+    harness.runner.post(lambda core, now_s: core.on_cancel(CancelSequence(ref=ref("a")), now_s))
+    harness.engine.gate.set()
+    harness.until(lambda: "a" in harness.ends())
+    assert harness.ends() == {"a": FinishReason.CANCELLED} and harness.tokens("a") == [1]
+
+
+def test_a_row_that_fails_ends_its_sequence_only(harness: Harness) -> None:
+    good, bad = start_plan(1, "good", [1, 2]), start_plan(1, "bad", [3, POISON])
+    harness.send(plan(1, starts=(*good.starts, *bad.starts), prefills=(*good.prefills, *bad.prefills)))
+    harness.until(lambda: len(harness.ends()) == 2)
+    assert harness.ends() == {"good": FinishReason.LENGTH, "bad": FinishReason.ERROR}
+    assert harness.tokens("good") == [1] and harness.broken == []
+
+
+def test_an_engine_that_computes_nothing_any_more_is_given_up(harness: Harness) -> None:
+    harness.engine.broken = True
+    for seq, name in enumerate("abc", start=1):
+        harness.send(start_plan(seq, name, [1, 2]))
+    harness.until(lambda: bool(harness.broken))
+    assert isinstance(harness.broken[0], InternalError)
+    assert harness.ends() == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
+
+
+def test_an_error_of_a_question_reaches_whoever_asked(harness: Harness) -> None:
+    snapshot = TakeSnapshot(epoch=4)
+    first = harness.runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
+    assert first.result(DEADLINE_S).epoch == 4
+    stale = harness.runner.ask(lambda core, now_s: core.on_snapshot(TakeSnapshot(epoch=3), now_s))
+    with pytest.raises(StaleEpoch):
+        stale.result(DEADLINE_S)
+    assert harness.broken == []
+
+
+def test_time_passes_for_an_idle_worker(harness: Harness) -> None:
+    harness.send(plan(1, valid_for_s=0.0))
+    harness.until(lambda: any(e.stepped for e in harness.effects))
