@@ -21,7 +21,7 @@ ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_FETCH_FAILURES = 5
 MAX_AUDIT_FACTOR = 4
 MAX_RETRY_S = 1.0
-"""Tries of a submission come ever more rarely up to this: thousands of streams may be waiting for a scheduler."""
+"""Tries of a submission come ever more rarely up to this: thousands of streams may wait for a scheduler."""
 
 
 class Phase(StrEnum):

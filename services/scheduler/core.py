@@ -173,7 +173,7 @@ class SchedulerCore:
         """For people: counts, and one row per worker."""
         phases: dict[str, int] = {}
         for sequence in self._roster.sequences.values():
-            phases[sequence.phase] = phases.get(sequence.phase, 0) + 1
+            phases[str(sequence.phase)] = phases.get(str(sequence.phase), 0) + 1
         workers = [
             {
                 "worker": lane.worker_id,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.scheduler.effects import AskPrediction, Effect
 from services.scheduler.roster import Roster
-from services.scheduler.state import Phase, Sequence
+from services.scheduler.state import HELD, Phase, Sequence
 from shared.errors import ContextOverflow, InternalError, InvalidRequest, MessageTooLarge, Overloaded
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
@@ -116,7 +116,7 @@ class Intake:
         for gateway_id, (_, heard_s) in list(self._gateways.items()):
             if now_s - heard_s > self._rules.gateway_timeout_s:
                 del self._gateways[gateway_id]
-                effects += self._end_all(gateway_id, None, now_s)
+                effects += self._forget_waiting(gateway_id, now_s)
         return effects
 
     def forgive(self, paused_s: float) -> None:
@@ -134,16 +134,28 @@ class Intake:
         if incarnation < known:
             raise InvalidRequest(f"an earlier incarnation of {gateway_id} is not listened to any more")
         self._gateways[gateway_id] = (incarnation, now_s)
-        return self._end_all(gateway_id, incarnation, now_s) if known and incarnation > known else []
+        if not 0 < known < incarnation:
+            return []
+        return self._end_all_before(gateway_id, incarnation, now_s)
 
-    def _end_all(self, gateway_id: str, before: int | None, now_s: float) -> list[Effect]:
-        """Sequences of incarnations earlier than `before` (None: of all) have no reader any more."""
+    def _end_all_before(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
+        """Sequences of earlier incarnations have no reader, and never will have."""
         effects: list[Effect] = []
         for sequence in list(self.roster.sequences.values()):
-            unread = before is None or 0 < sequence.gateway_incarnation < before
-            if sequence.gateway_id == gateway_id and unread:
+            if sequence.gateway_id == gateway_id and 0 < sequence.gateway_incarnation < incarnation:
                 effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
         return effects
+
+    def _forget_waiting(self, gateway_id: str, now_s: float) -> list[Effect]:
+        """The gateway is silent. It may only be frozen: no tombstone, so that it can submit again.
+
+        What a worker holds is that worker's to end, which listens to gateways itself.
+        """
+        return [
+            self.roster.leave(sequence, Phase.CANCELLED, now_s, reason=FinishReason.GATEWAY_LOST)
+            for sequence in list(self.roster.sequences.values())
+            if sequence.gateway_id == gateway_id and sequence.phase not in HELD
+        ]
 
 
 def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:

@@ -13,7 +13,6 @@ chunked form.
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from services.scheduler.policy.contract import (
     Holding,
@@ -25,35 +24,9 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
+from services.scheduler.policy.progress import Entry, Stage, order_of
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
-
-
-class Stage(StrEnum):
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    COMPLETE = "complete"
-    """Planned to its limit: keeps its blocks until the end is confirmed."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One task's projected progress."""
-
-    task: Task
-    generated_tokens: int
-    stage: Stage = Stage.WAITING
-    computed_tokens: int = 0
-    allocated_blocks: int = 0
-
-    @property
-    def prefill_tokens(self) -> int:
-        return self.task.prompt_tokens + self.generated_tokens
-
-    @property
-    def missing_tokens(self) -> int:
-        return self.task.max_tokens - self.generated_tokens
 
 
 @dataclass(slots=True)
@@ -85,7 +58,7 @@ class VllmPolicy:
     def on_arrival(self, task: Task, now_s: float) -> None:
         if task.key not in self._entries:
             entry = self._entries[task.key] = Entry(task, task.generated_tokens)
-            insort(self._waiting, entry, key=_order)
+            insort(self._waiting, entry, key=order_of)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         if task.key in self._entries:
@@ -99,7 +72,7 @@ class VllmPolicy:
         elif holding.computed_tokens or holding.allocated_blocks:
             entry.stage = Stage.PREFILLING
         self._used_blocks += entry.allocated_blocks
-        insort(self._waiting if entry.stage is Stage.WAITING else self._running, entry, key=_order)
+        insort(self._waiting if entry.stage is Stage.WAITING else self._running, entry, key=order_of)
 
     def on_ended(self, key: SequenceKey, now_s: float) -> None:
         entry = self._entries.pop(key, None)
@@ -142,7 +115,7 @@ class VllmPolicy:
         assert {id(entry) for entry in entries} == {id(entry) for entry in self._waiting + self._running}
         assert len(entries) == len(self._waiting) + len(self._running)
         for line in (self._waiting, self._running):
-            assert line == sorted(line, key=_order), "out of order"
+            assert line == sorted(line, key=order_of), "out of order"
         for entry in entries:
             task = entry.task
             assert 0 <= entry.generated_tokens <= task.max_tokens
@@ -237,7 +210,7 @@ class VllmPolicy:
         self._used_blocks -= held
         victim.stage, victim.computed_tokens, victim.allocated_blocks = Stage.WAITING, 0, 0
         self._running.remove(victim)
-        insort(self._waiting, victim, key=_order)
+        insort(self._waiting, victim, key=order_of)
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting prompts in order; the first that does not fit now holds back the rest."""
@@ -294,7 +267,7 @@ class VllmPolicy:
             prefills.append(PlannedPrefill(key, entry.computed_tokens, end, blocks))
             if entry.stage is Stage.WAITING:
                 self._waiting.remove(entry)
-                insort(self._running, entry, key=_order)
+                insort(self._running, entry, key=order_of)
                 entry.stage = Stage.PREFILLING
             self._grow(entry, end, blocks, 1 if end == entry.prefill_tokens else 0)
         for key, blocks in draft.decodes.items():
@@ -315,7 +288,3 @@ class VllmPolicy:
         entry.generated_tokens += new_tokens
         if new_tokens:
             entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
-
-
-def _order(entry: Entry) -> tuple[float, SequenceKey]:
-    return entry.task.order

@@ -9,7 +9,7 @@ from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overload
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
-from tests.services.scheduler.world import World
+from tests.services.scheduler.world import SMALL, World
 
 
 def spec(
@@ -73,7 +73,7 @@ def test_an_earlier_incarnation_of_a_gateway_is_not_listened_to() -> None:
         intake.on_submit(spec("c", incarnation=1), 0.0)
 
 
-def test_a_silent_gateway_loses_its_sequences() -> None:
+def test_a_silent_gateway_loses_what_waits_and_may_come_back() -> None:
     roster = Roster(Rules(gateway_timeout_s=10.0))
     intake = Intake(roster)
     intake.on_submit(spec(), 0.0)
@@ -82,7 +82,14 @@ def test_a_silent_gateway_loses_its_sequences() -> None:
     assert len(roster.sequences) == 1
     intake.on_tick(15.1)
     assert len(roster.sequences) == 0
-    assert intake.on_submit(spec(), 16.0)[0].known, "the tombstone answers a late submission"
+    assert not intake.on_submit(spec(), 16.0)[0].known, "it was only frozen"
+
+
+def test_what_a_worker_holds_for_a_silent_gateway_is_left_to_the_worker() -> None:
+    world = World(workers=1, rules=Rules(settings=SMALL.settings, round_s=0.3, gateway_timeout_s=0.45))
+    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.run_until(lambda: request.over, limit_s=4.0)
+    assert request.tokens == request.expected
 
 
 def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:

@@ -1,0 +1,72 @@
+"""Gateway, scheduler and worker cores together: whatever is lost, killed or frozen, every answer is exact."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.streams import Phase
+from tests.stack.world import Wanted, World
+
+LONG_ENOUGH_S = 180.0
+
+wanted = st.builds(
+    Wanted,
+    prompt_tokens=st.sampled_from((1, 5, 30, 80, 200)),
+    answer_tokens=st.integers(1, 60),
+    max_tokens=st.sampled_from((1, 2, 20, 60)),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to whom, when, for how long."""
+
+    process: str
+    kind: str
+    at_s: float
+    for_s: float
+
+
+faults = st.lists(
+    st.builds(
+        Fault,
+        process=st.sampled_from(("s", "w0", "w1")),
+        kind=st.sampled_from(("kill", "freeze")),
+        at_s=st.floats(0.5, 6.0),
+        for_s=st.floats(0.1, 5.0),
+    ),
+    max_size=4,
+)
+
+
+def strike(world: World, fault: Fault) -> None:
+    process = world.scheduler if fault.process == "s" else world.workers[fault.process]
+    if process.alive and not process.frozen:
+        (world.kill if fault.kind == "kill" else world.freeze)(process, fault.for_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    requests=st.lists(st.tuples(st.floats(0.0, 4.0), wanted), min_size=1, max_size=16),
+    happenings=faults,
+    kv_blocks=st.sampled_from((20, 30, 60, 1000)),
+    loss=st.sampled_from((0.0, 0.0, 0.01, 0.05)),
+)
+def test_every_answer_is_exact(
+    seed: int,
+    requests: list[tuple[float, Wanted]],
+    happenings: list[Fault],
+    kv_blocks: int,
+    loss: float,
+) -> None:
+    world = World(seed, [one for _, one in requests], workers=2, kv_blocks=kv_blocks, loss=loss)
+    for (start_s, _), key in zip(requests, world.wanted, strict=True):
+        world.at(start_s, lambda key=key: world.submit(key))
+    for fault in happenings:
+        world.at(fault.at_s, lambda fault=fault: strike(world, fault))
+    world.run(LONG_ENOUGH_S)
+    for key, stream in world.streams.items():
+        assert stream.phase is Phase.ENDED, f"{key}: {stream.phase} with {len(stream.tokens)} tokens"
+        assert stream.tokens == world.wanted[key].answer(key)

@@ -1,0 +1,427 @@
+"""The three cores that a request meets (gateway stream, scheduler, worker) in one process, on virtual time.
+
+Nothing of them is replaced; only bus and engine are: messages take a random time, keep their order per pair
+of sender and receiver, and may be lost; the engine's token is a function of sequence and index, so that every
+answer is known beforehand. Processes can be killed, frozen and restarted.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from services.gateway.effects import Acknowledge, Cancel, Fetch, Submit
+from services.gateway.effects import Effect as StreamEffect
+from services.gateway.state import SchedulerView, WorkerTable
+from services.gateway.streams import Stream
+from services.gateway.timing import StreamTiming
+from services.scheduler.core import SchedulerCore
+from services.scheduler.effects import AskPlacement, AskSnapshot, CancelAtWorker, PublishWorkerLost, SendPlan
+from services.scheduler.effects import Effect as SchedulerEffect
+from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.rules import Rules
+from services.worker.kv.pool import BlockPool
+from services.worker.sequences import Limits, SequenceTable
+from services.worker.steps import Effects, Identity, StepCore, StepWork
+from shared.errors import DeadlineExceeded, KvasirError, NoResponder
+from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
+from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
+from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenFrame
+
+END_TOKEN = 2
+MODEL = "m"
+TICK_S, BEAT_S, REPORT_S, DEADLINE_S = 0.05, 0.25, 0.5, 1.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One request: how long its prompt is, how long its true answer, how long the answer may be."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    max_tokens: int
+
+    def answer(self, key: SequenceKey) -> list[int]:
+        """The tokens that the client must get, each exactly once."""
+        words = [3 + (hash_of(key) + index * 7) % 90 for index in range(self.answer_tokens - 1)]
+        return [*words, END_TOKEN][: self.max_tokens]
+
+
+def hash_of(key: SequenceKey) -> int:
+    """A number of the key that is the same in every process."""
+    return sum(key[0].encode())
+
+
+@dataclass
+class Process:
+    """Alive or not; while frozen its mail waits."""
+
+    name: str
+    alive: bool = True
+    frozen: bool = False
+    life: int = 0
+    """Mail of an earlier life is not delivered."""
+    mail: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass
+class WorkerProcess(Process):
+    core: Any = None
+    busy: bool = False
+    beats: int = 0
+    incarnation: int = 0
+
+
+class World:
+    """One gateway, one scheduler, some workers. `run` returns when every stream has ended, or time is up."""
+
+    def __init__(self, seed: int, wanted: list[Wanted], *, workers: int, kv_blocks: int, loss: float) -> None:
+        self.random = random.Random(seed)
+        self.wanted = {(f"r{number}", 0): one for number, one in enumerate(wanted)}
+        self.kv_blocks = kv_blocks
+        self.loss = loss
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._last_arrival: dict[tuple[str, str], float] = {}
+        self.streams: dict[SequenceKey, Stream] = {}
+        self.table, self.view = WorkerTable(MODEL, 3.0), SchedulerView(3.0)
+        self.gateway = Process("g")
+        self.scheduler = Process("s")
+        self.workers = {f"w{number}": WorkerProcess(f"w{number}") for number in range(workers)}
+        self._epoch = 0
+        for worker in self.workers.values():
+            self.start_worker(worker)
+        self.start_scheduler()
+        self._every(TICK_S, self._gateway_tick)
+        self._every(REPORT_S, self._gateway_report)
+
+    # --- time
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), action))
+
+    def run(self, until_s: float) -> None:
+        while self._events and self.now_s < until_s:
+            self.now_s, _, action = heapq.heappop(self._events)
+            action()
+            if len(self.streams) == len(self.wanted) and not any(s.is_open for s in self.streams.values()):
+                return
+
+    def _every(self, interval_s: float, action: Callable[[], None], owner: Process | None = None) -> None:
+        life = owner.life if owner else 0
+
+        def again() -> None:
+            if owner is not None and (not owner.alive or owner.life != life):
+                return
+            if owner is None or not owner.frozen:
+                action()
+            self.at(self.now_s + interval_s, again)
+
+        self.at(self.now_s + interval_s * self.random.random(), again)
+
+    # --- messages
+
+    def send(self, sender: str, receiver: Process, handle: Callable[[], None], *, lossy: bool = True) -> None:
+        """Deliver after a while, in order, unless lost or the receiver is another one by then."""
+        if lossy and self.random.random() < self.loss:
+            return
+        life = receiver.life
+        delay_s = self.random.choice((0.0005, 0.001, 0.003, 0.02))
+        time_s = max(self._last_arrival.get((sender, receiver.name), 0.0), self.now_s + delay_s)
+        self._last_arrival[(sender, receiver.name)] = time_s
+
+        def deliver() -> None:
+            if not receiver.alive or receiver.life != life:
+                return
+            if receiver.frozen:
+                receiver.mail.append(handle)
+            else:
+                handle()
+
+        self.at(time_s, deliver)
+
+    def ask(
+        self,
+        sender: Process,
+        receiver: Process,
+        question: Callable[[], Any],
+        on_answer: Callable[[Any], None],
+        on_error: Callable[[KvasirError], None],
+    ) -> None:
+        """A request: its answer, its error, or a deadline; exactly one of them, if the sender lives to see
+        it."""
+        life, open_ = sender.life, [True]
+
+        def once(handle: Callable[[Any], None], value: Any) -> None:
+            if open_[0] and sender.alive and sender.life == life:
+                open_[0] = False
+                handle(value)
+
+        def serve() -> None:
+            try:
+                answer = question()
+            except KvasirError as error:
+                failure = error
+                self.send(receiver.name, sender, lambda: once(on_error, failure))
+                return
+            self.send(receiver.name, sender, lambda: once(on_answer, answer))
+
+        if not receiver.alive:
+            self.at(self.now_s + 0.001, lambda: once(on_error, NoResponder("dead")))
+            return
+        self.send(sender.name, receiver, serve)
+        self.at(self.now_s + DEADLINE_S, lambda: once(on_error, DeadlineExceeded("late")))
+
+    # --- processes
+
+    def kill(self, process: Process, back_after_s: float) -> None:
+        process.alive, process.frozen = False, False
+        process.life += 1
+        process.mail.clear()
+        revive = self.start_scheduler if process is self.scheduler else lambda: self.start_worker(process)
+        self.at(self.now_s + back_after_s, revive)
+
+    def freeze(self, process: Process, for_s: float) -> None:
+        process.frozen, life = True, process.life
+
+        def wake() -> None:
+            if process.life == life:
+                process.frozen = False
+                waiting, process.mail = process.mail, []
+                for handle in waiting:
+                    handle()
+
+        self.at(self.now_s + for_s, wake)
+
+    # --- the gateway
+
+    def submit(self, key: SequenceKey) -> None:
+        timing = StreamTiming(give_up_s=500.0)
+        self.streams[key] = Stream(key, timing, self.now_s)
+        self._apply(key, self.streams[key].submit(self.now_s))
+
+    def _apply(self, key: SequenceKey, effects: tuple[StreamEffect, ...]) -> None:
+        for effect in effects:
+            self._carry_out(key, effect)
+        self.streams[key].check_integrity()
+
+    def _carry_out(self, key: SequenceKey, effect: StreamEffect) -> None:
+        match effect:
+            case Submit(attempt, serial):
+                stream, spec = self.streams[key], self._spec(key, attempt)
+                self.ask(
+                    self.gateway,
+                    self.scheduler,
+                    lambda: self._submitted(spec),
+                    lambda _: self._apply(key, stream.on_submitted(serial, self.now_s)),
+                    lambda error: self._apply(key, stream.on_submit_failed(serial, error, self.now_s)),
+                )
+            case Fetch(worker_start, ref, first_index):
+                stream, worker = self.streams[key], self.workers[worker_start[0]]
+                question = FetchTokens(ref=ref, first_index=first_index)
+                self.ask(
+                    self.gateway,
+                    worker,
+                    lambda: worker.core.on_fetch(question),
+                    lambda found: self._apply(
+                        key, stream.on_fetched(ref, found.delta, worker_start, self.now_s)
+                    ),
+                    lambda _: self._apply(key, stream.on_fetch_failed(ref, self.now_s)),
+                )
+            case Acknowledge(worker_id, ref):
+                self._to_worker(
+                    "g", worker_id, lambda core: core.on_acknowledge(AcknowledgeEnds(refs=(ref,)), self.now_s)
+                )
+            case Cancel(ref, worker_id, is_final):
+                command = CancelSequence(ref=ref)
+                if worker_id is not None:
+                    self._to_worker("g", worker_id, lambda core: core.on_cancel(command, self.now_s))
+                if is_final:
+                    self.send("g", self.scheduler, lambda: self._feed("on_cancel", command))
+
+    def _spec(self, key: SequenceKey, attempt: int) -> SequenceSpec:
+        wanted, stream = self.wanted[key], self.streams[key]
+        return SequenceSpec(
+            ref=msgspec.structs.replace(stream.ref, attempt=attempt),
+            gateway_id="g",
+            gateway_incarnation=1,
+            prompt=pack_tokens([1] * wanted.prompt_tokens),
+            sampling=Sampling(seed=0, max_tokens=wanted.max_tokens, end_token_ids=(END_TOKEN,)),
+            generated=pack_tokens(stream.tokens),
+        )
+
+    def _gateway_tick(self) -> None:
+        for start in self.table.on_tick(self.now_s):
+            self._lose(start, {})
+        for key, stream in self.streams.items():
+            self._apply(key, stream.on_tick(self.now_s))
+
+    def _gateway_report(self) -> None:
+        event = GatewayReported(gateway_id="g", incarnation=1)
+        self.send("g", self.scheduler, lambda: self._feed("on_gateway_reported", event))
+        for name in self.workers:
+            self._to_worker("g", name, lambda core: core.on_gateway(event, self.now_s))
+
+    def _lose(self, start: tuple[str, int], attempts: dict[SequenceKey, int]) -> None:
+        for key, stream in self.streams.items():
+            self._apply(key, stream.on_worker_lost(start, attempts.get(key), self.now_s))
+
+    def _on_frame(self, frame: TokenFrame) -> None:
+        for delta in frame.deltas:
+            key = (delta.request_id, delta.choice)
+            if delta.attempt == self.streams[key].attempt:
+                start = (frame.worker_id, frame.incarnation)
+                self._apply(key, self.streams[key].on_delta(delta, start, self.now_s))
+
+    def _on_beat(self, report: WorkerReported) -> None:
+        start = (report.worker_id, report.incarnation)
+        ended_run = self.table.on_report(report, self.now_s)
+        if ended_run is not None:
+            self._lose(ended_run, {})
+        for listed in report.sequences:
+            key = listed.ref.key
+            self._apply(key, self.streams[key].on_report(listed, start, self.now_s))
+
+    def _on_announced(self, event: SchedulerAnnounced) -> None:
+        if self.view.on_announced(event, self.now_s):
+            for key, stream in self.streams.items():
+                self._apply(key, stream.submit(self.now_s))
+
+    # --- the scheduler
+
+    def start_scheduler(self) -> None:
+        self.scheduler.alive = True
+        self._epoch += 1
+        self.core = SchedulerCore(Rules(), VllmPolicy, self._epoch, self.now_s)
+        self._every(TICK_S, lambda: self._feed("on_tick"), self.scheduler)
+        self._every(REPORT_S, self._announce, self.scheduler)
+
+    def _announce(self) -> None:
+        event = SchedulerAnnounced(
+            scheduler_id="s", incarnation=self.scheduler.life + 1, epoch=self.core.epoch, policy="vllm"
+        )
+        self.send("s", self.gateway, lambda: self._on_announced(event))
+
+    def _submitted(self, spec: SequenceSpec) -> None:
+        _, effects = self.core.on_submit(spec, self.now_s)
+        self._carry_out_plans(effects)
+
+    def _feed(self, event: str, *details: Any) -> None:
+        self._carry_out_plans(getattr(self.core, event)(*details, self.now_s))
+        self.core.check_integrity()
+
+    def _carry_out_plans(self, effects: list[SchedulerEffect]) -> None:
+        for effect in effects:
+            self._carry_out_plan(effect)
+
+    def _carry_out_plan(self, effect: SchedulerEffect) -> None:
+        match effect:
+            case SendPlan(worker_id, plan):
+                self._to_worker("s", worker_id, lambda core: core.on_plan(plan, self.now_s))
+            case CancelAtWorker(worker_id, command):
+                self._to_worker("s", worker_id, lambda core: core.on_cancel(command, self.now_s))
+            case PublishWorkerLost(lost):
+                start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
+                self.send("s", self.gateway, lambda: self._lose(start, attempts))
+            case AskPlacement(question, items, excluded):
+                open_ = [name for name in self.workers if name not in excluded] or [None]
+                answer = tuple(self.random.choice(open_) for _ in items)
+                self.at(self.now_s + 0.002, self._while_it_lives("on_placed", question, answer))
+            case AskSnapshot(worker_id, epoch, _):
+                worker = self.workers[worker_id]
+                self.ask(
+                    self.scheduler,
+                    worker,
+                    lambda: self._snapshot(worker, TakeSnapshot(epoch=epoch)),
+                    lambda snapshot: self._feed("on_snapshot", snapshot),
+                    lambda _: self._feed("on_snapshot_failed", worker_id),
+                )
+
+    def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
+        life = self.scheduler.life
+
+        def feed() -> None:
+            if self.scheduler.life == life and self.scheduler.alive:
+                self._feed(event, *details)
+
+        return feed
+
+    # --- workers
+
+    def start_worker(self, worker: WorkerProcess) -> None:
+        worker.alive, worker.busy, worker.beats = True, False, 0
+        worker.incarnation += 1
+        limits = Limits(self.kv_blocks * 16, 1000, 60.0, 10.0)
+        identity = Identity(worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here")
+        worker.core = StepCore(identity, SequenceTable(BlockPool(self.kv_blocks, 16), limits))
+        self._every(BEAT_S, lambda: self._beat(worker), worker)
+        self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
+
+    def _to_worker(self, sender: str, name: str, command: Callable[[StepCore], Effects]) -> None:
+        worker = self.workers[name]
+
+        def handle() -> None:
+            self._emit(worker, command(worker.core))
+            self._step(worker)
+
+        self.send(sender, worker, handle)
+
+    def _snapshot(self, worker: WorkerProcess, command: TakeSnapshot) -> WorkerReported:
+        return self._numbered(worker, worker.core.on_snapshot(command, self.now_s))
+
+    def _numbered(self, worker: WorkerProcess, report: WorkerReported) -> WorkerReported:
+        worker.beats += 1
+        return msgspec.structs.replace(report, seq=worker.beats)
+
+    def _beat(self, worker: WorkerProcess) -> None:
+        report = self._numbered(worker, worker.core.report(self.now_s))
+        self.send(worker.name, self.gateway, lambda: self._on_beat(report))
+        self.send(worker.name, self.scheduler, lambda: self._feed("on_worker_reported", report))
+
+    def _emit(self, worker: WorkerProcess, effects: Effects) -> None:
+        for addressed in effects.frames:
+            self.send(worker.name, self.gateway, lambda frame=addressed.frame: self._on_frame(frame))
+        for event in effects.stepped:
+            self.send(worker.name, self.scheduler, lambda event=event: self._feed("on_stepped", event))
+
+    def _step(self, worker: WorkerProcess) -> None:
+        if worker.busy or worker.frozen or not worker.alive:
+            return
+        work, effects = worker.core.begin_step(self.now_s)
+        self._emit(worker, effects)
+        if work is None:
+            return
+        worker.busy, life = True, worker.life
+        step_s = self.random.choice((0.003, 0.005, 0.02))
+
+        def finish() -> None:
+            if worker.life != life:
+                return
+            if worker.frozen:
+                worker.mail.append(finish)
+                return
+            worker.busy = False
+            tokens = self._compute(work)
+            self._emit(worker, worker.core.finish_step(work, tokens, self.now_s, step_s))
+            worker.core.check_integrity()
+            self._step(worker)
+
+        self.at(self.now_s + step_s, finish)
+
+    def _compute(self, work: StepWork) -> list[int | None]:
+        """The engine: the next true token, after a look at whether the sequence is what it should be."""
+        tokens: list[int | None] = []
+        for item in work.items:
+            key = item.sequence.ref.key
+            wanted = self.wanted[key]
+            truth = wanted.answer(key)
+            held = item.sequence.tokens[wanted.prompt_tokens :]
+            assert held == truth[: len(held)], f"{key} went astray at its worker"
+            tokens.append(truth[len(held)] if item.samples else None)
+        return tokens
