@@ -63,12 +63,15 @@ def correction(answer: Answer, tokenizer: Tokenizer) -> EncodedChat | None:
     at = loop_start(answer.tokens)
     if at is None:
         return None
-    text = tokenizer.decode(answer.tokens[: at + 1]).rstrip(" ,;:-")
-    ends = [m.end() for m in re.finditer(r"[.!?][\"']?(?=\s|$)", text)]
+    seen = len(tokenizer.decode(answer.tokens[: at + REPEAT_TOKENS - 1]))
+    text = tokenizer.decode(answer.tokens[: at + 4 * REPEAT_TOKENS])
+    ends = [m.end() for m in re.finditer(r"[.!?][\"']?(?=\s|$)", text) if m.end() >= seen]
     closing = [token_id(tokenizer, END)]
     if not ends:
         closing = [token_id(tokenizer, "."), *closing]
-    kept = tokenizer.encode(text[: ends[-1]] if ends else text, add_special_tokens=False).ids
+    kept = tokenizer.encode(
+        text[: ends[0]] if ends else text[:seen].rstrip(" ,;:-"), add_special_tokens=False
+    ).ids
     prompt = tokenizer.encode(answer.prompt, add_special_tokens=False).ids
     tokens = [*prompt, *kept, *closing]
     if not kept or len(tokens) > ROW_TOKENS:

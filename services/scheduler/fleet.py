@@ -172,7 +172,11 @@ class Fleet:
     def _resync(self, lane: Lane, trouble: Trouble, now_s: float) -> list[Effect]:
         """Stop planning and ask what the worker holds; give up whatever keeps causing this."""
         effects: list[Effect] = []
-        culprits = [sequence for ref in trouble.culprits if (sequence := self.roster.find(ref)) is not None]
+        culprits = [
+            sequence
+            for ref in dict.fromkeys(trouble.culprits)
+            if (sequence := self.roster.find(ref)) is not None
+        ]
         lane.lose_step(now_s)
         for sequence in culprits:
             sequence.faults += 1

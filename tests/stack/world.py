@@ -9,6 +9,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -59,11 +60,12 @@ def hash_of(key: SequenceKey) -> int:
 
 @dataclass
 class Process:
-    """Alive or not; while frozen its mail waits."""
+    """Alive or not; while it is frozen, or its engine computes a step, its mail waits."""
 
     name: str
     alive: bool = True
     frozen: bool = False
+    busy: bool = False
     life: int = 0
     """Mail of an earlier life is not delivered."""
     mail: list[Callable[[], None]] = field(default_factory=list)
@@ -72,7 +74,6 @@ class Process:
 @dataclass
 class WorkerProcess(Process):
     core: Any = None
-    busy: bool = False
     beats: int = 0
     incarnation: int = 0
 
@@ -139,7 +140,7 @@ class World:
         def deliver() -> None:
             if not receiver.alive or receiver.life != life:
                 return
-            if receiver.frozen:
+            if receiver.frozen or receiver.busy:
                 receiver.mail.append(handle)
             else:
                 handle()
@@ -181,11 +182,16 @@ class World:
     # --- processes
 
     def kill(self, process: Process, back_after_s: float) -> None:
-        process.alive, process.frozen = False, False
+        process.alive, process.frozen, process.busy = False, False, False
         process.life += 1
         process.mail.clear()
-        revive = self.start_scheduler if process is self.scheduler else lambda: self.start_worker(process)
-        self.at(self.now_s + back_after_s, revive)
+        self.at(self.now_s + back_after_s, lambda: self._revive(process))
+
+    def _revive(self, process: Process) -> None:
+        if isinstance(process, WorkerProcess):
+            self.start_worker(process)
+        else:
+            self.start_scheduler()
 
     def freeze(self, process: Process, for_s: float) -> None:
         process.frozen, life = True, process.life
@@ -193,11 +199,17 @@ class World:
         def wake() -> None:
             if process.life == life:
                 process.frozen = False
-                waiting, process.mail = process.mail, []
-                for handle in waiting:
-                    handle()
+                self._read_mail(process)
 
         self.at(self.now_s + for_s, wake)
+
+    def _read_mail(self, process: Process) -> None:
+        waiting, process.mail = process.mail, []
+        for number, handle in enumerate(waiting):
+            if process.frozen or process.busy:
+                process.mail = waiting[number:] + process.mail
+                return
+            handle()
 
     # --- the gateway
 
@@ -330,7 +342,8 @@ class World:
                 start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
                 self.send("s", self.gateway, lambda: self._lose(start, attempts))
             case AskPlacement(question, items, excluded):
-                open_ = [name for name in self.workers if name not in excluded] or [None]
+                named = [name for name in self.workers if name not in excluded]
+                open_: list[str | None] = [*named] or [None]
                 answer = tuple(self.random.choice(open_) for _ in items)
                 self.at(self.now_s + 0.002, self._while_it_lives("on_placed", question, answer))
             case AskSnapshot(worker_id, epoch, _):
@@ -386,9 +399,9 @@ class World:
 
     def _emit(self, worker: WorkerProcess, effects: Effects) -> None:
         for addressed in effects.frames:
-            self.send(worker.name, self.gateway, lambda frame=addressed.frame: self._on_frame(frame))
+            self.send(worker.name, self.gateway, partial(self._on_frame, addressed.frame))
         for event in effects.stepped:
-            self.send(worker.name, self.scheduler, lambda event=event: self._feed("on_stepped", event))
+            self.send(worker.name, self.scheduler, partial(self._feed, "on_stepped", event))
 
     def _step(self, worker: WorkerProcess) -> None:
         if worker.busy or worker.frozen or not worker.alive:
@@ -403,13 +416,14 @@ class World:
         def finish() -> None:
             if worker.life != life:
                 return
-            if worker.frozen:
-                worker.mail.append(finish)
-                return
             worker.busy = False
+            if worker.frozen:
+                worker.mail.insert(0, finish)
+                return
             tokens = self._compute(work)
             self._emit(worker, worker.core.finish_step(work, tokens, self.now_s, step_s))
             worker.core.check_integrity()
+            self._read_mail(worker)
             self._step(worker)
 
         self.at(self.now_s + step_s, finish)
