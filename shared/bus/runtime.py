@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -26,7 +27,8 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
     try:
         config = load(config_type, section=service)
     except ConfigError as error:
-        raise SystemExit(f"{service}: {error}") from None
+        print(f"{service}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     log.configure(config.log_level, service, config.instance, config.log_format)
     run_service(lambda: run(config))
 

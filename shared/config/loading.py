@@ -147,7 +147,6 @@ def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str])
             cli_exit_on_error=False,
             cli_enforce_required=False,
             cli_use_class_docs_for_groups=True,
-            cli_implicit_flags=True,
         )
         return source()
     except SettingsError as error:

@@ -168,15 +168,15 @@ def test_network_is_the_llama_of_transformers(tokenizer: Tokenizer, tmp_path: Pa
         torch.testing.assert_close(logits, peer(inputs).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_loops_are_found_and_cut_at_a_sentence(tokenizer: Tokenizer) -> None:
+def test_loops_are_found_and_end_after_one_repetition(tokenizer: Tokenizer) -> None:
     assert loop_start(list(range(100))) is None
     assert loop_start([1, 2, *range(20, 40), *range(20, 40)]) == 22
-    good, loop = "The old men walked. ", "Tell me a story about the valley. "
+    good, loop = "The old men walked. ", "Tell me a story about the valley and the old men in it. "
     tokens = tokenizer.encode(good + loop * 6, add_special_tokens=False).ids
     fixed = correction(Answer("<|bos|><|assistant|>", tokens, "", ended=False), tokenizer)
     assert fixed is not None
     text = tokenizer.decode(fixed.tokens, skip_special_tokens=False)
-    assert text == f"<|bos|><|assistant|>{good}{loop.strip()}<|end|>"
+    assert text == f"<|bos|><|assistant|>{good}{loop}{loop.strip()}<|end|>"
     assert fixed.is_answer == [False] * (len(fixed.tokens) - 1) + [True]
     endless = tokenizer.encode("the men, " * 60, add_special_tokens=False).ids
     fixed = correction(Answer("<|bos|><|assistant|>", endless, "", ended=False), tokenizer)

@@ -81,7 +81,7 @@ def test_the_environment_may_name_the_file(file: Path) -> None:
 
 def test_flags_may_be_written_with_dashes() -> None:
     config = loaded(
-        argv=["--log-level", "error", "--bus.connect-timeout-s=3", "--hot", "--instance", "gateway-7"]
+        argv=["--log-level", "error", "--bus.connect-timeout-s=3", "--hot", "true", "--instance", "gateway-7"]
     )
     assert (config.log_level, config.bus.connect_timeout_s, config.hot) == ("error", 3.0, True)
     assert config.instance == "gateway-7"
