@@ -55,7 +55,19 @@ class Sampling(Message, frozen=True, kw_only=True):
     top_k: int = 0
     """0 is off."""
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer; empty under `ignore_eos`."""
+    """Tokens that end the answer: the model's (none under `ignore_eos`) and the client's `stop_token_ids`."""
+    min_p: float = 0.0
+    """Tokens less likely than this times the likeliest are left out, after the temperature; 0 is off."""
+    min_tokens: int = 0
+    """No token of `end_token_ids` is chosen before the answer has so many tokens."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token the answer has so far."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit once for each time the answer has the token so far."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or answer are divided by it where positive, multiplied where negative."""
+    top_logprobs: int | None = None
+    """None: no log-probabilities. Else those of the chosen token and of so many likeliest ones."""
 
 
 class SequenceSpec(Message, frozen=True, kw_only=True):

@@ -6,6 +6,14 @@ from shared.messages.base import Message
 from shared.messages.sequence import FinishReason, SequenceRef
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of the model's own probabilities: before penalties, temperature and filters."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), likeliest first."""
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence. A reader holding fewer than `first_index` tokens has missed some."""
 
@@ -18,6 +26,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens that were served from the prefix cache."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `tokens`, or none at all."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
