@@ -3,10 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat test check lint types layers format slow lock clean
+.PHONY: help up down status chat test check lint types layers format slow clients lock lock-clients clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 up: .venv/.runtime ## set up, start the stack in the background, print its URL, key and a curl line
 	@$(BIN)/python -m services up --detach $(ARGS)
@@ -25,6 +25,19 @@ test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow)
 
 slow: .venv/.dev ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+clients: .venv/.runtime .venv-clients/.installed ## chat with a stack through litellm, langchain-openai and llm, in their own venv
+	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)
+
+wheels: ## the torch wheel that the image is built with, into deploy/wheels/
+	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+	  --dest deploy/wheels $(shell grep ^torch== constraints.txt)
+
+secrets: .venv/.runtime ## the key and passwords that docker-compose.yml reads, into deploy/secrets/
+	@$(BIN)/python -m services.stack.compose
+
+compose-test: .venv/.dev ## build the image, run the stack in containers, kill and swap parts of it (BASE=image)
+	$(BIN)/python -m tests.compose $(if $(BASE),--base $(BASE)) $(ARGS)
 
 check: lint types layers ## everything that reads the code without running it
 
@@ -51,9 +64,18 @@ format: .venv/.dev ## write the format that `make lint` asks for
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
 	@touch $@
 
+.venv-clients/.installed: requirements-clients.txt constraints-clients.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt -c constraints-clients.txt
+	@touch $@
+
 lock: .venv/.dev ## rewrite constraints.txt from what is installed
 	@{ echo "# Exact versions of everything, transitive dependencies included. Made by: make lock"; \
 	  $(BIN)/python -m pip freeze | sed 's/+cpu$$//'; } > constraints.txt.new && mv constraints.txt.new constraints.txt
+
+lock-clients: .venv-clients/.installed ## rewrite constraints-clients.txt from what is installed
+	@{ echo "# Exact versions of what the clients' tests run with. Made by: make lock-clients"; \
+	  .venv-clients/bin/python -m pip freeze; } > constraints-clients.txt.new && mv constraints-clients.txt.new constraints-clients.txt
 
 clean: ## remove what was built and run; the virtual environment stays
 	rm -rf .run build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,7 @@ KvasirError
 │   │   ├── ContextOverflow     prompt + answer exceed what any worker can hold
 │   │   └── UnknownModel
 │   ├── Unauthorized
+│   ├── PermissionRefused       this NATS user may not publish or subscribe to that subject
 │   ├── StaleEpoch              a command from a scheduler that has been replaced
 │   └── MessageTooLarge         over the server's payload limit; nothing was sent
 ├── UnavailableError            nobody's fault that asking again would not cure; `retry_after_s` says when
@@ -58,6 +59,10 @@ class UnknownModel(InvalidRequest):
 
 class Unauthorized(CallerError):
     code = "invalid_api_key"
+
+
+class PermissionRefused(CallerError):
+    code = "permission_refused"
 
 
 class StaleEpoch(CallerError):

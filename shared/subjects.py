@@ -1,4 +1,4 @@
-"""Every subject on the bus, and the only place where one is built.
+"""Every subject on the bus, the only place where one is built, and who may use which.
 
 `kvasir.v1.cmd.<service>.<verb>[.<id>]`, `kvasir.v1.evt.<service>.<past participle>[.<id>]` and
 `kvasir.v1.tok.<gateway id>`.
@@ -6,11 +6,15 @@ Ids are configured by the operator and checked here; no string that a client sen
 """
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 PREFIX = "kvasir.v1"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 SERVICES = ("gateway", "scheduler", "predictor", "placement", "ledger", "worker")
+OPERATOR = "operator"
+"""Who asks every service for its status: the supervisor, `services status`, `nats micro ls`."""
 
 SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit"
 SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel"
@@ -75,3 +79,104 @@ def gateway_reported(gateway_id: str) -> str:
 
 def tokens(gateway_id: str) -> str:
     return f"{PREFIX}.tok.{checked_id(gateway_id)}"
+
+
+def inbox_prefix(user: str) -> str:
+    """Where the answers to a user's own questions arrive; nobody else may listen there."""
+    return f"_INBOX_{checked_id(user)}"
+
+
+def micro_name(service: str) -> str:
+    """The service's name in NATS micro discovery."""
+    return f"kvasir-{checked_id(service)}"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """What one NATS user may do, as patterns with the wildcards of NATS; all else is refused."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    may_answer: bool
+    """Once, to the reply subject of each message that reaches it, and to no other inbox."""
+
+
+def _every(build: Callable[[str], str]) -> str:
+    return f"{build('0').removesuffix('0')}*"
+
+
+def _service(name: str, *, publish: tuple[str, ...] = (), subscribe: tuple[str, ...]) -> Permissions:
+    """With what every service has: its inbox, its status, and being found by `nats micro`."""
+    found = tuple(
+        f"$SRV.{verb}{whom}"
+        for verb in ("PING", "INFO", "STATS")
+        for whom in ("", f".{micro_name(name)}", f".{micro_name(name)}.*")
+    )
+    own = (status(name), f"{inbox_prefix(name)}.>", *found)
+    return Permissions(publish=publish, subscribe=(*subscribe, *own), may_answer=True)
+
+
+_LEASE_STREAM = f"KV_{LEASE_BUCKET}"
+_LEASE_PUBLISH = (
+    f"$JS.API.STREAM.INFO.{_LEASE_STREAM}",
+    f"$JS.API.STREAM.CREATE.{_LEASE_STREAM}",
+    f"$JS.API.STREAM.MSG.GET.{_LEASE_STREAM}",
+    f"$KV.{LEASE_BUCKET}.scheduler",
+)
+
+PERMISSIONS: Mapping[str, Permissions] = {
+    "gateway": _service(
+        "gateway",
+        publish=(
+            SCHEDULER_SUBMIT,
+            SCHEDULER_CANCEL,
+            _every(worker_cancel),
+            _every(worker_fetch),
+            _every(worker_acknowledge),
+            ANY_GATEWAY_REPORTED,
+            GATEWAY_FINISHED,
+        ),
+        subscribe=(_every(tokens), ANY_WORKER_REPORTED, SCHEDULER_ANNOUNCED, SCHEDULER_WORKER_LOST),
+    ),
+    "scheduler": _service(
+        "scheduler",
+        publish=(
+            PREDICTOR_PREDICT,
+            PLACEMENT_PLACE,
+            _every(worker_plan),
+            _every(worker_snapshot),
+            _every(worker_cancel),
+            SCHEDULER_ANNOUNCED,
+            SCHEDULER_WORKER_LOST,
+            *_LEASE_PUBLISH,
+        ),
+        subscribe=(
+            SCHEDULER_SUBMIT,
+            SCHEDULER_CANCEL,
+            ANY_WORKER_REPORTED,
+            ANY_WORKER_STEPPED,
+            ANY_GATEWAY_REPORTED,
+        ),
+    ),
+    "predictor": _service("predictor", subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED)),
+    "placement": _service("placement", subscribe=(PLACEMENT_PLACE, ANY_WORKER_REPORTED, ANY_WORKER_STEPPED)),
+    "ledger": _service("ledger", subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED)),
+    "worker": _service(
+        "worker",
+        publish=(_every(tokens), ANY_WORKER_REPORTED, ANY_WORKER_STEPPED),
+        subscribe=(
+            _every(worker_plan),
+            _every(worker_snapshot),
+            _every(worker_cancel),
+            _every(worker_fetch),
+            _every(worker_acknowledge),
+            ANY_GATEWAY_REPORTED,
+        ),
+    ),
+    OPERATOR: Permissions(
+        publish=(*(status(service) for service in SERVICES), "$SRV.>"),
+        subscribe=(f"{inbox_prefix(OPERATOR)}.>",),
+        may_answer=False,
+    ),
+}
+"""By NATS user: one for each service, whatever its instances, and the operator. nats-server enforces it."""

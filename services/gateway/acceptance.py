@@ -3,27 +3,24 @@
 Knows the model's codec and the configured limits; nothing of HTTP connections or of the bus.
 """
 
-import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from services.gateway import features, schemas
 from services.gateway.config import GatewayConfig
 from services.gateway.replies import Kind
+from services.gateway.sampling import sampling_of
+from services.gateway.threads import TokenizerThreads
 from services.gateway.tokenizer import Codec
-from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
+from shared.errors import ContextOverflow, InvalidRequest, UnknownModel
 from shared.messages.sequence import Sampling
 
 DEFAULT_TEXT_MAX_TOKENS = 16
 """What OpenAI's /v1/completions answers with when no limit is given."""
 SEED_MASK = 2**63 - 1
-LEAST_TEMPERATURE = 1e-5
-LEAST_TOP_P = 1e-6
 
-T = TypeVar("T")
 ContextLimit = Callable[[], Awaitable[int]]
 """Longest prompt + answer in tokens, once it is known: no worker may have been heard of yet."""
 
@@ -42,22 +39,26 @@ class Job:
     include_usage: bool
     unknown_fields: tuple[str, ...]
 
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens go with each token; None: no log-probabilities."""
+        return self.samplings[0].top_logprobs
+
 
 class Acceptance:
     """Turns bodies into jobs; tokenizes in threads of its own, at most so many requests at a time."""
 
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
         self._config = config
-        self._codec = codec
-        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._waiting = 0
+        self.codec = codec
+        self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
 
     async def chat(self, body: dict[str, Any], context: ContextLimit) -> Job:
         """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
         request = schemas.parse(schemas.ChatRequest, body)
         unknown = self._check(request)
         messages = schemas.template_messages(request.messages)
-        prompt = await self._in_thread(lambda: self._codec.encode_chat(messages))
+        prompt = await self.threads.run(lambda: self.codec.encode_chat(messages))
         limit = request.max_completion_tokens or request.max_tokens
         return self._job("chat", request, [prompt], limit, await context(), unknown)
 
@@ -70,11 +71,11 @@ class Acceptance:
         if len(request.prompts) * (request.n or 1) > self._config.max_sequences_per_request:
             limit = self._config.max_sequences_per_request
             raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
-        prompts = await self._in_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
+        prompts = await self.threads.run(lambda: [self._encode(prompt) for prompt in request.prompts])
         return self._job("text", request, prompts, request.max_tokens, await context(), unknown)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def _check(self, request: schemas.CompletionFields) -> list[str]:
         if request.model != self._config.served_name:
@@ -88,24 +89,15 @@ class Acceptance:
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return self._codec.encode_text(prompt)
-        if any(not 0 <= token < self._codec.vocab_size for token in prompt):
-            raise InvalidRequest(f"token ids are from 0 to {self._codec.vocab_size - 1}", param="prompt")
+            return self.codec.encode_text(prompt)
+        if any(not 0 <= token < self.codec.vocab_size for token in prompt):
+            raise InvalidRequest(f"token ids are from 0 to {self.codec.vocab_size - 1}", param="prompt")
         return prompt
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._waiting >= self._config.max_waiting_tokenizations:
-            raise Overloaded("too many requests are waiting to be tokenized", retry_after_s=1.0)
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._waiting -= 1
 
     def _job(
         self,
         kind: Kind,
-        request: schemas.CompletionFields,
+        request: schemas.CompletionRequest,
         prompts: Sequence[Sequence[int]],
         limit: int | None,
         context_tokens: int,
@@ -116,7 +108,7 @@ class Acceptance:
         return Job(
             kind=kind,
             prompts=tuple(tuple(prompt) for prompt in prompts),
-            samplings=tuple(self._sampling(request, seed, max_tokens) for max_tokens in limits),
+            samplings=tuple(sampling_of(request, self.codec, seed, max_tokens) for max_tokens in limits),
             n=request.n or 1,
             stops=tuple(request.stop or ()),
             stream=bool(request.stream),
@@ -143,15 +135,3 @@ class Acceptance:
             return limit
         default = DEFAULT_TEXT_MAX_TOKENS if kind == "text" else self._config.default_max_tokens
         return min(left, default or left)
-
-    def _sampling(self, request: schemas.CompletionFields, seed: int, max_tokens: int) -> Sampling:
-        temperature = 1.0 if request.temperature is None else float(request.temperature)
-        top_p = 1.0 if request.top_p is None else float(request.top_p)
-        return Sampling(
-            seed=seed,
-            max_tokens=max_tokens,
-            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_p=max(top_p, LEAST_TOP_P),
-            top_k=max(request.top_k or 0, 0),
-            end_token_ids=() if request.ignore_eos else self._codec.end_token_ids,
-        )

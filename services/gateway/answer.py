@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from services.gateway.alignment import Alignment, PlacedToken
 from services.gateway.detokenizer import Detokenizer
 from services.gateway.stops import StopMatcher
 from services.gateway.streams import Stream
@@ -17,6 +18,8 @@ class Piece:
 
     text: str
     finish_reason: FinishReason | None
+    tokens: tuple[PlacedToken, ...] = ()
+    """With log-probabilities, if they are asked for: those whose text ends in this piece."""
 
 
 class Answer:
@@ -32,6 +35,8 @@ class Answer:
         tokenizer: Tokenizer,
         stops: Sequence[str],
         end_token_ids: Sequence[int],
+        *,
+        with_logprobs: bool = False,
     ) -> None:
         self.index = index
         self.stream = stream
@@ -41,6 +46,7 @@ class Answer:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(stops)
         self._end_token_ids = frozenset(end_token_ids)
+        self._alignment = Alignment() if with_logprobs else None
 
     @property
     def is_cut(self) -> bool:
@@ -55,16 +61,35 @@ class Answer:
         if self.is_cut:
             self.finish_reason = FinishReason.STOP
         elif self.stream.finish_reason is not None:
-            text += self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            text += self._feed(self._detokenizer.flush()) + self._stops.flush()
             self.finish_reason = FinishReason.STOP if self.is_cut else self.stream.finish_reason
-        return Piece(text, self.finish_reason) if text or self.finish_reason else None
+        if not text and self.finish_reason is None:
+            return None
+        return Piece(text, self.finish_reason, self._shown(text))
 
     def _texts(self) -> list[str]:
         texts: list[str] = []
         tokens = self.stream.tokens
         while self.completion_tokens < len(tokens) and not self.is_cut:
             token = tokens[self.completion_tokens]
+            logprobs = self.stream.logprobs.pop(self.completion_tokens, None)
             self.completion_tokens += 1
             if token not in self._end_token_ids:
-                texts.append(self._stops.feed(self._detokenizer.feed(token)))
+                if self._alignment is not None:
+                    self._alignment.on_token(token, logprobs)
+                texts.append(self._feed(self._detokenizer.feed(token)))
         return texts
+
+    def _feed(self, text: str) -> str:
+        """What may be shown after this."""
+        if self._alignment is not None:
+            self._alignment.on_text(len(text))
+        return self._stops.feed(text)
+
+    def _shown(self, text: str) -> tuple[PlacedToken, ...]:
+        if self._alignment is None:
+            return ()
+        tokens = self._alignment.on_shown(len(text))
+        if self.finish_reason is not None:
+            tokens += self._alignment.on_end(is_cut=self.is_cut)
+        return tokens

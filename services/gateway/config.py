@@ -33,6 +33,15 @@ class GatewayConfig(ServiceConfig):
     write_timeout_s: float = Field(60.0, gt=0, description="for a client to take in more of its answer")
     keep_alive_s: float = Field(30.0, gt=0, description="an idle connection is kept this long")
     max_connections: int = Field(8192, gt=0, description="open connections")
+    sse_keep_alive_s: float = Field(
+        15.0, gt=0, description="a stream with nothing to send for this long sends a comment"
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="for a whole answer when the client sets no X-Request-Timeout; unset: no limit",
+    )
+    max_request_timeout_s: float = Field(3600.0, gt=0, description="longest X-Request-Timeout that is taken")
     shutdown_grace_s: float = Field(
         5.0, ge=0, description="running answers may go on this long after SIGTERM"
     )

@@ -1,52 +1,64 @@
 """The answer to one completion request: wait for admission, then stream it or send it whole.
 
 An ASGI response. It watches the connection from the start, so that a client who leaves frees its blocks at
-once. What goes wrong before the first token is a plain HTTP error, after it an error event. Knows nothing of
-the bus.
+once. What goes wrong before the headers are out is a plain HTTP error, after it an error event. Knows nothing
+of the bus.
 """
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.acceptance import Job
+from services.gateway.alignment import PlacedToken
 from services.gateway.answer import Answer, Piece
 from services.gateway.body import ClientGone
+from services.gateway.config import GatewayConfig
+from services.gateway.deadline import Deadline
 from services.gateway.desk import Desk
+from services.gateway.events import EventStream
 from services.gateway.exchange import Exchange, admitted
+from services.gateway.logprobs import chat_logprobs, text_logprobs
 from services.gateway.record import RequestRecord
 from services.gateway.replies import DONE, FinishedChoice, Letterhead, Usage, error_event
 from shared.errors import KvasirError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
-EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class Delivery(Response):
     """Made by the route once the job is accepted; does everything else when it is called."""
 
     def __init__(
-        self, desk: Desk, job: Job, letterhead: Letterhead, record: RequestRecord, admit_s: float
+        self,
+        desk: Desk,
+        job: Job,
+        letterhead: Letterhead,
+        record: RequestRecord,
+        deadline: Deadline,
+        config: GatewayConfig,
     ) -> None:
         super().__init__()
         self._desk = desk
         self._job = job
         self._letterhead = letterhead
         self._record = record
-        self._admit_s = admit_s
+        self._deadline = deadline
+        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
-        exchange = self._desk.open(self._job, self._record.request_id)
+        exchange = self._desk.open(self._job, self._record.request_id, self._deadline)
         answers = self._desk.answers(exchange, self._job)
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
+        remaining_s = self._deadline.remaining_s()
+        loop = asyncio.get_running_loop()
+        timer = None if remaining_s is None else loop.call_later(remaining_s, exchange.expire)
         try:
-            await admitted(exchange, self._admit_s)
+            await admitted(exchange, self._config.admit_timeout_s)
             if self._job.stream:
                 await self._stream(exchange, answers, send)
             else:
@@ -55,41 +67,50 @@ class Delivery(Response):
             self._record.is_gone = True
         finally:
             watcher.cancel()
+            if timer is not None:
+                timer.cancel()
             self._desk.close(exchange)
             self._desk.note_answered(answers, self._record)
 
     async def _whole(self, exchange: Exchange, answers: list[Answer], send: Send) -> None:
         texts = [""] * len(answers)
+        tokens: list[list[PlacedToken]] = [[] for _ in answers]
         while True:
             for piece, answer in self._read(exchange, answers):
                 texts[answer.index] += piece.text
+                tokens[answer.index].extend(piece.tokens)
             if not _pending(answers):
                 break
             await exchange.wait()
-        choices = [FinishedChoice(a.index, texts[a.index], str(a.finish_reason)) for a in answers]
+        choices = [
+            FinishedChoice(a.index, texts[a.index], str(a.finish_reason), self._logprobs(tokens[a.index]))
+            for a in answers
+        ]
         body = self._letterhead.whole(choices, self._usage(answers))
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, exchange: Exchange, answers: list[Answer], send: Send) -> None:
-        while not any(answer.stream.tokens for answer in answers):
-            await exchange.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        out = EventStream(send, self._config.sse_keep_alive_s)
+        begun: set[int] = set()
         try:
-            begun: set[int] = set()
             while True:
                 if events := self._events(exchange, answers, begun):
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    await out.write(events)
+                elif any(answer.stream.tokens for answer in answers):
+                    await out.begin()
                 if not _pending(answers):
                     break
-                await exchange.wait()
+                await out.wait(exchange)
             usage = self._letterhead.usage_event(self._usage(answers)) if self._job.include_usage else b""
             tail = usage + DONE
         except KvasirError as error:
+            if not out.has_begun:
+                raise
             self._record.error = error
             tail = error_event(error)
-        await send({"type": "http.response.body", "body": tail})
+        await out.write(tail, is_last=True)
 
     def _events(self, exchange: Exchange, answers: list[Answer], begun: set[int]) -> bytes:
         events: list[bytes] = []
@@ -99,7 +120,8 @@ class Delivery(Response):
                 events.append(self._letterhead.role_event(answer.index))
         for piece, answer in self._read(exchange, answers):
             reason = None if piece.finish_reason is None else str(piece.finish_reason)
-            events.append(self._letterhead.text_event(answer.index, piece.text, reason))
+            logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+            events.append(self._letterhead.text_event(answer.index, piece.text, reason, logprobs))
         return b"".join(events)
 
     def _read(self, exchange: Exchange, answers: list[Answer]) -> list[tuple[Piece, Answer]]:
@@ -113,6 +135,13 @@ class Delivery(Response):
         if pieces:
             self._record.note_first_token()
         return pieces
+
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
+        """As this kind of answer has them; None when they are not asked for."""
+        if (top := self._job.top_logprobs) is None:
+            return None
+        write = chat_logprobs if self._job.kind == "chat" else text_logprobs
+        return write(tokens, self._desk.vocabulary, top)
 
     def _usage(self, answers: list[Answer]) -> Usage:
         prompt_tokens = sum(len(prompt) for prompt in self._job.prompts)

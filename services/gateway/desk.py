@@ -12,6 +12,7 @@ from services.gateway.acceptance import Job
 from services.gateway.answer import Answer
 from services.gateway.config import GatewayConfig
 from services.gateway.counters import Counters
+from services.gateway.deadline import NONE, Deadline
 from services.gateway.dispatch import Dispatch
 from services.gateway.effects import Effects, WorkerStart, disown
 from services.gateway.exchange import Exchange, Sequence
@@ -20,6 +21,7 @@ from services.gateway.state import SchedulerView, WorkerTable
 from services.gateway.streams import Phase, Stream
 from services.gateway.timing import StreamTiming
 from services.gateway.tokenizer import Codec
+from services.gateway.vocabulary import Vocabulary
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock, monotonic_s
@@ -50,6 +52,7 @@ class Desk:
         self._open: dict[SequenceKey, Sequence] = {}
         self._worker_seen = asyncio.Event()
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
+        self.vocabulary = Vocabulary(codec.tokenizer)
         self.counters = Counters()
         self.workers = WorkerTable(config.served_name, config.worker_timeout_s)
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
@@ -102,11 +105,11 @@ class Desk:
             if record.first_token_s is not None:
                 self.counters.first_token_s.observe(record.first_token_s - record.accepted_s)
 
-    def open(self, job: Job, request_id: str) -> Exchange:
+    def open(self, job: Job, request_id: str, deadline: Deadline = NONE) -> Exchange:
         """Submit the job's sequences. Raises Overloaded when that would be too many at once."""
         if len(self._open) + len(job.prompts) * job.n > self._config.max_active_sequences:
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
-        exchange = Exchange()
+        exchange = Exchange(deadline=deadline)
         now_s = self._now_s()
         for at, (prompt, sampling) in enumerate(zip(job.prompts, job.samplings, strict=True)):
             packed = pack_tokens(prompt)
@@ -122,7 +125,14 @@ class Desk:
     def answers(self, exchange: Exchange, job: Job) -> list[Answer]:
         """A reader for each sequence, in order."""
         return [
-            Answer(index, sequence.stream, self._codec.tokenizer, job.stops, sequence.sampling.end_token_ids)
+            Answer(
+                index,
+                sequence.stream,
+                self._codec.tokenizer,
+                job.stops,
+                sequence.sampling.end_token_ids,
+                with_logprobs=job.top_logprobs is not None,
+            )
             for index, sequence in enumerate(exchange.sequences)
         ]
 

@@ -18,6 +18,8 @@ _logger = log.get_logger("gateway.request")
 RECORD = "kvasir.record"
 """Where routes find the `RequestRecord` in the ASGI scope."""
 CLIENT_GONE_STATUS = 499
+LABELLED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths that metrics tell apart, unless they turn out to lead nowhere."""
 
 
 class Edge:
@@ -58,7 +60,8 @@ class Edge:
         if record.is_gone:
             record.status = record.status or CLIENT_GONE_STATUS
             self._counters.disconnects.inc()
-        route = record.path if record.path.startswith("/v1/") and record.status not in (401, 404) else "other"
+        is_named = record.path.startswith(LABELLED) and record.status not in (401, 404)
+        route = record.path if is_named else "other"
         if record.path.startswith("/v1/models/"):
             route = "/v1/models/{id}"
         self._counters.requests.labels(route, str(record.status)).inc()

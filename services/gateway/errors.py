@@ -12,6 +12,7 @@ from starlette.responses import Response
 from shared.errors import (
     CallerError,
     ContextOverflow,
+    DeadlineExceeded,
     InvalidRequest,
     KvasirError,
     MessageTooLarge,
@@ -50,6 +51,7 @@ _KINDS: tuple[tuple[type[KvasirError], int, str], ...] = (
     (Unauthorized, 401, INVALID),
     (MessageTooLarge, 413, INVALID),
     (Overloaded, 429, "rate_limit_error"),
+    (DeadlineExceeded, 504, "server_error"),
     (UnavailableError, 503, "server_error"),
 )
 

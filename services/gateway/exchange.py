@@ -5,8 +5,9 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from services.gateway.body import ClientGone
+from services.gateway.deadline import Deadline
 from services.gateway.streams import Phase, Stream
-from shared.errors import InternalError, NoResponder
+from shared.errors import InternalError, KvasirError, NoResponder
 from shared.messages.sequence import Sampling, SequenceSpec, pack_tokens
 
 
@@ -40,6 +41,7 @@ class Sequence:
             sampling=self.sampling,
             generated=pack_tokens(self.stream.tokens),
             waited_s=max(0.0, now_s - self.accepted_s),
+            deadline_in_s=self.exchange.deadline.remaining_s(),
         )
 
 
@@ -54,14 +56,22 @@ class Exchange:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_gone: bool = False
     """The client has closed the connection."""
+    deadline: Deadline = field(default_factory=Deadline)
+    failure: KvasirError | None = None
+    """Of the request as a whole."""
 
     def leave(self) -> None:
         """The client is gone."""
         self.is_gone = True
         self.changed.set()
 
+    def expire(self) -> None:
+        """The deadline has passed."""
+        self.failure = self.deadline.error()
+        self.changed.set()
+
     async def wait(self) -> None:
-        """Until something changed since the last wait. Raises ClientGone, or the failure of a sequence.
+        """Until something changed since the last wait. Raises as `check` does.
 
         Ends in any case: a stream that nobody answers for fails by itself.
         """
@@ -70,9 +80,11 @@ class Exchange:
         self.check()
 
     def check(self) -> None:
-        """Raises ClientGone, or the failure of a sequence."""
+        """Raises ClientGone, DeadlineExceeded once it has expired, or the failure of a sequence."""
         if self.is_gone:
             raise ClientGone
+        if self.failure is not None:
+            raise self.failure
         for sequence in self.sequences:
             if sequence.stream.phase is Phase.FAILED:
                 raise sequence.stream.failure or InternalError("a sequence failed without saying why")

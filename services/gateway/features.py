@@ -29,17 +29,10 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "functions": _is_empty,
     "function_call": _is("none", "auto"),
     "response_format": _is_text_format,
-    "logprobs": lambda value: value is None or value is False,
-    "top_logprobs": _is(0),
+    "top_logprobs": _is(0),  # of completions; chats have it
     "prompt_logprobs": _is_empty,
     "logit_bias": _is_empty,
-    "presence_penalty": _is(0),
-    "frequency_penalty": _is(0),
-    "repetition_penalty": _is(1),
     "length_penalty": _is(1),
-    "min_p": _is(0),
-    "min_tokens": _is(0),
-    "stop_token_ids": _is_empty,
     "audio": _is_empty,
     "modalities": lambda value: value is None or value == ["text"],
     "web_search_options": _is_empty,
@@ -55,6 +48,18 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "structured_outputs": _is_empty,
 }
 
+INSTEAD: Mapping[str, str] = {
+    "tools": "describe the functions in a system message, ask for a call as JSON, and parse the answer",
+    "tool_choice": "it goes with tools, which are not supported either; send none or auto, or leave it out",
+    "functions": "describe them in a system message, ask for a call as JSON, and parse the answer",
+    "response_format": 'ask for JSON in the prompt and check the answer; {"type": "text"} is taken',
+    "guided_json": "ask for JSON in the prompt and check the answer",
+    "structured_outputs": "ask for the form in the prompt and check the answer",
+    "top_logprobs": "here the number goes into logprobs, from 0 to 5",
+    "prompt_logprobs": "logprobs gives those of the answer",
+}
+"""What to do about a refusal, where something can be done."""
+
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
@@ -67,7 +72,8 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Raises UnsupportedFeature naming the first field that asks for something this server does not do."""
     for name, is_neutral in UNSUPPORTED.items():
         if name in fields and not is_neutral(fields[name]):
-            raise UnsupportedFeature(f"{name} is not supported by this server", param=name)
+            advice = f": {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
+            raise UnsupportedFeature(f"{name} is not supported by this server{advice}", param=name)
 
 
 def unknown_fields(extra: Mapping[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ class FinishedChoice:
     index: int
     text: str
     finish_reason: str
+    logprobs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,16 @@ class Letterhead:
             return b""
         return self._event([_chat_delta(index, {"role": "assistant", "content": ""}, None)])
 
-    def text_event(self, index: int, text: str, finish_reason: str | None) -> bytes:
+    def text_event(
+        self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
         """A piece of one choice; the last one carries the reason."""
         if self.kind == "text":
             return self._event(
-                [{"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}]
+                [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
             )
-        return self._event([_chat_delta(index, {"content": text} if text else {}, finish_reason)])
+        choice = _chat_delta(index, {"content": text} if text else {}, finish_reason)
+        return self._event([choice if logprobs is None else {**choice, "logprobs": logprobs}])
 
     def usage_event(self, usage: Usage) -> bytes:
         """What `stream_options.include_usage` asks for, after all choices."""
@@ -80,7 +84,7 @@ class Letterhead:
             body["text"] = choice.text
         else:
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
-        return body | {"logprobs": None, "finish_reason": choice.finish_reason}
+        return body | {"logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return b"data: " + orjson.dumps(self._body(".chunk", choices, **more)) + b"\n\n"

@@ -3,6 +3,8 @@
 Each reads its request, asks the service, and answers; errors are raised, never written here.
 """
 
+from typing import Any
+
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,12 +14,14 @@ from starlette.responses import Response
 from services.gateway.acceptance import Acceptance
 from services.gateway.body import ClientGone, parse_object, read_body
 from services.gateway.config import GatewayConfig
+from services.gateway.deadline import HEADER, deadline_of
 from services.gateway.delivery import Delivery
 from services.gateway.desk import Desk
 from services.gateway.edge import CLIENT_GONE_STATUS, RECORD
 from services.gateway.errors import HttpError, error_response
 from services.gateway.record import RequestRecord
 from services.gateway.replies import Kind, Letterhead, model_body
+from services.gateway.tokenization import Tokenization
 from shared import metrics
 from shared.clock import unix_s
 from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder, UnknownModel
@@ -28,26 +32,32 @@ VERSION = "0.1.0"
 def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastAPI:
     """The application behind `Edge`. It has no pages of its own: no schema, no docs."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    began_s = int(unix_s())
+    _add_completions(app, desk, acceptance, config)
+    _add_tokenization(app, desk, acceptance, config)
+    _add_models(app, desk, config)
+    _add_probes(app, desk)
+    _handle_errors(app)
+    return app
 
+
+def _add_completions(app: FastAPI, desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> None:
     async def complete(kind: Kind, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
-        length = request.headers.get("content-length")
-        try:
-            body = await read_body(
-                request.receive, length, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s
-            )
-        except ClientGone:
-            record.is_gone = True
-            return Response(status_code=CLIENT_GONE_STATUS)
-        fields = parse_object(body)
+        fields = await _fields(request, config)
+        deadline = deadline_of(
+            request.headers.get(HEADER),
+            config.request_timeout_s,
+            config.max_request_timeout_s,
+            record.began_s,
+        )
         accept = acceptance.chat if kind == "chat" else acceptance.text
-        job = await accept(fields, lambda: desk.context_tokens(config.admit_timeout_s))
+        async with deadline.enforced():
+            job = await accept(fields, lambda: desk.context_tokens(config.admit_timeout_s))
         desk.note_accepted(job, record)
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
         letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
-        return Delivery(desk, job, letterhead, record, config.admit_timeout_s)
+        return Delivery(desk, job, letterhead, record, deadline, config)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -56,6 +66,10 @@ def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastA
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await complete("text", request)
+
+
+def _add_models(app: FastAPI, desk: Desk, config: GatewayConfig) -> None:
+    began_s = int(unix_s())
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -68,6 +82,8 @@ def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastA
             raise UnknownModel(f"the model {model_id!r} does not exist", param="model")
         return _json(model_body(config.served_name, began_s, desk.workers.context_tokens))
 
+
+def _add_probes(app: FastAPI, desk: Desk) -> None:
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
@@ -87,8 +103,28 @@ def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastA
     async def version() -> Response:
         return _json({"version": VERSION})
 
-    _handle_errors(app)
-    return app
+
+def _add_tokenization(app: FastAPI, desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> None:
+    tokenization = Tokenization(config.served_name, acceptance.codec, acceptance.threads, desk.vocabulary)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        fields = await _fields(request, config)
+        limit = await desk.context_tokens(config.admit_timeout_s)
+        return _json(await tokenization.tokenize(fields, limit))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return _json(await tokenization.detokenize(await _fields(request, config)))
+
+
+async def _fields(request: Request, config: GatewayConfig) -> dict[str, Any]:
+    """The request's body. Raises as `read_body` and `parse_object` do."""
+    length = request.headers.get("content-length")
+    body = await read_body(
+        request.receive, length, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s
+    )
+    return parse_object(body)
 
 
 def _json(content: object) -> Response:
@@ -110,6 +146,11 @@ def _handle_errors(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: Exception) -> Response:
         return await on_kvasir_error(request, InvalidRequest(str(error)))
 
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        request.scope[RECORD].is_gone = True
+        return Response(status_code=CLIENT_GONE_STATUS)
+
+    app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(KvasirError, on_kvasir_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)

@@ -15,8 +15,12 @@ from shared.errors import InvalidRequest
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 128
+MAX_REPETITION_PENALTY = 100.0
+"""And its inverse is the least: beyond, logits in half precision become infinite."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
 
+TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -72,6 +76,12 @@ class CompletionFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
 
 
 class Message(BaseModel):
@@ -92,6 +102,13 @@ class ChatRequest(CompletionFields):
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many of the likeliest tokens are asked for with each token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TextRequest(CompletionFields):
@@ -100,14 +117,22 @@ class TextRequest(CompletionFields):
     prompt: Annotated[Any, PlainValidator(_prompts)]
     """A list of texts or of lists of token ids, whichever of the four forms the client used."""
     best_of: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=5)
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
         return cast(list[str | list[int]], self.prompt)
 
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """As that of a chat."""
+        return self.logprobs
 
+
+CompletionRequest = ChatRequest | TextRequest
 R = TypeVar("R", bound=CompletionFields)
+M = TypeVar("M", bound=BaseModel)
 
 
 def parse(schema: type[R], body: Mapping[str, Any]) -> R:
@@ -115,16 +140,23 @@ def parse(schema: type[R], body: Mapping[str, Any]) -> R:
 
     Raises InvalidRequest whose `param` is the path of the first field that is wrong.
     """
+    request = validated(schema, body)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs goes with logprobs: true only", param="top_logprobs")
+    return request
+
+
+def validated(schema: type[M], body: Mapping[str, Any]) -> M:
+    """`body` as a `schema`. Raises as `parse` does."""
     try:
-        request = schema.model_validate(body)
+        return schema.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = _path(first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
         raise InvalidRequest(f"{path}: {reason}", param=path) from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
-    return request
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from services.gateway.timing import StreamTiming
 from shared.errors import CallerError, DeadlineExceeded, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
-from shared.messages.tokens import TokenDelta
+from shared.messages.tokens import TokenDelta, TokenLogprobs
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
 MAX_FETCH_FAILURES = 5
@@ -46,6 +46,8 @@ class Stream:
     def __init__(self, key: SequenceKey, timing: StreamTiming, now_s: float) -> None:
         self.key = key
         self.tokens: list[int] = []
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        """By index in the answer, until its reader takes them."""
         self.attempt = 1
         self.phase = Phase.OPEN
         self.finish_reason: FinishReason | None = None
@@ -129,6 +131,9 @@ class Stream:
             return self._fetch_if_due(now_s)
         if end > held:
             self.tokens.extend(delta.tokens[held - delta.first_index :])
+            self.logprobs.update(
+                zip(range(held, end), delta.logprobs[held - delta.first_index :], strict=False)
+            )
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
         if delta.finish_reason is not None and end >= held:
             return self._end(delta.finish_reason, worker, now_s)

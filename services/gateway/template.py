@@ -44,8 +44,8 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._variables = dict(variables)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt text, ready for the answer.
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text, ready for the answer unless `add_generation_prompt` is off.
 
         Raises InvalidRequest when the template refuses the messages.
         """
@@ -54,7 +54,7 @@ class ChatTemplate:
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:

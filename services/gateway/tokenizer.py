@@ -29,18 +29,21 @@ class Codec:
     vocab_size: int
     """Ids in a prompt given as tokens are below this."""
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with the special tokens the tokenizer adds to one."""
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Ids of a chat up to where the answer begins: equal to transformers' `apply_chat_template`.
 
         Raises InvalidRequest when the model has no template or the template refuses the messages.
         """
         if self.template is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        return self._encode(self.template.render(messages), add_special_tokens=False)
+        text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """A batch of one: unlike `encode`, it releases the interpreter lock, and it computes no offsets."""

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in _STACK_FLAGS:
         description = StackConfig.model_fields[name].description
         up.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, help=description)
+    up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
     up.add_argument(
         "--set",
         action="append",
@@ -101,6 +102,7 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     program: Program = arguments.program
     file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
     flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
+    flags += ["--tls=true"] if arguments.tls else []
     config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])
     options = UpOptions(
         config=config,

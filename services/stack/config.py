@@ -1,5 +1,7 @@
 """The stack's settings."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from shared.config import ServiceConfig
@@ -14,6 +16,28 @@ class StackConfig(ServiceConfig):
         ge=0,
         le=65535,
         description="of nats-server; unset: 4222, or a free one when that is taken",
+    )
+    nats_max_payload_bytes: int = Field(
+        default=8 * 1024 * 1024,
+        ge=64 * 1024,
+        le=64 * 1024 * 1024,
+        description="longest message nats-server takes; bus.max_payload_bytes is the services' own limit",
+    )
+    nats_max_connections: int = Field(default=1024, ge=16, description="connections that nats-server takes")
+    nats_max_memory_store_bytes: int = Field(
+        default=16 * 1024 * 1024, gt=0, description="JetStream's memory, of which the stack needs none"
+    )
+    nats_max_file_store_bytes: int = Field(
+        default=64 * 1024 * 1024, ge=1024 * 1024, description="JetStream's files, where the lease lives"
+    )
+    tls: bool = Field(
+        default=False,
+        description="encrypt the bus; with a certificate made at every start unless nats_tls_cert names one",
+    )
+    nats_tls_cert: Path | None = Field(default=None, description="PEM file: nats-server's certificate")
+    nats_tls_key: Path | None = Field(default=None, description="PEM file: the key of that certificate")
+    nats_tls_ca: Path | None = Field(
+        default=None, description="PEM file: who signed it; unset: an authority that the system trusts"
     )
     workers: int = Field(default=2, ge=1, le=256, description="how many worker processes")
     model: str | None = Field(

@@ -1,14 +1,18 @@
-"""nats-server for one stack: its configuration file and where its program is."""
+"""nats-server for one stack: its configuration file, whether the server accepts it, where its program is."""
 
+import json
 import os
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
-from services.stack.rundir import Credentials
+from services.stack.access import BusAccess
+from services.stack.config import StackConfig
+from services.stack.permissions import users_text
 from shared.errors import ConfigError
 
-MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+_CHECK_DEADLINE_S = 20.0
 
 
 def binary() -> str:
@@ -23,25 +27,52 @@ def binary() -> str:
     return found
 
 
-def config_text(port: int, store: Path, credentials: Credentials) -> str:
-    """The server's configuration: loopback, one user, JetStream on files."""
+def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
+    """The server's configuration: loopback, one account, one user per service, JetStream on files.
+
+    There is no user that may do everything, and no entry without a password.
+    """
     return f"""\
-listen: "127.0.0.1:{port}"
+listen: "127.0.0.1:{access.port}"
 server_name: "kvasir"
-max_payload: {MAX_PAYLOAD_BYTES}
+max_payload: {config.nats_max_payload_bytes}
+max_connections: {config.nats_max_connections}
 jetstream {{
-  store_dir: "{store}"
-  max_memory_store: 67108864
-  max_file_store: 1073741824
+  store_dir: {json.dumps(str(store))}
+  max_memory_store: {config.nats_max_memory_store_bytes}
+  max_file_store: {config.nats_max_file_store_bytes}
 }}
-authorization {{
-  users: [ {{ user: "{credentials.nats_user}", password: "{credentials.nats_password}" }} ]
+{_tls_text(access)}accounts {{
+  KVASIR {{
+    jetstream {{ max_file: {config.nats_max_file_store_bytes}, max_streams: 1 }}
+    users: [
+{users_text(access.credentials.nats_passwords)}
+    ]
+  }}
 }}
 """
 
 
-def write_config(path: Path, port: int, store: Path, credentials: Credentials) -> None:
-    """Writes the file, readable by its owner only."""
+def write_config(path: Path, config: StackConfig, access: BusAccess, store: Path) -> None:
+    """Writes the file, readable by its owner only. Raises ConfigError when nats-server would not start with
+    it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(config_text(port, store, credentials))
+        file.write(config_text(config, access, store))
+    checked = subprocess.run(
+        [binary(), "-c", str(path), "-t"],
+        capture_output=True,
+        text=True,
+        timeout=_CHECK_DEADLINE_S,
+        check=False,
+    )
+    if checked.returncode != 0:
+        said = (checked.stderr or checked.stdout).strip()
+        raise ConfigError(f"nats-server does not accept {path}: {said}")
+
+
+def _tls_text(access: BusAccess) -> str:
+    if access.certificate is None:
+        return ""
+    cert, key = (json.dumps(str(path)) for path in (access.certificate.cert, access.certificate.key))
+    return f"tls {{ cert_file: {cert}, key_file: {key}, handshake_first: true, timeout: 5 }}\n"

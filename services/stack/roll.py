@@ -60,7 +60,7 @@ class RollCall:
             if self._bus is None:
                 from shared.bus import Bus
 
-                self._bus = await Bus.connect(self._config, service="stack", instance="stack-0")
+                self._bus = await Bus.connect(self._config, service=subjects.OPERATOR, instance="operator-0")
             return self._bus
 
 

@@ -10,9 +10,12 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from shared.subjects import PERMISSIONS
 
 _KEPT_LOGS = 3
 LOG_LIMIT_BYTES = 64 * 1024 * 1024
@@ -24,8 +27,8 @@ class Credentials:
     """Secrets of one stack."""
 
     api_key: str
-    nats_user: str
-    nats_password: str
+    nats_passwords: Mapping[str, str]
+    """By NATS user."""
 
     @property
     def api_key_sha256(self) -> str:
@@ -81,29 +84,26 @@ class RunDirectory:
 
     def read_state(self) -> dict[str, Any]:
         """What the last supervisor wrote; empty when there is nothing readable."""
-        try:
-            state = json.loads(self.state_file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return state if isinstance(state, dict) else {}
+        return _read_object(self.state_file)
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Replaces the state in one step: a reader sees the old or the new one."""
         _write_private(self.state_file, json.dumps(state, indent=1))
 
     def credentials(self) -> Credentials:
-        """The stack's secrets, made on first use. They begin with a letter: NATS parses $ and digits."""
+        """The stack's secrets; what is missing is made and kept. Passwords begin with a letter: NATS parses $
+        and digits."""
         path = self.path / "credentials.json"
-        try:
-            return Credentials(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            made = Credentials(
-                api_key=f"sk-{secrets.token_hex(24)}",
-                nats_user="kvasir",
-                nats_password=f"p{secrets.token_hex(24)}",
-            )
-            _write_private(path, json.dumps(made.__dict__))
-            return made
+        found = _read_object(path)
+        key, passwords = found.get("api_key"), found.get("nats_passwords")
+        known = passwords if isinstance(passwords, dict) else {}
+        credentials = Credentials(
+            api_key=key if isinstance(key, str) else f"sk-{secrets.token_hex(24)}",
+            nats_passwords={user: known.get(user) or f"p{secrets.token_hex(24)}" for user in PERMISSIONS},
+        )
+        if credentials.__dict__ != found:
+            _write_private(path, json.dumps(credentials.__dict__))
+        return credentials
 
     def rotate_logs(self) -> None:
         """`x.log` becomes `x.log.1`, and so on; the oldest goes."""
@@ -126,6 +126,14 @@ class RunDirectory:
                 os.truncate(log, 0)
                 trimmed.append(log.stem)
         return trimmed
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write_private(path: Path, text: str) -> None:

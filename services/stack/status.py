@@ -11,15 +11,14 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
-from pydantic import SecretStr
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from services.stack.access import BusAccess
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
-from shared.config import BusConfig
 from shared.errors import KvasirError
 from shared.messages.reports import ServiceStatus
 
@@ -39,7 +38,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
     try:
         names = [str(child["name"]) for child in state["children"]]
         expected = Counter(name.rpartition("-")[0] for name in names)
-        answers = await _ask_all(run, str(state["nats_url"]), expected)
+        answers = await _ask_all(BusAccess.from_state(state, run.credentials()), expected)
     except KvasirError as error:
         problem = error.message
     if as_json:
@@ -53,16 +52,8 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
     return 1 if problem else 0
 
 
-async def _ask_all(run: RunDirectory, nats_url: str, expected: Mapping[str, int]) -> list[ServiceStatus]:
-    credentials = run.credentials()
-    roll = RollCall(
-        BusConfig(
-            url=nats_url,
-            user=credentials.nats_user,
-            password=SecretStr(credentials.nats_password),
-            connect_timeout_s=_CONNECT_S,
-        )
-    )
+async def _ask_all(access: BusAccess, expected: Mapping[str, int]) -> list[ServiceStatus]:
+    roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=_CONNECT_S))
     try:
         return await roll.ask_all(expected, deadline_s=_DEADLINE_S)
     finally:

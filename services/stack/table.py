@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.stack import nats_server
+from services.stack.access import BusAccess
 from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
 from services.stack.launch import Program, Seedling, socket_fits
@@ -36,7 +37,7 @@ class TableMaker(Protocol):
         run: RunDirectory,
         *,
         port: int,
-        nats_port: int,
+        access: BusAccess,
         config_file: Path | None,
         overrides: Sequence[tuple[str, str, str]],
         environ: Mapping[str, str],
@@ -49,23 +50,19 @@ def kvasir_table(
     run: RunDirectory,
     *,
     port: int,
-    nats_port: int,
+    access: BusAccess,
     config_file: Path | None,
     overrides: Sequence[tuple[str, str, str]],
     environ: Mapping[str, str],
     roll: RollCall,
 ) -> list[ChildSpec]:
     """Every child of a stack. `overrides` are (section or instance, setting, value). Raises ConfigError."""
-    credentials = run.credentials()
     nats_config = run.path / "nats.conf"
-    nats_server.write_config(nats_config, nats_port, run.path / "nats", credentials)
+    nats_server.write_config(nats_config, config, access, run.path / "nats")
     shared_env = {
         **environ,
-        f"{ENV_PREFIX}BUS__URL": f"nats://127.0.0.1:{nats_port}",
-        f"{ENV_PREFIX}BUS__USER": credentials.nats_user,
-        f"{ENV_PREFIX}BUS__PASSWORD": credentials.nats_password,
         f"{ENV_PREFIX}GATEWAY__PORT": str(port),
-        f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([credentials.api_key_sha256]),
+        f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
         **_model_env(config),
     }
     if config_file is not None:
@@ -78,7 +75,7 @@ def kvasir_table(
         if section not in known:
             raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
     nats_argv = (nats_server.binary(), "-c", str(nats_config))
-    table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(nats_port), stage=_BUS)]
+    table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
     preload = config.preload and socket_fits(seed)
@@ -93,7 +90,7 @@ def kvasir_table(
             ChildSpec(
                 name=instance,
                 argv=(sys.executable, "-m", module, *arguments),
-                env=shared_env | _override_env(overrides, service, instance),
+                env=shared_env | access.environment(service) | _override_env(overrides, service, instance),
                 ready=HttpProbe(port, "/ready") if front else StatusProbe(roll, service, instance),
                 launcher=Seedling(seed, instance, module, arguments) if forked else Program(),
                 stage=_FRONT if front else _BACKEND,

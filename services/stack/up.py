@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr
 from rich.console import Console
 
+from services.stack.access import BusAccess
+from services.stack.certificates import certificate_for
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text
 from services.stack.leftovers import end_leftovers
@@ -24,7 +25,7 @@ from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor, tail
 from services.stack.table import ROOT, TableMaker, kvasir_table
-from shared.config import BusConfig
+from shared.subjects import OPERATOR
 
 _TRIM_INTERVAL_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -61,20 +62,18 @@ class _Stack:
         self._run = options.run
         config = options.config
         self._port = choose_port(config.port)
-        self._nats_port = choose_nats_port(config.nats_port, self._say)
         self._url = f"http://127.0.0.1:{self._port}"
-        credentials = self._run.credentials()
-        bus = BusConfig(
-            url=f"nats://127.0.0.1:{self._nats_port}",
-            user=credentials.nats_user,
-            password=SecretStr(credentials.nats_password),
+        self._access = BusAccess.to_local(
+            choose_nats_port(config.nats_port, self._say),
+            self._run.credentials(),
+            certificate_for(config, self._run.path / "tls"),
         )
-        self._roll = RollCall(bus)
+        self._roll = RollCall(self._access.config(OPERATOR))
         specs = options.make_table(
             config,
             self._run,
             port=self._port,
-            nats_port=self._nats_port,
+            access=self._access,
             config_file=options.config_file,
             overrides=options.overrides,
             environ=os.environ,
@@ -166,7 +165,7 @@ class _Stack:
             "url": self._url,
             "port": self._port,
             "model": self._model,
-            "nats_url": f"nats://127.0.0.1:{self._nats_port}",
+            **self._access.state(),
             "children": [child.row() for child in self._supervisor.children.values()],
         }
 

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.state import HeldSequence
-from shared.messages.tokens import FetchedTokens, TokenDelta, TokenFrame
+from shared.messages.tokens import FetchedTokens, TokenDelta, TokenFrame, TokenLogprobs
+
+MOST_LOGPROBS = 65_536
+"""Log-probabilities in one delta, at most 16 bytes each: far below what a message may weigh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +24,28 @@ class AddressedFrame:
 
 
 def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
-    """The answer from `first_index` on, with the end reason when it has ended."""
+    """The answer from `first_index` on, with the end reason when it has ended and all of it is here.
+
+    It stops short where its log-probabilities would weigh too much, and where earlier tokens (whose
+    log-probabilities another worker gave) give way to our own: the next heartbeat says that there is more.
+    """
     start = sequence.prompt_tokens + max(0, min(first_index, sequence.generated_tokens))
+    end = len(sequence.tokens)
+    measured = end - len(sequence.logprobs)
+    logprobs: Sequence[TokenLogprobs] = ()
+    if start < measured:
+        end = measured
+    else:
+        end = min(end, start + MOST_LOGPROBS // (1 + (sequence.sampling.top_logprobs or 0)))
+        logprobs = sequence.logprobs[start - measured : end - measured]
     return TokenDelta(
         request_id=sequence.ref.request_id,
         choice=sequence.ref.choice,
         attempt=sequence.ref.attempt,
         first_index=start - sequence.prompt_tokens,
-        tokens=tuple(sequence.tokens[start:]),
-        finish_reason=sequence.finish_reason,
+        tokens=tuple(sequence.tokens[start:end]),
+        finish_reason=sequence.finish_reason if end == len(sequence.tokens) else None,
+        logprobs=tuple(logprobs),
     )
 
 

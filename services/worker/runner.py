@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.worker.engine.engine import Engine, Row
-from services.worker.engine.sampler import SamplePoint
-from services.worker.sequences import FAILED, WorkItem
+from services.worker.sampling import FAILED, Sampled, SamplePoint
+from services.worker.sequences import WorkItem
 from services.worker.steps import Effects, StepCore, StepWork
 from shared.clock import Clock
 from shared.errors import InternalError, Overloaded
@@ -138,7 +138,7 @@ class Runner:
         ended_s = self._clock()
         self._emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
 
-    def _compute(self, work: StepWork) -> list[int | None]:
+    def _compute(self, work: StepWork) -> list[Sampled | None]:
         rows = [_row(item) for item in work.items]
         try:
             tokens = self._engine.step(rows)
@@ -148,9 +148,9 @@ class Runner:
             _log.exception("a step of %d rows failed; each is tried alone", len(rows))
             return self._compute_singly(rows)
 
-    def _compute_singly(self, rows: Sequence[Row]) -> list[int | None]:
+    def _compute_singly(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Find the rows at fault; only their sequences end. Computing a row again is harmless."""
-        tokens: list[int | None] = []
+        tokens: list[Sampled | None] = []
         for row in rows:
             try:
                 tokens += self._engine.step([row])
@@ -174,5 +174,5 @@ def _row(item: WorkItem) -> Row:
     point = None
     if item.samples:
         index = item.end_token - sequence.prompt_tokens
-        point = SamplePoint(sequence.sampling, sequence.ref.choice, index)
+        point = SamplePoint(sequence.sampling, sequence.ref.choice, index, sequence.tokens)
     return Row(sequence.tokens[item.first_token : item.end_token], item.first_token, sequence.blocks, point)

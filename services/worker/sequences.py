@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from services.worker.gateways import GatewayWatch
 from services.worker.kv.pool import BlockPool
+from services.worker.sampling import FAILED, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, SkipReason
@@ -16,8 +17,6 @@ from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, Seq
 
 MAX_SEQUENCES = 8192
 """Held at once, ended ones included."""
-FAILED = -1
-"""In place of a token: the item could not be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +95,21 @@ class SequenceTable:
             return SkipReason.EXHAUSTED
         return WorkItem(sequence, first, end, end == len(sequence.tokens), isinstance(item, Decode))
 
-    def commit(self, item: WorkItem, token: int | None, now_s: float) -> None:
+    def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
         """The item was computed.
 
-        `token` is the sampled one, None when it samples none, `FAILED` ends it with ERROR.
+        `sampled` is None when it samples no token; `FAILED` ends it with ERROR.
         """
         sequence = item.sequence
-        if token == FAILED or (item.samples and token is None):
+        if sampled == FAILED or (item.samples and sampled is None):
             self.end(sequence, FinishReason.ERROR, now_s)
             return
         sequence.computed_tokens = item.end_token
         if sequence.state is SequenceState.WAITING:
             sequence.move_to(SequenceState.PREFILLING)
-        if token is None:
+        if sampled is None:
             return
-        sequence.tokens.append(token)
+        sequence.append(sampled)
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.DECODING)
         reason = sequence.due_reason()
@@ -170,6 +169,7 @@ class SequenceTable:
             assert held.ref.key == key
             assert not self._tombstones.covers(held.ref), f"{held.ref} is held and buried"
             assert held.computed_tokens <= len(held.blocks) * self.pool.block_tokens
+            held.check_integrity()
             assert held.alive or (held.finish_reason is not None and not held.blocks)
             if held.state is SequenceState.DECODING:
                 assert held.computed_tokens == len(held.tokens) - 1

@@ -5,6 +5,7 @@ Legal transitions are one table, `TRANSITIONS`; anything else is a bug here and 
 
 from dataclasses import dataclass, field
 
+from services.worker.sampling import Sampled
 from shared.errors import InternalError
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import (
@@ -15,6 +16,7 @@ from shared.messages.sequence import (
     SequenceSpec,
     unpack_tokens,
 )
+from shared.messages.tokens import TokenLogprobs
 
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.ENDED}),
@@ -45,6 +47,8 @@ class HeldSequence:
     computed_tokens: int = 0
     """Tokens whose KV is present."""
     blocks: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Where wanted: of the last tokens, those sampled in this attempt. The gateway has the others."""
     finish_reason: FinishReason | None = None
     ended_s: float = 0.0
 
@@ -76,6 +80,12 @@ class HeldSequence:
     def alive(self) -> bool:
         return self.state is not SequenceState.ENDED
 
+    def append(self, sampled: Sampled) -> None:
+        """The answer's next token."""
+        self.tokens.append(sampled.token)
+        if sampled.logprobs is not None:
+            self.logprobs.append(sampled.logprobs)
+
     def due_reason(self) -> FinishReason | None:
         """Why the answer is complete as it stands, or None."""
         if self.generated_tokens and self.tokens[-1] in self.sampling.end_token_ids:
@@ -89,6 +99,10 @@ class HeldSequence:
         if state not in TRANSITIONS[self.state]:
             raise InternalError(f"{self.ref} cannot go from {self.state} to {state}")
         self.state = state
+
+    def check_integrity(self) -> None:
+        """AssertionError when log-probabilities are kept that nobody wants, or more than tokens."""
+        assert len(self.logprobs) <= (0 if self.sampling.top_logprobs is None else self.generated_tokens)
 
     def report(self, now_s: float) -> SequenceReport:
         """What heartbeats say of it. Times are seconds on the worker's clock, sent as differences only."""

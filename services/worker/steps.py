@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.worker.frames import AddressedFrame, assemble, fetched
 from services.worker.plans import GivenUpPlan, PlanQueue, QueuedPlan
+from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable, WorkItem
 from services.worker.speed import SpeedMeter
 from services.worker.state import HeldSequence
@@ -126,7 +127,7 @@ class StepCore:
             stepped.append(self._stepped(work, work.ended, plan_over=True))
 
     def finish_step(
-        self, work: StepWork, tokens: Sequence[int | None], now_s: float, step_s: float
+        self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
     ) -> Effects:
         """The iteration ran. `tokens` holds, per item, the sampled token; None where none was; `FAILED`."""
         sampled: dict[SequenceRef, tuple[HeldSequence, int]] = {}

@@ -7,36 +7,36 @@ wait has the caller's deadline. Commands carry W3C trace context, events do not.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import nats.errors
 import nats.micro
 from nats.aio.msg import Msg
-from nats.micro.request import ERROR_HEADER
 from nats.micro.service import Service
 from prometheus_client import CollectorRegistry
 
 from shared.bus import tracing
+from shared.bus.clearance import Clearance, publish_refused
 from shared.bus.counters import BusCounters
 from shared.bus.handlers import Handler, Listener
 from shared.bus.inbox import Inbox
 from shared.bus.lease import Lease, acquire
 from shared.bus.link import Link
-from shared.bus.serving import ServedEndpoint, ServedListener, decoded
+from shared.bus.replies import Gathering, is_unserved, reply_in
+from shared.bus.serving import ServedEndpoint, ServedListener
 from shared.clock import new_incarnation
 from shared.config import BusConfig
 from shared.errors import (
     BusUnavailable,
-    ConfigError,
     DeadlineExceeded,
     KvasirError,
     MessageTooLarge,
     NoResponder,
-    from_wire,
+    PermissionRefused,
 )
 from shared.messages.base import encode
-from shared.subjects import checked_id
+from shared.subjects import checked_id, inbox_prefix, micro_name
 
 _log = logging.getLogger("kvasir.bus")
 _VERSION = "0.1.0"
@@ -60,11 +60,12 @@ class Bus:
         self.instance = checked_id(instance)
         self.incarnation = new_incarnation()
         self._counters = BusCounters(registry)
-        self._link = Link(config, name=instance, counters=self._counters)
-        self._inbox = Inbox()
+        prefix = inbox_prefix(service)
+        self._link = Link(config, name=instance, inbox_prefix=prefix, counters=self._counters)
+        self._clearance = Clearance(self._link)
+        self._inbox = Inbox(prefix)
         self._served: list[ServedEndpoint | ServedListener] = []
         self._micro: Service | None = None
-        self._refused_subscriptions: set[str] = set()
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
         self._link.on_open = self._on_open
@@ -76,9 +77,15 @@ class Bus:
     async def connect(
         cls, config: BusConfig, *, service: str, instance: str, registry: CollectorRegistry | None = None
     ) -> "Bus":
-        """Raises BusUnavailable after `config.connect_timeout_s`; afterwards the bus reconnects for ever."""
+        """Raises BusUnavailable after `config.connect_timeout_s`, and PermissionRefused when the user may not
+        have the inbox of that service. Afterwards the bus reconnects for ever."""
         bus = cls(config, service, instance, registry)
         await bus._link.open()
+        try:
+            bus._clearance.check_subscribed({bus._inbox.subject})
+        except PermissionRefused:
+            await bus.close()
+            raise
         return bus
 
     @property
@@ -92,10 +99,12 @@ class Bus:
     async def attach(self, handlers: Sequence[Handler], target: object) -> None:
         """Serve the table with `target`'s methods. When it returns, the server knows.
 
-        Raises ConfigError when the bus user may not subscribe to a subject, BusUnavailable without a
-        connection.
+        Raises PermissionRefused when the bus user may not subscribe to a subject (then none of the table is
+        served), BusUnavailable without a connection.
         """
         fresh = [self._bind(handler, target) for handler in handlers]
+        subjects = {served.subject for served in fresh}
+        self._clearance.begin_subscribing(subjects)
         try:
             async with asyncio.timeout(self.config.connect_timeout_s):
                 await self._link.wait_connected()
@@ -105,10 +114,11 @@ class Bus:
                 await self._link.barrier()
         except (TimeoutError, nats.errors.Error):
             raise BusUnavailable(f"NATS at {self.config.url} did not confirm the subscriptions") from None
-        if refused := self._refused_subscriptions & {served.subject for served in fresh}:
-            raise ConfigError(
-                f"the bus user may not subscribe to {', '.join(sorted(refused))}: allow it in NATS"
-            )
+        try:
+            self._clearance.check_subscribed(subjects)
+        except PermissionRefused as error:
+            await self.detach(handlers, target)
+            raise self._counted(error) from None
 
     async def detach(self, handlers: Sequence[Handler], target: object | None = None) -> None:
         """Stop serving these handlers (of `target` only, if given); running ones may finish within
@@ -124,17 +134,19 @@ class Bus:
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
         """Send an event. While disconnected it is buffered, up to `outbound_buffer_bytes`.
 
-        Raises MessageTooLarge (nothing was sent) and BusUnavailable (closed, or the buffer is full).
+        Raises MessageTooLarge (nothing was sent), PermissionRefused (by the server; nobody got it) and
+        BusUnavailable (closed, or the buffer is full).
         """
         data = self._encoded(subject, message, 0)
-        await self._link.send(subject, data)
+        await self._clearance.publish(subject, data)
         self._counters.sent(type(message)).inc()
 
     async def request(self, subject: str, message: msgspec.Struct, reply: type[R], *, deadline_s: float) -> R:
         """Carry out a command and return its reply.
 
         Raises DeadlineExceeded, NoResponder, BusUnavailable (no connection, or lost while waiting: the
-        command may have been carried out), MessageTooLarge, or the `KvasirError` that the peer raised.
+        command may have been carried out), MessageTooLarge, PermissionRefused, or the `KvasirError` that the
+        peer raised.
         """
         try:
             data = self._encoded(subject, message, _HEADER_BYTES)
@@ -143,8 +155,8 @@ class Bus:
                 await self._link.wait_connected()
                 while True:
                     msg = await self._ask(subject, data)
-                    if not _is_unserved(msg):
-                        return _reply_in(msg, reply)
+                    if not is_unserved(msg):
+                        return reply_in(msg, reply)
                     if not self._link.regained_within(_PEERS_RECONNECT_S):
                         raise NoResponder(f"nobody serves {subject} now")
                     await asyncio.sleep(0.02)
@@ -165,37 +177,23 @@ class Bus:
         """What every instance answers within the deadline, or the first `expected` of them; errors are left
         out.
 
-        Raises BusUnavailable and MessageTooLarge; nobody there is an empty list.
+        Raises BusUnavailable, MessageTooLarge and PermissionRefused; nobody there is an empty list.
         """
         data = self._encoded(subject, message, _HEADER_BYTES)
-        replies: list[R] = []
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def on_reply(msg: Msg) -> None:
-            try:
-                replies.extend([] if _is_unserved(msg) else [_reply_in(msg, reply)])
-            except KvasirError as error:
-                self._counted(error)
-            if not done.done() and (_is_unserved(msg) or (expected and len(replies) >= expected)):
-                done.set_result(None)
-
-        def on_failure(error: KvasirError) -> None:
-            if not done.done():
-                done.set_result(None)
-
-        inbox = self._inbox.open(subject, on_reply, on_failure)
+        answers = Gathering(reply, expected, self._counted)
+        inbox = self._inbox.open(subject, answers.on_reply, answers.on_failure)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._link.wait_connected()
                 await self._link.send(subject, data, inbox, tracing.inject())
                 self._counters.sent(type(message)).inc()
-                await done
+                await answers.done
         except TimeoutError:
             if not self.connected:
                 raise BusUnavailable(f"not connected to NATS at {self.config.url}") from None
         finally:
             self._inbox.close(inbox)
-        return replies
+        return answers.replies
 
     async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
         """Wait, for as long as it takes, until this instance holds the role; see `shared.bus.lease`."""
@@ -222,8 +220,9 @@ class Bus:
         client = self._link.client
         if isinstance(served, ServedEndpoint) and self._micro is None:
             metadata = {"instance": self.instance, "incarnation": str(self.incarnation)}
-            name = f"kvasir-{self.service}"
-            self._micro = await nats.micro.add_service(client, name=name, version=_VERSION, metadata=metadata)
+            self._micro = await nats.micro.add_service(
+                client, name=micro_name(self.service), version=_VERSION, metadata=metadata
+            )
         await served.start(client, self._micro)
 
     async def _ask(self, subject: str, data: bytes) -> Msg:
@@ -255,6 +254,7 @@ class Bus:
     async def _on_open(self) -> None:
         """Everything subscribed, on a client that knows nothing yet."""
         self._micro = None
+        self._clearance.forget()
         await self._link.client.subscribe(self._inbox.subject, cb=self._inbox.on_message)
         for served in self._served:
             await self._start(served)
@@ -268,6 +268,7 @@ class Bus:
         )
 
     async def _on_regained(self) -> None:
+        self._clearance.forget()
         for callback in self._callbacks:
             try:
                 await callback()
@@ -275,20 +276,6 @@ class Bus:
                 _log.exception("a reconnection callback failed")
 
     def _on_refused(self, verb: str, subject: str) -> None:
+        self._clearance.on_refused(verb, subject)
         if verb == "publish":
-            self._inbox.fail(BusUnavailable(f"the bus user may not publish to {subject}"), subject)
-        else:
-            self._refused_subscriptions.add(subject)
-
-
-def _is_unserved(msg: Msg) -> bool:
-    """The server's own answer when nobody subscribes to the subject."""
-    return not msg.data and msg.headers is not None and msg.headers.get("Status") == "503"
-
-
-def _reply_in(msg: Msg, reply: type[R]) -> R:
-    """Raises the error that the peer raised, or InvalidMessage."""
-    if msg.headers is not None and ERROR_HEADER in msg.headers:
-        raise from_wire(decoded(msg.data, dict[str, Any]))
-    message: R = decoded(msg.data, reply)
-    return message
+            self._inbox.fail(publish_refused(subject), subject)

@@ -25,8 +25,8 @@ class _Waiting:
 class Inbox:
     """The open questions of one bus."""
 
-    def __init__(self) -> None:
-        self._prefix = f"_INBOX.{NUID().next().decode()}."
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}.{NUID().next().decode()}."
         self._waiting: dict[str, _Waiting] = {}
         self._tokens = count(1)
 
@@ -70,5 +70,5 @@ class Inbox:
     def fail(self, error: KvasirError, subject: str | None = None) -> None:
         """Every open question (about `subject`, if one is named) ends with this error."""
         for waiting in list(self._waiting.values()):
-            if subject is None or waiting.subject == subject:
+            if subject is None or waiting.subject.lower() == subject.lower():
                 waiting.on_failure(error)

@@ -73,9 +73,10 @@ class LeaseStore:
             return None
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises BusUnavailable (also when the connection is lost meanwhile) and DeadlineExceeded."""
+        """Raises BusUnavailable (also when the connection is lost meanwhile), DeadlineExceeded, and
+        PermissionRefused when leases are not for this user."""
         try:
-            return await self._link.unless_lost(work)
+            return await self._link.unless_lost(work, publishes=("$JS.API.", "$KV."))
         except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError) as error:
             raise BusUnavailable("JetStream does not answer: is it enabled in nats-server?") from error
         except (nats.errors.TimeoutError, TimeoutError) as error:
@@ -155,7 +156,8 @@ async def acquire(link: Link, role: str, *, instance: str, incarnation: int, ttl
     """Wait until the role is this instance's.
 
     At once when it is free, given back or held by an earlier start of the same instance; otherwise after
-    `ttl_s` without a renewal. Waits for ever, as a standby must; cancel to stop.
+    `ttl_s` without a renewal. Waits for ever, as a standby must; cancel to stop. Raises PermissionRefused
+    when leases are not for this user.
     """
     store = LeaseStore(link)
     holder = LeaseHolder(instance=instance, incarnation=incarnation)

@@ -6,7 +6,6 @@ closes for good; the link then dials anew. Knows subjects only as strings, and n
 
 import asyncio
 import logging
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,14 +16,15 @@ import nats.errors
 from nats.aio.client import Client
 
 from shared.bus.counters import BusCounters
+from shared.bus.dialling import BACKOFF_S, abandon, next_attempt
+from shared.bus.encryption import EncryptedClient, tls_options
+from shared.bus.waits import Waits
 from shared.config import BusConfig
-from shared.errors import BusUnavailable
+from shared.errors import BusUnavailable, PermissionRefused
 
 _log = logging.getLogger("kvasir.bus")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
-_BACKOFF_S = (0.05, 0.5)
-"""First and longest mean wait between two attempts to reconnect."""
 
 T = TypeVar("T")
 Hook = Callable[[], Awaitable[None]]
@@ -34,9 +34,11 @@ class Link:
     """One process's connection. `on_open` subscribes everything on a new client; the other hooks only
     inform."""
 
-    def __init__(self, config: BusConfig, name: str, counters: BusCounters) -> None:
+    def __init__(self, config: BusConfig, name: str, inbox_prefix: str, counters: BusCounters) -> None:
         self._config = config
         self._name = name
+        self._inbox_prefix = inbox_prefix
+        self._tls = tls_options(config)
         self._counters = counters
         self._client: Client | None = None
         self._up = asyncio.Event()
@@ -46,7 +48,7 @@ class Link:
         self._last_error: Exception | None = None
         self._logged_at: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fragile: set[asyncio.Task[Any]] = set()
+        self._waits = Waits()
         self.reconnections = 0
         self.on_open: Hook = _nothing
         self.on_lost: Callable[[], None] = lambda: None
@@ -132,21 +134,21 @@ class Link:
             _log.warning("the connection did not close cleanly: %r", error)
         self._mark(up=False)
 
-    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises BusUnavailable at once when the connection is, or gets, lost."""
+    async def unless_lost(self, work: Coroutine[Any, Any, T], *, publishes: tuple[str, ...] = ()) -> T:
+        """The result of `work`, which publishes to subjects that begin with one of `publishes`.
+
+        Raises BusUnavailable at once when the connection is, or gets, lost, and PermissionRefused when the
+        server refuses such a subject meanwhile.
+        """
         if not self.connected:
             work.close()
             raise BusUnavailable(f"not connected to NATS at {self._config.url}")
-        task = asyncio.get_running_loop().create_task(work)
-        self._fragile.add(task)
-        try:
-            await asyncio.wait({task})
-            if task not in self._fragile:
-                raise BusUnavailable("the connection to NATS was lost while waiting")
-            return task.result()
-        finally:
-            self._fragile.discard(task)
-            task.cancel()
+        return await self._waits.result(work, publishes)
+
+    async def settle(self, limit_s: float) -> bool:
+        """Like `barrier`, but with a bound; False when it was not reached in time or the connection was
+        lost."""
+        return await self._waits.is_done_within(self.barrier(), limit_s)
 
     def regained_within(self, window_s: float) -> bool:
         """Whether the last reconnection is less than `window_s` ago."""
@@ -154,7 +156,7 @@ class Link:
 
     async def _dial(self) -> Client:
         """A connected client. Raises BusUnavailable after `connect_timeout_s`."""
-        client = Client()
+        client = EncryptedClient() if self._tls else Client()
         connecting = asyncio.get_running_loop().create_task(
             client.connect(self._config.url, **self._options(client))
         )
@@ -164,9 +166,9 @@ class Link:
                 connecting.result()
                 return client
         except BaseException:
-            await _abandon(client, connecting)
+            await abandon(client, connecting)
             raise
-        await _abandon(client, connecting)
+        await abandon(client, connecting)
         raise BusUnavailable(
             f"no NATS connection to {self._config.url} within {self._config.connect_timeout_s:g} s"
             f" (last error: {self._last_error or 'none'})"
@@ -176,13 +178,15 @@ class Link:
         config = self._config
         return {
             "name": self._name,
+            "inbox_prefix": self._inbox_prefix,
             "user": config.user,
             "password": config.password.get_secret_value() if config.password else None,
+            **self._tls,
             "error_cb": self._on_error,
             "disconnected_cb": self._on_disconnected,
             "reconnected_cb": self._on_reconnected,
             "closed_cb": self._on_closed,
-            "reconnect_to_server_handler": partial(_next_attempt, client),
+            "reconnect_to_server_handler": partial(next_attempt, client),
             "connect_timeout": 2,
             "reconnect_time_wait": 0.2,
             "max_reconnect_attempts": -1,
@@ -197,8 +201,7 @@ class Link:
             self._up.set()
         else:
             self._up.clear()
-            while self._fragile:
-                self._fragile.pop().cancel()
+            self._waits.fail_all(BusUnavailable("the connection to NATS was lost while waiting"))
         self._counters.connected.set(int(up))
 
     async def _on_disconnected(self) -> None:
@@ -238,7 +241,7 @@ class Link:
                 _log.error("%s; trying again", error)
                 if client is not None:
                     await client.close()
-                await asyncio.sleep(_BACKOFF_S[1])
+                await asyncio.sleep(BACKOFF_S[1])
         self._reviving = False
 
     def _own(self, work: Awaitable[None]) -> None:
@@ -259,8 +262,11 @@ class Link:
             self._log_rarely("slow", "nats-py dropped a message on %s: the event loop lags", error.subject)
         elif violation := _VIOLATION.search(str(error)):
             verb, subject = violation.groups()
-            self._counters.error("connection", "permission")
-            self._log_rarely(f"{verb} {subject}", "the bus user may not %s %s", verb, subject)
+            self._counters.error("connection", PermissionRefused.code)
+            self._log_rarely("permission", "the bus user may not use a subject: %s %s", verb, subject)
+            if verb.lower() == "publish":
+                refused = PermissionRefused(f"the bus user may not publish to {subject}")
+                self._waits.fail_publishers(subject, refused)
             self.on_refused(verb.lower(), subject)
         else:
             self._counters.error("connection", type(error).__name__)
@@ -276,21 +282,3 @@ class Link:
 
 async def _nothing() -> None:
     pass
-
-
-async def _abandon(client: Client, connecting: asyncio.Task[None]) -> None:
-    """End a connection attempt, however often nats-py swallows the cancellation."""
-    while not connecting.done():
-        connecting.cancel()
-        await asyncio.wait({connecting}, timeout=0.1)
-    await client.close()
-
-
-def _next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
-    """nats-py's choice of server: the first, after a jittered wait that doubles with its failures."""
-    if client._transport is not None:  # nats-py forgets the socket of an attempt that was refused
-        client._transport.close()  # type: ignore[no-untyped-call]
-    server = servers[0]
-    first_s, longest_s = _BACKOFF_S
-    mean_s = min(longest_s, first_s * 2.0 ** min(server.reconnects, 8))
-    return server, mean_s * random.uniform(0.5, 1.5)

@@ -13,7 +13,7 @@ import uvloop
 
 from shared import log
 from shared.config import ServiceConfig, load
-from shared.errors import ConfigError, KvasirError
+from shared.errors import ConfigError, KvasirError, PermissionRefused
 
 _log = logging.getLogger("kvasir.runtime")
 _STOP_DEADLINE_S = 10.0
@@ -37,8 +37,8 @@ def run_service(main: Main) -> None:
     """Run `main()` on uvloop. SIGTERM or SIGINT cancels it once, and that is a clean end (exit code 0).
 
     A `KvasirError` that ends it is logged in one line, anything else with its traceback; both are exit code
-    1, a ConfigError is 2. A process that has not ended 10 s after the signal, or after the end of `main`, is
-    made to: stubborn tasks and busy threads do not keep it (exit code 1).
+    1, a ConfigError or a PermissionRefused is 2. A process that has not ended 10 s after the signal, or after
+    the end of `main`, is made to: stubborn tasks and busy threads do not keep it (exit code 1).
     """
     watchdog = threading.Timer(_STOP_DEADLINE_S, _give_up)
     watchdog.daemon = True
@@ -81,6 +81,6 @@ def _exit_code(task: asyncio.Task[None], *, was_signalled: bool) -> int:
         return 0
     if isinstance(error, KvasirError):
         _log.error("%s: %s", error.code, error)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, ConfigError | PermissionRefused) else 1
     _log.error("ended by an error", exc_info=error)
     return 1

@@ -19,6 +19,16 @@ class BusConfig(BaseModel):
     url: str = Field(default="nats://127.0.0.1:4222", description="address of nats-server")
     user: str | None = Field(default=None, description="user name, if the server wants one")
     password: SecretStr | None = Field(default=None, description="password of that user")
+    tls_ca: str | None = Field(
+        default=None, description="PEM file: who signed the server's certificate [with tls://: the system's]"
+    )
+    tls_cert: str | None = Field(
+        default=None, description="PEM file: own certificate, if the server wants one"
+    )
+    tls_key: str | None = Field(default=None, description="PEM file: the key of that certificate")
+    tls_handshake_first: bool = Field(
+        default=False, description="encrypt before the first byte; nats-server needs handshake_first for it"
+    )
     connect_timeout_s: float = Field(
         default=10.0, gt=0, description="give up the first connection after this"
     )

@@ -34,7 +34,11 @@ def known_subjects() -> set[str]:
         if isinstance(value, str) and value.startswith(subjects.PREFIX + "."):
             built.add(value)
         elif (
-            callable(value) and getattr(value, "__module__", "") == subjects.__name__ and name != "checked_id"
+            callable(value)
+            and not isinstance(value, type)
+            and not name.startswith("_")
+            and getattr(value, "__module__", "") == subjects.__name__
+            and name != "checked_id"
         ):
             built.add(value("ID").replace("ID", "<id>"))
     return {subject.removeprefix(subjects.PREFIX + ".").replace("*", "<id>") for subject in built}

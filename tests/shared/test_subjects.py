@@ -35,10 +35,12 @@ def test_every_builder_is_tested() -> None:
         value
         for name, value in vars(subjects).items()
         if callable(value)
+        and not isinstance(value, type)
         and getattr(value, "__module__", "") == subjects.__name__
         and not name.startswith("_")
     }
-    assert public - {subjects.checked_id, subjects.status} == set(BUILDERS)
+    others = {subjects.checked_id, subjects.status, subjects.inbox_prefix, subjects.micro_name}
+    assert public - others == set(BUILDERS)
 
 
 def test_subjects_are_unique_and_well_shaped() -> None:
@@ -70,7 +72,7 @@ def test_a_wildcard_covers_its_instances(wildcard: str, build: Callable[[str], s
     ["", "a.b", "*", ">", "a b", "a\n", "\r\nPUB x 0", "x" * 65, "ü", "a/b", "$SRV", "_INBOX.x", "a\x00"],
 )
 def test_bad_ids_are_refused_everywhere(bad: str) -> None:
-    for build in [*BUILDERS, subjects.status, subjects.checked_id]:
+    for build in [*BUILDERS, subjects.status, subjects.checked_id, subjects.inbox_prefix]:
         with pytest.raises(ValueError, match="is no instance id"):
             build(bad)
 
@@ -83,3 +85,32 @@ def test_whatever_is_accepted_is_one_token(text: str) -> None:
         return
     assert subject.split(".") == ["kvasir", "v1", "tok", text]
     assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text)
+
+
+def test_whatever_may_be_sent_may_be_heard_and_the_other_way_round() -> None:
+    ours = f"{subjects.PREFIX}."
+    sent = {s for user in subjects.PERMISSIONS.values() for s in user.publish if s.startswith(ours)}
+    heard = {s for user in subjects.PERMISSIONS.values() for s in user.subscribe if s.startswith(ours)}
+    assert sent <= heard
+    assert heard - sent == {subjects.LEDGER_CANDIDATES}  # nobody borrows yet
+
+
+def test_every_subject_is_in_the_table() -> None:
+    patterns = {s for user in subjects.PERMISSIONS.values() for s in (*user.publish, *user.subscribe)}
+    built = {build("x").removesuffix("x") + "*" for build in BUILDERS} | {
+        subjects.status(service) for service in subjects.SERVICES
+    }
+    assert built | set(CONSTANTS.values()) <= patterns
+
+
+def test_one_user_per_service_and_no_wildcard_over_another() -> None:
+    assert set(subjects.PERMISSIONS) == {*subjects.SERVICES, subjects.OPERATOR}
+    for user, permissions in subjects.PERMISSIONS.items():
+        inboxes = {s for s in permissions.subscribe if s.startswith("_INBOX")}
+        assert inboxes == {f"{subjects.inbox_prefix(user)}.>"}
+        for pattern in {*permissions.publish, *permissions.subscribe} - inboxes - {"$SRV.>"}:
+            assert ">" not in pattern, pattern
+            assert pattern.split(".").index("*") > 1 if "*" in pattern else True, pattern
+        assert not any(s.startswith("$SRV") for s in permissions.publish) or user == subjects.OPERATOR
+        assert not any(s.startswith(("$JS", "$KV")) for s in permissions.publish) or user == "scheduler"
+        assert not any(s.startswith(("$JS", "$KV")) for s in permissions.subscribe)

@@ -39,9 +39,9 @@ class RunningStack:
         argv = [sys.executable, "-m", "services", words[0], "--run-dir", str(self.run_dir), *words[1:]]
         return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
-    def start(self, *, workers: int = 2, settings: tuple[str, ...] = ()) -> None:
+    def start(self, *, workers: int = 2, settings: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
         words = ["--detach", "--port", str(self.port), "--nats-port", str(free_port())]
-        words += ["--workers", str(workers), "--model", str(self.model)]
+        words += ["--workers", str(workers), "--model", str(self.model), *flags]
         for setting in settings:
             words += ["--set", setting]
         done = self.command("up", *words)
@@ -98,12 +98,17 @@ class RunningStack:
 
 @contextmanager
 def running_stack(
-    run_dir: Path, *, model: Path = TINY_CHAT, workers: int = 2, settings: tuple[str, ...] = ()
+    run_dir: Path,
+    *,
+    model: Path = TINY_CHAT,
+    workers: int = 2,
+    settings: tuple[str, ...] = (),
+    flags: tuple[str, ...] = (),
 ) -> Iterator[RunningStack]:
     """A stack for the length of a `with` block; it leaves no process behind."""
     stack = RunningStack(run_dir, model)
     try:
-        stack.start(workers=workers, settings=settings)
+        stack.start(workers=workers, settings=settings, flags=flags)
         yield stack
     finally:
         stack.stop()

@@ -103,6 +103,21 @@ def test_limits(client: OpenAI) -> None:
         assert reply.usage is not None and reply.usage.completion_tokens == 5
 
 
+def test_a_deadline_that_cannot_be_met(client: OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(
+            model=MODEL,
+            messages=ASK,
+            max_tokens=1000,
+            extra_body={"ignore_eos": True},
+            extra_headers={"X-Request-Timeout": "0.05"},
+        )
+    assert caught.value.status_code == 504
+    body = caught.value.response.json()
+    conforms("ErrorResponse", body)
+    assert body["error"]["code"] == "deadline_exceeded"
+
+
 def test_models(client: OpenAI) -> None:
     raw = client.models.with_raw_response.list()
     conforms("ListModelsResponse", raw.http_response.json())
@@ -127,6 +142,15 @@ def test_a_long_prompt_is_answered(client: OpenAI) -> None:
         (openai.BadRequestError, 400, "temperature", None, {"temperature": -1}),
         (openai.BadRequestError, 400, "n", None, {"n": 0}),
         (openai.BadRequestError, 400, "tools", None, {"extra_body": {"tools": [{"type": "function"}]}}),
+        (openai.BadRequestError, 400, "top_logprobs", None, {"logprobs": True, "top_logprobs": 21}),
+        (openai.BadRequestError, 400, "presence_penalty", None, {"presence_penalty": 3}),
+        (
+            openai.BadRequestError,
+            400,
+            "response_format",
+            "unsupported_parameter",
+            {"response_format": {"type": "json_object"}},
+        ),
         (openai.BadRequestError, 400, "messages", "context_length_exceeded", {"long": True}),
     ],
 )

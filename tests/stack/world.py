@@ -26,6 +26,7 @@ from services.scheduler.effects import Effect as SchedulerEffect
 from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.rules import Rules
 from services.worker.kv.pool import BlockPool
+from services.worker.sampling import Sampled
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Effects, Identity, StepCore, StepWork
 from shared.errors import DeadlineExceeded, KvasirError, NoResponder
@@ -428,14 +429,14 @@ class World:
 
         self.at(self.now_s + step_s, finish)
 
-    def _compute(self, work: StepWork) -> list[int | None]:
+    def _compute(self, work: StepWork) -> list[Sampled | None]:
         """The engine: the next true token, after a look at whether the sequence is what it should be."""
-        tokens: list[int | None] = []
+        tokens: list[Sampled | None] = []
         for item in work.items:
             key = item.sequence.ref.key
             wanted = self.wanted[key]
             truth = wanted.answer(key)
             held = item.sequence.tokens[wanted.prompt_tokens :]
             assert held == truth[: len(held)], f"{key} went astray at its worker"
-            tokens.append(truth[len(held)] if item.samples else None)
+            tokens.append(Sampled(truth[len(held)]) if item.samples else None)
         return tokens

@@ -7,11 +7,12 @@ A third party declares an entry point in the group `kvasir.scheduler.policies`, 
 from importlib.metadata import EntryPoint, entry_points
 
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.policy.orca import OrcaPolicy
 from services.scheduler.policy.vllm import VllmPolicy
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.scheduler.policies"
-BUILT_IN: dict[str, PolicyFactory] = {"vllm": VllmPolicy}
+BUILT_IN: dict[str, PolicyFactory] = {"orca": OrcaPolicy, "vllm": VllmPolicy}
 
 
 def _installed() -> dict[str, EntryPoint]:

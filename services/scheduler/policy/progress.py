@@ -1,9 +1,16 @@
-"""How far a policy's tasks are, as it projects them. Shared by policies; knows none of their rules."""
+"""How far a policy's tasks are, as it projects them: one worker's books of tokens and blocks.
 
+`Projection` takes the events of `contract.BatchPolicy` that mean the same for every policy, holds the tasks
+in two lines, those that wait and those that hold something, and checks that the books balance. Shared by
+policies; knows none of their rules.
+"""
+
+from bisect import insort
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.scheduler.policy.contract import Task
+from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
+from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
@@ -37,3 +44,102 @@ class Entry:
 def order_of(entry: Entry) -> tuple[float, SequenceKey]:
     """First come, first served."""
     return entry.task.order
+
+
+class Projection:
+    """Every task of one worker, by arrival. A policy is one of these that also plans."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        self._block_tokens = shape.block_tokens
+        self._capacity_blocks = shape.capacity_blocks
+        self._settings = settings
+        self._entries: dict[SequenceKey, Entry] = {}
+        self._waiting: list[Entry] = []
+        self._running: list[Entry] = []
+        self._used_blocks = 0
+
+    def on_arrival(self, task: Task, now_s: float) -> None:
+        if task.key not in self._entries:
+            entry = self._entries[task.key] = Entry(task, task.generated_tokens)
+            insort(self._waiting, entry, key=order_of)
+
+    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
+        if task.key in self._entries:
+            return
+        entry = Entry(
+            task, task.generated_tokens, Stage.WAITING, holding.computed_tokens, holding.allocated_blocks
+        )
+        self._entries[task.key] = entry
+        if holding.decoding:
+            entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
+        elif holding.computed_tokens or holding.allocated_blocks:
+            entry.stage = Stage.PREFILLING
+        self._used_blocks += entry.allocated_blocks
+        insort(self._waiting if entry.stage is Stage.WAITING else self._running, entry, key=order_of)
+
+    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._used_blocks -= entry.allocated_blocks
+            (self._waiting if entry.stage is Stage.WAITING else self._running).remove(entry)
+
+    def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.stage in (Stage.DECODING, Stage.COMPLETE):
+            entry.generated_tokens -= missing_tokens
+            entry.computed_tokens -= missing_tokens
+            entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
+
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        self._capacity_blocks = capacity_blocks
+
+    def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:
+        """Speeds change nothing here."""
+
+    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        """Predictions change nothing here."""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance."""
+        entries = list(self._entries.values())
+        assert self._used_blocks == sum(entry.allocated_blocks for entry in entries)
+        assert {id(entry) for entry in entries} == {id(entry) for entry in self._waiting + self._running}
+        assert len(entries) == len(self._waiting) + len(self._running)
+        for line in (self._waiting, self._running):
+            assert line == sorted(line, key=order_of), "out of order"
+        for entry in entries:
+            task = entry.task
+            assert 0 <= entry.generated_tokens <= task.max_tokens
+            assert entry.computed_tokens <= entry.allocated_blocks * self._block_tokens
+            assert (entry in self._waiting) == (entry.stage is Stage.WAITING)
+            if entry.stage is Stage.WAITING:
+                assert entry.computed_tokens == entry.allocated_blocks == 0
+            if entry.stage in (Stage.DECODING, Stage.COMPLETE):
+                assert entry.computed_tokens == entry.prefill_tokens - 1
+            assert (entry.stage is Stage.COMPLETE) == (
+                entry.stage is not Stage.WAITING and entry.missing_tokens == 0
+            )
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    def _start(self, entry: Entry) -> None:
+        """From waiting to running; nothing is held yet."""
+        self._waiting.remove(entry)
+        insort(self._running, entry, key=order_of)
+        entry.stage = Stage.PREFILLING
+
+    def _release(self, entry: Entry) -> None:
+        """From running to waiting; all it held is free, and its tokens are to be computed again."""
+        self._used_blocks -= entry.allocated_blocks
+        entry.stage, entry.computed_tokens, entry.allocated_blocks = Stage.WAITING, 0, 0
+        self._running.remove(entry)
+        insort(self._waiting, entry, key=order_of)
+
+    def _grow(self, entry: Entry, computed_tokens: int, blocks: int, new_tokens: int) -> None:
+        """A batch brings `entry` to that many tokens in the cache, blocks in all, and new answer tokens."""
+        self._used_blocks += blocks - entry.allocated_blocks
+        entry.computed_tokens, entry.allocated_blocks = computed_tokens, blocks
+        entry.generated_tokens += new_tokens
+        if new_tokens:
+            entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE

@@ -10,7 +10,8 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel
-from services.worker.engine.sampler import SamplePoint, sample
+from services.worker.engine.sampler import sample
+from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
 
 
@@ -41,7 +42,7 @@ class Engine(Protocol):
     @property
     def block_tokens(self) -> int: ...
 
-    def step(self, rows: Sequence[Row]) -> list[int | None]:
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Compute all rows in one iteration, writing their KV.
 
         Returns one sampled token per row, None where none was asked for or its logits are not finite.
@@ -75,7 +76,7 @@ class TorchEngine:
         return self._model.max_positions
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> list[int | None]:
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         order = sorted(range(len(rows)), key=lambda index: _packing_key(rows[index]))
         packed = [rows[index] for index in order]
         decodes = sum(len(row.tokens) == 1 for row in packed)
@@ -85,7 +86,7 @@ class TorchEngine:
         logits = self._logits(packed)
         points = [row.point for row in packed if row.point is not None]
         drawn = iter(sample(logits, points) if points else ())
-        tokens: list[int | None] = [None] * len(rows)
+        tokens: list[Sampled | None] = [None] * len(rows)
         for index, row in zip(order, packed, strict=True):
             if row.point is not None:
                 tokens[index] = next(drawn)
@@ -111,13 +112,25 @@ class TorchEngine:
 
 def warm_up(engine: Engine) -> None:
     """Run a chunk, its continuation and a decode through block 0, so that no request pays for first calls."""
-    sampling = Sampling(seed=0, max_tokens=1, temperature=1.0, top_p=0.9, top_k=2)
+    sampling = Sampling(
+        seed=0,
+        max_tokens=1,
+        temperature=1.0,
+        top_p=0.9,
+        top_k=2,
+        min_p=0.01,
+        min_tokens=2,
+        end_token_ids=(0,),
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        top_logprobs=1,
+    )
     blocks = list(range(min(2, engine.kv_blocks)))
     last = min(len(blocks) * engine.block_tokens, engine.max_positions) - 1
     half = last // 2
     for first, count in ((0, half), (half, last - half), (last, 1)):
         if count > 0:
-            engine.step([Row([0] * count, first, blocks, SamplePoint(sampling, 0, 0))])
+            engine.step([Row([0] * count, first, blocks, SamplePoint(sampling, 0, 1, [0]))])
 
 
 def _packing_key(row: Row) -> tuple[bool, int]:

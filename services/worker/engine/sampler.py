@@ -1,29 +1,24 @@
 """From logits to tokens. A token depends on its logits, the sampling parameters, the choice and its index.
 
-temperature 0 is argmax. Otherwise: probabilities → top-k → top-p (of what is left) → inverse CDF in
-token-id order with one uniform number, a counter-based hash of (seed, choice, index): no generator state to
-carry to another worker.
+The order is vLLM's: log-probabilities are those of the raw logits; then penalties and `min_tokens`;
+temperature 0 is argmax of that. Otherwise: temperature → min_p → top-k → top-p (each of what is left) →
+inverse CDF in token-id order with one uniform number, a counter-based hash of (seed, choice, index): no
+generator state to carry to another worker. Rows that ask for nothing pay nothing.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from services.worker.engine.logprobs import measure
+from services.worker.engine.penalties import penalize
+from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _CANDIDATES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class SamplePoint:
-    """One token to choose: the `index`-th of an answer."""
-
-    sampling: Sampling
-    choice: int
-    index: int
 
 
 def _mix(value: int) -> int:
@@ -41,22 +36,36 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (state >> 11) / (1 << 53)
 
 
-def sample(logits: torch.Tensor, points: Sequence[SamplePoint]) -> list[int | None]:
-    """One token per row of `logits` `[rows, vocabulary]`; None for a row whose logits are not finite."""
+def sample(logits: torch.Tensor, points: Sequence[SamplePoint]) -> list[Sampled | None]:
+    """One token per row of `logits` `[rows, vocabulary]`; None for a row whose logits are not finite.
+
+    `logits` are used up: penalties are applied in place.
+    """
     logits = logits.float()
+    tops = {row: top for row, point in enumerate(points) if (top := point.sampling.top_logprobs) is not None}
+    measured = torch.tensor(list(tops), dtype=torch.int64, device=logits.device)
+    raw = logits[measured]
+    penalize(logits, points)
     highest, tokens = logits.max(-1)
     drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         tokens[rows] = _draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
-    finite = torch.isfinite(highest).tolist()
-    return [token if ok else None for token, ok in zip(tokens.tolist(), finite, strict=True)]
+    found = measure(raw, tokens[measured], list(tops.values())) if tops else []
+    logprobs = dict(zip(tops, found, strict=True))
+    chosen = enumerate(zip(tokens.tolist(), highest.isfinite().tolist(), strict=True))
+    return [Sampled(token, logprobs.get(row)) if ok else None for row, (token, ok) in chosen]
 
 
 def _draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     device = logits.device
     temperatures = torch.tensor([point.sampling.temperature for point in points], device=device)
-    probabilities = (logits / temperatures.clamp_min(1e-5)[:, None]).softmax(-1)
+    logits = logits / temperatures.clamp_min(1e-5)[:, None]
+    floored = [row for row, point in enumerate(points) if point.sampling.min_p > 0]
+    if floored:
+        rows = torch.tensor(floored, device=device)
+        logits[rows] = _floor(logits[rows], [points[row].sampling.min_p for row in floored])
+    probabilities = logits.softmax(-1)
     filtered = [row for row, point in enumerate(points) if _is_filtered(point.sampling)]
     if filtered:
         rows = torch.tensor(filtered, device=device)
@@ -66,7 +75,14 @@ def _draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
     total = cumulative[:, -1:]
     target = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * total
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    found = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return found.clamp_max(logits.shape[-1] - 1)  # Past the end only where logits are not finite.
+
+
+def _floor(logits: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+    """Mask what is less likely than a share of the likeliest, whose logit is 0."""
+    floors = torch.tensor([math.log(share) for share in shares], dtype=torch.float32, device=logits.device)
+    return logits.masked_fill(logits < floors[:, None], -math.inf)
 
 
 def _is_filtered(sampling: Sampling) -> bool:

@@ -7,6 +7,7 @@ and so on.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,13 +26,29 @@ from shared.messages.reports import (
     WorkerReported,
 )
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, unpack_tokens
-from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
+from shared.messages.tokens import (
+    AcknowledgeEnds,
+    FetchedTokens,
+    FetchTokens,
+    TokenDelta,
+    TokenFrame,
+    TokenLogprobs,
+)
 
 HEARTBEAT_S = 0.05
 MODEL = "fake-chat"
 
 TrueTokens = Callable[[SequenceSpec], list[int]]
 """The whole answer to a prompt, its end token included; the same however often it is resumed."""
+
+
+def true_logprobs(index: int, token: int, top: int) -> TokenLogprobs:
+    """Made up, but always the same: the chosen token likeliest, and the last of the others impossible."""
+    others = [(other, -1.0 - index / 1000 - at) for at, other in enumerate(range(token + 1, token + top))]
+    if others:
+        others[-1] = (others[-1][0], -math.inf)
+    chosen = -index / 1000
+    return TokenLogprobs(chosen, ((token, chosen), *others) if top else ())
 
 
 @dataclass
@@ -44,15 +61,21 @@ class Held:
 
     def delta(self, first_index: int) -> TokenDelta:
         """What it has from `first_index` on."""
-        ref = self.spec.ref
+        ref, top = self.spec.ref, self.spec.sampling.top_logprobs
+        tokens = tuple(self.tokens[first_index:])
+        is_own = first_index >= self.spec.generated_tokens
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if top is not None and is_own:
+            logprobs = tuple(true_logprobs(at, token, top) for at, token in enumerate(tokens, first_index))
         return TokenDelta(
             ref.request_id,
             ref.choice,
             ref.attempt,
             first_index,
-            tuple(self.tokens[first_index:]),
+            tokens,
             self.finish_reason,
             3,
+            logprobs,
         )
 
 

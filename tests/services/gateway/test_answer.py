@@ -6,25 +6,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.answer import Answer
+from services.gateway.answer import Answer, Piece
 from services.gateway.streams import Stream
 from services.gateway.timing import StreamTiming
 from services.gateway.tokenizer import Codec
+from services.gateway.vocabulary import Vocabulary
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
 from tests.services.gateway.conftest import ANSWER
+from tests.services.gateway.fakes import true_logprobs
 
 END = 2
 
 
 def feed(stream: Stream, tokens: list[int], end: FinishReason | None = None) -> None:
-    delta = TokenDelta(*stream.key, 1, len(stream.tokens), tuple(tokens), end)
+    first = len(stream.tokens)
+    logprobs = tuple(true_logprobs(first + at, token, 2) for at, token in enumerate(tokens))
+    delta = TokenDelta(*stream.key, 1, first, tuple(tokens), end, logprobs=logprobs)
     stream.on_delta(delta, ("w", 1), 0.0)
 
 
-def make(codec: Codec, stops: tuple[str, ...] = (), ends: tuple[int, ...] = (END,)) -> Answer:
+def make(
+    codec: Codec, stops: tuple[str, ...] = (), ends: tuple[int, ...] = (END,), with_logprobs: bool = False
+) -> Answer:
     stream = Stream(("req", 0), StreamTiming(), 0.0)
-    return Answer(0, stream, codec.tokenizer, stops, ends)
+    return Answer(0, stream, codec.tokenizer, stops, ends, with_logprobs=with_logprobs)
 
 
 def ids(codec: Codec, text: str = ANSWER) -> list[int]:
@@ -92,3 +98,53 @@ def test_an_answer_of_nothing_but_its_end(codec: Codec, ends: tuple[int, ...]) -
     piece = answer.read()
     assert piece is not None
     assert (piece.text, answer.completion_tokens) == ("", 1)
+
+
+def read_one_by_one(answer: Answer, tokens: list[int]) -> list[Piece]:
+    """Each token as it comes; the last one ends the answer."""
+    pieces = []
+    for at, token in enumerate(tokens):
+        feed(answer.stream, [token], FinishReason.STOP if at == len(tokens) - 1 else None)
+        if (piece := answer.read()) is not None:
+            pieces.append(piece)
+    return pieces
+
+
+@pytest.mark.parametrize("stops", [(), ("quick brawn", "日本人", "truly. And")])
+def test_log_probabilities_come_with_the_text_of_their_tokens(codec: Codec, stops: tuple[str, ...]) -> None:
+    vocabulary = Vocabulary(codec.tokenizer)
+    tokens = ids(codec)
+    pieces = read_one_by_one(make(codec, stops, with_logprobs=True), [*tokens, END])
+    shown = b""
+    text = ""
+    for piece in pieces:
+        text += piece.text
+        shown += b"".join(vocabulary.bytes_of(placed.token) for placed in piece.tokens)
+        assert text.encode().startswith(shown), "no token goes ahead of its text"
+    listed = [placed for piece in pieces for placed in piece.tokens]
+    assert [placed.token for placed in listed] == tokens, "all but the end, which shows nothing"
+    assert [placed.logprobs for placed in listed] == [
+        true_logprobs(at, token, 2) for at, token in enumerate(tokens)
+    ]
+    for placed in listed:
+        part = vocabulary.bytes_of(placed.token)
+        assert part in ANSWER[placed.offset : placed.offset + 20].encode()
+    assert (text, shown.decode()) == (ANSWER, ANSWER)
+
+
+def test_a_cut_answer_lists_what_it_shows(codec: Codec) -> None:
+    vocabulary = Vocabulary(codec.tokenizer)
+    pieces = read_one_by_one(make(codec, ("own fox",), with_logprobs=True), [*ids(codec), END])
+    shown = "".join(piece.text for piece in pieces)
+    assert shown == ANSWER.split("own fox")[0]
+    listed = [placed for piece in pieces for placed in piece.tokens]
+    whole = b"".join(vocabulary.bytes_of(placed.token) for placed in listed).decode()
+    assert whole.startswith(shown)
+    assert listed[-1].offset < len(shown), "the last one is shown at least in part"
+
+
+def test_without_being_asked_nothing_is_listed(codec: Codec) -> None:
+    answer = make(codec)
+    pieces = read_one_by_one(answer, [*ids(codec), END])
+    assert all(piece.tokens == () for piece in pieces)
+    assert answer.stream.logprobs == {}, "nothing is kept either"

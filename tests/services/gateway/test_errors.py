@@ -33,7 +33,7 @@ from shared.errors import (
         (MessageTooLarge("m"), 413, "invalid_request_error", "message_too_large"),
         (HttpError(405, "m", error_code="x"), 405, "invalid_request_error", "x"),
         (Overloaded("m"), 429, "rate_limit_error", "overloaded"),
-        (DeadlineExceeded("m"), 503, "server_error", "deadline_exceeded"),
+        (DeadlineExceeded("m"), 504, "server_error", "deadline_exceeded"),
         (NoResponder("m"), 503, "server_error", "no_responder"),
         (BusUnavailable("m"), 503, "server_error", "bus_unavailable"),
         (NotLeader("m"), 503, "server_error", "not_leader"),

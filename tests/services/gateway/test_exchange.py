@@ -6,10 +6,12 @@ from contextvars import copy_context
 import pytest
 
 from services.gateway.body import ClientGone
+from services.gateway.deadline import Deadline
 from services.gateway.exchange import Exchange, Sequence, admitted
 from services.gateway.streams import Stream
 from services.gateway.timing import StreamTiming
-from shared.errors import InvalidRequest, NoResponder
+from shared.clock import monotonic_s
+from shared.errors import DeadlineExceeded, InvalidRequest, NoResponder
 from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
 from shared.messages.tokens import TokenDelta
 
@@ -97,3 +99,22 @@ async def test_a_spec_carries_what_was_received_apart_from_the_prompt() -> None:
     assert unpack_tokens(spec.generated) == [7, 8]
     assert (spec.gateway_id, spec.gateway_incarnation, spec.waited_s) == ("g", 9, 2.5)
     assert spec.sampling == SAMPLING
+
+
+async def test_an_expired_deadline_ends_every_wait() -> None:
+    exchange = exchange_of(1)
+    exchange.deadline = Deadline(0.0, 2.0)
+    waiting = asyncio.create_task(admitted(exchange, 5))
+    await asyncio.sleep(0)
+    exchange.expire()
+    with pytest.raises(DeadlineExceeded, match="within the 2 s"):
+        await asyncio.wait_for(waiting, 1)
+    assert exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s == 0.0
+
+
+async def test_a_spec_says_how_long_the_client_still_waits() -> None:
+    exchange = exchange_of(1)
+    assert exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s is None
+    exchange.deadline = Deadline(monotonic_s() - 3, 10.0)
+    left_s = exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s
+    assert left_s is not None and 6.0 < left_s <= 7.0

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.gateway.errors import UnsupportedFeature
-from services.gateway.features import IGNORED, UNSUPPORTED, refuse_unsupported, unknown_fields
+from services.gateway.features import IGNORED, INSTEAD, UNSUPPORTED, refuse_unsupported, unknown_fields
 
 ASKED: dict[str, Any] = {
     "tools": [{"type": "function"}],
@@ -13,17 +13,10 @@ ASKED: dict[str, Any] = {
     "functions": [{}],
     "function_call": {"name": "f"},
     "response_format": {"type": "json_object"},
-    "logprobs": True,
     "top_logprobs": 3,
     "prompt_logprobs": 0.5,
     "logit_bias": {"5": 100},
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "repetition_penalty": 1.1,
     "length_penalty": 0.8,
-    "min_p": 0.1,
-    "min_tokens": 5,
-    "stop_token_ids": [5],
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
     "web_search_options": {"a": 1},
@@ -42,12 +35,8 @@ NOTHING: dict[str, list[Any]] = {
     "tools": [[]],
     "tool_choice": ["none", "auto"],
     "response_format": [{"type": "text"}],
-    "logprobs": [False],
     "top_logprobs": [0],
     "logit_bias": [{}],
-    "presence_penalty": [0, 0.0],
-    "repetition_penalty": [1, 1.0],
-    "min_p": [0],
     "modalities": [["text"]],
     "suffix": [""],
     "echo": [False],
@@ -73,9 +62,28 @@ def test_asking_for_nothing_is_fine(name: str) -> None:
         refuse_unsupported({name: value})
 
 
-def test_completions_logprobs_of_zero_still_ask_for_logprobs() -> None:
-    with pytest.raises(UnsupportedFeature):
-        refuse_unsupported({"logprobs": 0})
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tools", "describe the functions in a system message"),
+        ("response_format", "ask for JSON in the prompt"),
+        ("echo", "leave it out"),
+    ],
+)
+def test_a_refusal_says_what_to_do(name: str, said: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=said):
+        refuse_unsupported({name: ASKED[name]})
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_forms_of_answers_are_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        refuse_unsupported({"response_format": {"type": kind}})
+    assert caught.value.param == "response_format"
+
+
+def test_advice_is_for_what_is_refused() -> None:
+    assert set(INSTEAD) <= set(UNSUPPORTED)
 
 
 def test_unknown_fields_are_those_nobody_knows() -> None:

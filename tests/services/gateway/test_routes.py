@@ -68,7 +68,7 @@ async def test_openai_python_sees_typed_errors(stack: Stack) -> None:
         await create(model="gpt-99", messages=messages)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        await create(model=MODEL, messages=messages, presence_penalty=1.0)
+        await create(model=MODEL, messages=messages, presence_penalty=2.5)
     assert refused.value.param == "presence_penalty"
     with pytest.raises(
         openai.BadRequestError, match="This model's maximum context length is 512 tokens"
@@ -190,8 +190,10 @@ async def test_readiness_says_what_is_missing(make_stack: MakeStack) -> None:
 async def test_metrics_count(stack: Stack) -> None:
     await stack.chat()
     await stack.chat(some_new_field=1)
+    await stack.http.post("/tokenize", json={"prompt": "x"})
     text = (await stack.http.get("/metrics")).text
     assert 'kvasir_gateway_requests_total{route="/v1/chat/completions",status="200"}' in text
+    assert 'kvasir_gateway_requests_total{route="/tokenize",status="200"}' in text
     assert "kvasir_gateway_unknown_fields_total" in text
     assert (await stack.http.get("/version")).json()["version"]
 

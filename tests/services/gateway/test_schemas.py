@@ -59,6 +59,20 @@ def test_prompts_of_no_form(prompt: Any) -> None:
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [*MESSAGES, {"content": "x"}]}, "messages[1].role"),
@@ -71,6 +85,15 @@ def test_an_error_names_its_field(fields: dict[str, Any], param: str) -> None:
         chat(**fields)
     assert caught.value.param == param
     assert caught.value.message.startswith(param) or param == "stream_options"
+
+
+@pytest.mark.parametrize("logprobs", [True, 6, -1, 1.5])
+def test_logprobs_of_a_completion_are_a_number_up_to_five(logprobs: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        text(logprobs=logprobs)
+    assert caught.value.param == "logprobs"
+    assert text(logprobs=5).logprobs_wanted == 5
+    assert text().logprobs_wanted is None
 
 
 def test_null_is_the_same_as_absent() -> None:

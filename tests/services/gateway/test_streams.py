@@ -13,7 +13,7 @@ from services.gateway.timing import StreamTiming
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef
-from shared.messages.tokens import TokenDelta
+from shared.messages.tokens import TokenDelta, TokenLogprobs
 
 KEY = ("req_1", 0)
 TIMING = StreamTiming(frame_timeout_s=3, fetch_grace_s=0.25, retry_s=0.2, give_up_s=60)
@@ -426,3 +426,20 @@ class Anything(RuleBasedStateMachine):
 
 TestAnything = Anything.TestCase
 TestAnything.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_log_probabilities_of_new_tokens_only_are_kept_over_overlaps_gaps_and_resumes() -> None:
+    def with_logprobs(attempt: int, first: int, last: int) -> TokenDelta:
+        values = tuple(TokenLogprobs(-at - attempt / 10) for at in range(first, last))
+        return TokenDelta(*KEY, attempt, first, tuple(range(first, last)), logprobs=values)
+
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.on_delta(with_logprobs(1, 0, 3), A, 1.0)
+    stream.on_delta(with_logprobs(1, 1, 5), A, 1.0)
+    stream.on_delta(with_logprobs(1, 6, 7), A, 1.0)
+    assert {at: kept.chosen for at, kept in stream.logprobs.items()} == {at: -at - 0.1 for at in range(5)}
+    stream.on_worker_lost(A, 1, 2.0)
+    stream.on_delta(with_logprobs(2, 5, 7), B, 3.0)
+    assert [stream.logprobs[at].chosen for at in range(7)] == [-0.1, -1.1, -2.1, -3.1, -4.1, -5.2, -6.2]
+    stream.on_delta(delta(2, 7, (7,)), B, 3.0)
+    assert 7 not in stream.logprobs, "a worker that sends none is taken at its word"

@@ -4,9 +4,11 @@ once."""
 from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.policy import BUILT_IN
 from services.scheduler.rules import Rules
 from shared.errors import InternalError
 from shared.messages.reports import SequenceState
@@ -17,6 +19,7 @@ Arrivals = list[tuple[int, int, int, float]]
 Breakages = list[tuple[float, str, int]]
 """(when, what, a number that says which and how long)"""
 
+every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
 arrivals_of = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 70), st.integers(1, 60), st.floats(0, 2)),
     min_size=1,
@@ -25,7 +28,16 @@ arrivals_of = st.lists(
 breakages_of = st.lists(
     st.tuples(
         st.floats(0.1, 6),
-        st.sampled_from(["kill worker", "freeze worker", "blink worker", "restart scheduler", "cancel"]),
+        st.sampled_from(
+            [
+                "kill worker",
+                "freeze worker",
+                "blink worker",
+                "restart scheduler",
+                "restart scheduler with another policy",
+                "cancel",
+            ]
+        ),
         st.integers(0, 99),
     ),
     max_size=5,
@@ -53,8 +65,10 @@ def break_something(world: World, what: str, number: int) -> None:
         world.freeze_worker(name)
         frozen_s = 3.0 + number % 5 if what == "freeze worker" else 0.02 * (number % 50)
         world.time.after(frozen_s, partial(world.wake_worker, name))
-    elif what == "restart scheduler":
+    elif what.startswith("restart scheduler"):
         world.kill_scheduler()
+        if what.endswith("another policy"):
+            world.make_policy = BUILT_IN[sorted(BUILT_IN)[number % len(BUILT_IN)]]
         world.time.after(0.05 * (number % 40), partial(lead_if_nobody_does, world))
     elif what == "cancel" and world.requests:
         request = list(world.requests.values())[number % len(world.requests)]
@@ -83,21 +97,38 @@ def play(seed: int, arrivals: Arrivals, broken: Breakages, **kinds: Any) -> Worl
     return world
 
 
-@settings(max_examples=60, deadline=None)
+@every_policy
+@settings(max_examples=35, deadline=None)
 @given(
     seed=st.integers(0, 2**16), arrivals=arrivals_of, broken=breakages_of, blocks=st.sampled_from([28, 64])
 )
 def test_whatever_dies_every_sequence_ends_once(
-    seed: int, arrivals: Arrivals, broken: Breakages, blocks: int
+    policy: str, seed: int, arrivals: Arrivals, broken: Breakages, blocks: int
 ) -> None:
-    play(seed, arrivals, broken, total_blocks=blocks)
+    play(seed, arrivals, broken, total_blocks=blocks, make_policy=BUILT_IN[policy])
 
 
-@settings(max_examples=40, deadline=None)
+@every_policy
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**16), arrivals=arrivals_of, broken=breakages_of)
-def test_lost_messages_lose_no_sequence(seed: int, arrivals: Arrivals, broken: Breakages) -> None:
+def test_lost_messages_lose_no_sequence(
+    policy: str, seed: int, arrivals: Arrivals, broken: Breakages
+) -> None:
     chaos = Chaos(lost_reports=0.02, lost_plans=0.02, lost_frames=0.02, silent_placement=0.2)
-    play(seed, arrivals, broken, total_blocks=40, chaos=chaos)
+    play(seed, arrivals, broken, total_blocks=40, chaos=chaos, make_policy=BUILT_IN[policy])
+
+
+def test_a_scheduler_with_another_policy_goes_on_with_what_runs() -> None:
+    world = World(workers=1, total_blocks=28, make_policy=BUILT_IN["vllm"])
+    requests = [world.submit(f"r{number}", 10, 60, 60) for number in range(4)]
+    world.run_until(lambda: all(len(request.tokens) > 4 for request in requests), limit_s=3.0)
+    maximum_blocks = -(-(10 + 60 - 1) // 4)
+    assert maximum_blocks < 28 < 2 * maximum_blocks, "orca would have started one of the four"
+    world.kill_scheduler()
+    world.make_policy = BUILT_IN["orca"]
+    world.start_scheduler()
+    world.run_until(lambda: not world.unfinished(), limit_s=20.0)
+    assert all(request.tokens == request.expected and request.attempt == 1 for request in requests)
 
 
 def test_a_killed_workers_sequences_are_resubmitted_and_unsent_ones_are_placed_again() -> None:

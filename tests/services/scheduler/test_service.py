@@ -38,6 +38,25 @@ async def test_a_standby_takes_over_and_adopts(stack: BusStack) -> None:
             assert (await stack.reader.submit(stack.reader.spec("a"))).known
 
 
+async def test_a_scheduler_with_another_policy_adopts_and_reserves_the_maximum(stack: BusStack) -> None:
+    worker = await stack.worker()
+    spec = stack.reader.spec("a", answer_tokens=150, max_tokens=200)
+    maximum_blocks = -(-(spec.prompt_tokens + 200 - 1) // worker.fake.block_tokens)
+    first = await stack.scheduler("scheduler-0", policy="vllm")
+    async with running(worker.run()), running(first.serve()) as leading:
+        await until(lambda: bool(stack.reader.announced))
+        await stack.reader.submit(spec)
+        await until(lambda: 4 < worker.fake.used_blocks < maximum_blocks)
+        prefilled = sum(tokens for tokens, _ in worker.fake.step_tokens)
+        leading[0].cancel()
+        second = await stack.scheduler("scheduler-1", policy="orca")
+        async with running(second.serve()):
+            await until(lambda: stack.reader.announced[-1].policy == "orca")
+            await until(lambda: worker.fake.used_blocks == maximum_blocks)
+            await until(lambda: "a" in stack.reader.ended)
+            assert sum(tokens for tokens, _ in worker.fake.step_tokens) == prefilled
+
+
 async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack) -> None:
     worker, scheduler = await stack.worker(), await stack.scheduler()
     async with running(worker.run(), scheduler.serve()):

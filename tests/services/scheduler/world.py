@@ -76,7 +76,7 @@ class World:
         self.too_long_for_the_bus = 10_000
         """Prompt tokens."""
         self._incarnations = 0
-        self._make_policy = make_policy
+        self.make_policy = make_policy
         self.start_scheduler()
         for number in range(workers):
             self.start_worker(f"worker-{number}")
@@ -212,7 +212,7 @@ class World:
 
     def start_scheduler(self) -> None:
         self.epoch += 1
-        self.core = SchedulerCore(self.rules, self._make_policy, self.epoch, self.now_s)
+        self.core = SchedulerCore(self.rules, self.make_policy, self.epoch, self.now_s)
         self.time.after(2 * DELAY_S, self.gateway.resubmit_all)
 
     def kill_scheduler(self) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from services.stack.access import BusAccess
 from services.stack.children import ChildSpec
 from services.stack.cli import Program, main
 from services.stack.config import StackConfig
@@ -38,7 +39,7 @@ def standin_table(
     run: RunDirectory,
     *,
     port: int,
-    nats_port: int,
+    access: BusAccess,
     config_file: Path | None,
     overrides: Sequence[tuple[str, str, str]],
     environ: Mapping[str, str],

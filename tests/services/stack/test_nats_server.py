@@ -1,59 +1,100 @@
 """The generated configuration, judged by the real server."""
 
 import asyncio
-import os
-import subprocess
 from pathlib import Path
 
-from pydantic import SecretStr
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.js.api import StorageType
+from prometheus_client import CollectorRegistry
 
-from services.stack import nats_server, ports
-from services.stack.probes import TcpProbe
-from services.stack.process import ChildProcess
+from services.stack import nats_server
+from services.stack.access import BusAccess
+from services.stack.authority import make_certificate
+from services.stack.certificates import certificate_for
+from services.stack.config import StackConfig
 from services.stack.rundir import RunDirectory
 from shared.bus import Bus
 from shared.config import BusConfig
-from shared.errors import BusUnavailable
+from shared.errors import BusUnavailable, ConfigError, MessageTooLarge
+from shared.messages.reports import ServiceStatus
+from shared.subjects import LEASE_BUCKET, SCHEDULER_ANNOUNCED
+from tests.services.stack.secured import secured_server
 
 
-def test_the_server_accepts_its_configuration(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "a run")
+async def connect(config: BusConfig, user: str) -> Bus:
+    return await Bus.connect(config, service=user, instance=f"{user}-0", registry=CollectorRegistry())
+
+
+def test_the_file_is_checked_and_private(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / 'a "run"')
     run.create()
-    path = run.path / "nats.conf"
-    nats_server.write_config(path, 4222, run.path / "nats", run.credentials())
-    checked = subprocess.run(
-        [nats_server.binary(), "-c", str(path), "-t"], capture_output=True, timeout=20, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stderr
+    path, store = run.path / "nats.conf", run.path / "nats"
+    access = BusAccess.to_local(4222, run.credentials(), None)
+    nats_server.write_config(path, StackConfig(), access, store)
     assert path.stat().st_mode & 0o077 == 0
-
-
-async def test_only_its_user_gets_in_and_payloads_are_large(tmp_path: Path) -> None:
-    run, port = RunDirectory(tmp_path), ports.free_port()
-    run.create()
-    path, credentials = run.path / "nats.conf", run.credentials()
-    nats_server.write_config(path, port, run.path / "nats", credentials)
-    server = ChildProcess.start(
-        [nats_server.binary(), "-c", str(path)], os.environ, tmp_path, tmp_path / "log"
+    make_certificate(tmp_path / "tls")
+    (tmp_path / "tls" / "server-key.pem").write_text("no key")
+    config = StackConfig(
+        nats_tls_cert=tmp_path / "tls" / "server.pem", nats_tls_key=tmp_path / "tls" / "server-key.pem"
     )
-    try:
-        async with asyncio.timeout(10.0):
-            while await TcpProbe(port).obstacle(0.0):
-                await asyncio.sleep(0.01)
-        url = f"nats://127.0.0.1:{port}"
-        insider = BusConfig(
-            url=url, user=credentials.nats_user, password=SecretStr(credentials.nats_password)
-        )
-        bus = await Bus.connect(insider, service="tester", instance="tester-0")
+    with pytest.raises(ConfigError, match=r"does not accept .*nats\.conf"):
+        unusable = certificate_for(config, tmp_path)
+        nats_server.write_config(path, config, BusAccess.to_local(4222, run.credentials(), unusable), store)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_no_password_no_entry(tmp_path: Path, tls: bool) -> None:
+    async with secured_server(tmp_path, StackConfig(tls=tls)) as access:
+        insider = access.config("scheduler", connect_timeout_s=10.0)
+        bus = await connect(insider, "scheduler")
         assert bus.connected
         await bus.close()
-        try:
-            await Bus.connect(
-                BusConfig(url=url, connect_timeout_s=0.5), service="tester", instance="tester-1"
-            )
-        except BusUnavailable:
-            return
-        raise AssertionError("a stranger got in")
-    finally:
-        server.kill()
-        await server.wait()
+        for stranger in (
+            {"user": None, "password": None},
+            {"user": "worker"},
+            {"user": "kvasir"},
+            {"user": "admin", "password": None},
+        ):
+            config = insider.model_copy(update={**stranger, "connect_timeout_s": 0.4})
+            with pytest.raises(BusUnavailable, match="no NATS connection"):
+                await connect(config, "scheduler")
+
+
+async def test_tls_lets_nobody_in_without_it(tmp_path: Path) -> None:
+    async with secured_server(tmp_path, StackConfig(tls=True)) as access:
+        assert access.url.startswith("tls://")
+        plain = access.config("scheduler", connect_timeout_s=0.4).model_copy(
+            update={"url": access.url.replace("tls://", "nats://"), "tls_ca": None}
+        )
+        with pytest.raises(BusUnavailable):
+            await connect(plain, "scheduler")
+
+
+async def test_limits_are_those_of_the_settings(tmp_path: Path) -> None:
+    config = StackConfig(nats_max_payload_bytes=64 * 1024, nats_max_connections=16)
+    async with secured_server(tmp_path, config) as access:
+        buses = [await connect(access.config("scheduler"), "scheduler") for _ in range(16)]
+        with pytest.raises(BusUnavailable, match="no NATS connection"):
+            await connect(access.config("scheduler", connect_timeout_s=0.5), "scheduler")
+        status = ServiceStatus(
+            service="x", instance="x-0", incarnation=1, uptime_s=1.0, details={"x": "x" * 70_000}
+        )
+        with pytest.raises(MessageTooLarge):
+            await buses[0].publish(SCHEDULER_ANNOUNCED, status)
+        await buses.pop().close()
+        buses.append(await connect(access.config("scheduler"), "scheduler"))
+        for bus in buses:
+            await bus.close()
+
+
+async def test_the_lease_is_the_only_stream(tmp_path: Path) -> None:
+    async with secured_server(tmp_path) as access:
+        bus = await connect(access.config("scheduler"), "scheduler")
+        async with asyncio.timeout(10):
+            await bus.acquire_lease("scheduler", ttl_s=1.0)
+        context = bus._link.client.jetstream(timeout=0.5)
+        with pytest.raises((nats.errors.TimeoutError, nats.js.errors.APIError)):
+            await context.create_key_value(bucket=f"{LEASE_BUCKET}2", storage=StorageType.FILE)
+        await bus.close()

@@ -1,10 +1,12 @@
 """The run directory."""
 
+import json
 import os
 import stat
 from pathlib import Path
 
 from services.stack.rundir import RunDirectory
+from shared.subjects import PERMISSIONS
 
 
 def made(path: Path) -> RunDirectory:
@@ -30,7 +32,9 @@ def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
     first = run.credentials()
     assert first == made(tmp_path).credentials()
     assert first.api_key.startswith("sk-")
-    assert first.nats_password[0].isalpha()
+    assert set(first.nats_passwords) == set(PERMISSIONS)
+    assert len(set(first.nats_passwords.values())) == len(PERMISSIONS)
+    assert all(p[0].isalpha() and p.isalnum() and len(p) > 40 for p in first.nats_passwords.values())
     assert len(first.api_key_sha256) == 64
     assert first.api_key not in first.api_key_sha256
     for path in (run.path / "credentials.json", run.path):
@@ -40,7 +44,16 @@ def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
 def test_damaged_files_are_made_anew(tmp_path: Path) -> None:
     run = made(tmp_path)
     (run.path / "credentials.json").write_text('{"api_key": 1')
-    assert run.credentials().api_key.startswith("sk-")
+    made_anew = run.credentials()
+    assert made_anew.api_key.startswith("sk-")
+    (run.path / "credentials.json").write_text(
+        json.dumps({"api_key": "sk-kept", "nats_passwords": {"worker": "kept", "janitor": "gone"}})
+    )
+    completed = run.credentials()
+    assert completed.api_key == "sk-kept"
+    assert completed.nats_passwords["worker"] == "kept"
+    assert set(completed.nats_passwords) == set(PERMISSIONS)
+    assert completed == run.credentials()
     run.state_file.write_text("[1]")
     assert run.read_state() == {}
     run.write_state({"pid": 7})

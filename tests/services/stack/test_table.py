@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.stack.access import BusAccess
 from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
 from services.stack.launch import Program, Seedling
@@ -23,7 +24,7 @@ async def table(path: Path, *overrides: str, config: StackConfig | None = None) 
         config or StackConfig(workers=2),
         run,
         port=8080,
-        nats_port=4222,
+        access=BusAccess.to_local(4222, run.credentials(), None),
         config_file=path / "local.yaml",
         overrides=[parse_override(text) for text in overrides],
         environ={"PATH": "/bin"},
@@ -53,7 +54,13 @@ async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
     credentials = RunDirectory(tmp_path).credentials()
     gateway = specs["gateway-0"].env
     assert json.loads(gateway["KVASIR_GATEWAY__API_KEY_SHA256"]) == [credentials.api_key_sha256]
-    assert gateway["KVASIR_BUS__PASSWORD"] == credentials.nats_password
+    passwords = credentials.nats_passwords
+    for spec in specs.values():
+        user = spec.name.rpartition("-")[0]
+        told = {name for name, password in passwords.items() if password in spec.env.values()}
+        assert told == ({user} if user in passwords else set()), spec.name
+        assert spec.env.get("KVASIR_BUS__USER") == (user or None)
+        assert not any(password in word for word in spec.argv for password in passwords.values())
     assert gateway["KVASIR_CONFIG"] == str(tmp_path / "local.yaml")
     assert specs["nats"].env == {"PATH": "/bin"}
     for spec in specs.values():

@@ -21,6 +21,7 @@ def spec(
     end_token_ids: tuple[int, ...] = (),
     gateway_id: str = "gateway-0",
     gateway_incarnation: int = 1,
+    top_logprobs: int | None = None,
 ) -> SequenceSpec:
     return SequenceSpec(
         ref=sequence,
@@ -28,7 +29,13 @@ def spec(
         gateway_incarnation=gateway_incarnation,
         prompt=pack_tokens(prompt),
         generated=pack_tokens(generated or []),
-        sampling=Sampling(seed=1, max_tokens=max_tokens, temperature=0.0, end_token_ids=end_token_ids),
+        sampling=Sampling(
+            seed=1,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            end_token_ids=end_token_ids,
+            top_logprobs=top_logprobs,
+        ),
     )
 
 

@@ -32,6 +32,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_window": ("MistralForCausalLM", _GROUPED | {"sliding_window": 12}),
     "gemma2": ("Gemma2ForCausalLM", _GROUPED | {"sliding_window": 12, "query_pre_attn_scalar": 16}),
     "opt": ("OPTForCausalLM", _COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt_350m": (
+        "OPTForCausalLM",
+        _COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
 }
 
 ModelFactory = Callable[[str], Any]

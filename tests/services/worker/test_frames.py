@@ -1,8 +1,11 @@
 """One frame per gateway, with the new part of each answer."""
 
-from services.worker.frames import AddressedFrame, assemble, fetched, without_ends
+from services.worker.frames import MOST_LOGPROBS, AddressedFrame, assemble, delta_from, fetched, without_ends
+from services.worker.sampling import Sampled
 from services.worker.state import HeldSequence
+from shared.messages.base import encode
 from shared.messages.sequence import FinishReason
+from shared.messages.tokens import TokenLogprobs
 from tests.services.worker.builders import ref, spec
 
 
@@ -46,3 +49,47 @@ def test_a_fetch_is_answered_from_the_index_asked_for() -> None:
         delta = fetched(sequence, first_index).delta
         assert delta is not None and (delta.first_index, delta.tokens) == expected
     assert fetched(None, 0).delta is None
+
+
+def measured(answer: list[int], fresh: list[int], top: int = 0) -> HeldSequence:
+    """Resumed with `answer`; `fresh` tokens were sampled here and have log-probabilities."""
+    source = spec(ref(), [1, 2, 3], generated=answer, top_logprobs=top, max_tokens=10**6)
+    sequence = HeldSequence.from_spec(source, 10**6, now_s=0.0)
+    for token in fresh:
+        alternatives = tuple((100_000 + rank, -1.0 - rank) for rank in range(top))
+        sequence.append(Sampled(token, TokenLogprobs(-float(token), alternatives)))
+    sequence.check_integrity()
+    return sequence
+
+
+def test_a_delta_carries_the_logprobs_of_its_tokens() -> None:
+    sequence = measured([], [5, 6, 7])
+    for first_index, expected in ((0, [-5, -6, -7]), (2, [-7]), (3, [])):
+        assert [each.chosen for each in delta_from(sequence, first_index).logprobs] == expected
+
+
+def test_tokens_of_an_earlier_attempt_come_alone_and_without_logprobs() -> None:
+    sequence = measured([5, 6], [7, 8])
+    sequence.finish_reason = FinishReason.LENGTH
+    earlier, fresh = delta_from(sequence, 1), delta_from(sequence, 2)
+    assert (earlier.tokens, earlier.logprobs, earlier.finish_reason) == ((6,), (), None)
+    assert (fresh.tokens, [each.chosen for each in fresh.logprobs]) == ((7, 8), [-7, -8])
+    assert fresh.finish_reason is FinishReason.LENGTH
+
+
+def test_a_long_answer_with_logprobs_is_fetched_in_parts() -> None:
+    top, tokens = 20, list(range(4000))
+    sequence = measured([], tokens, top)
+    sequence.finish_reason = FinishReason.LENGTH
+    held: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    finished = []
+    while len(held) < len(tokens):
+        answer = fetched(sequence, len(held))
+        assert answer.delta is not None and answer.delta.first_index == len(held)
+        assert len(encode(answer)) < 16 * MOST_LOGPROBS
+        held += answer.delta.tokens
+        logprobs += answer.delta.logprobs
+        finished.append(answer.delta.finish_reason)
+    assert held == tokens and logprobs == sequence.logprobs
+    assert finished == [None, FinishReason.LENGTH]

@@ -9,6 +9,7 @@ import pytest
 from services.worker.engine.engine import Row
 from services.worker.kv.pool import BlockPool
 from services.worker.runner import Runner
+from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable
 from services.worker.steps import Effects, Identity, StepCore
 from shared.clock import monotonic_s
@@ -36,12 +37,12 @@ class CountingEngine:
         self.gate.set()
         self.inside = threading.Event()
 
-    def step(self, rows: Sequence[Row]) -> list[int | None]:
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         self.inside.set()
         assert self.gate.wait(DEADLINE_S)
         if self.broken or any(POISON in row.tokens for row in rows):
             raise RuntimeError("as told")
-        return [None if row.point is None else row.point.index + 1 for row in rows]
+        return [None if row.point is None else Sampled(row.point.index + 1) for row in rows]
 
 
 class Harness:

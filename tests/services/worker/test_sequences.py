@@ -3,10 +3,12 @@
 import pytest
 
 from services.worker.kv.pool import BlockPool
-from services.worker.sequences import FAILED, SequenceTable, WorkItem
+from services.worker.sampling import FAILED, Sampled
+from services.worker.sequences import SequenceTable, WorkItem
 from shared.messages.plans import Decode, PrefillChunk, SkipReason
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+from shared.messages.tokens import TokenLogprobs
 from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, prefill, ref, spec
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -30,7 +32,8 @@ def run(
     prepared = table.prepare(item)
     if not isinstance(prepared, WorkItem):
         return prepared
-    table.commit(prepared, token if prepared.samples or token == FAILED else None, now_s)
+    sampled = None if token is None else Sampled(token)
+    table.commit(prepared, sampled if prepared.samples or sampled == FAILED else None, now_s)
     table.check_integrity()
     return None
 
@@ -119,7 +122,7 @@ def test_preemption_frees_blocks_and_keeps_tokens(table: SequenceTable) -> None:
     assert state_of(table, ref()) == (SequenceState.DECODING, 7, 2)
 
 
-@pytest.mark.parametrize(("token", "reason"), [(9, FinishReason.STOP), (FAILED, FinishReason.ERROR)])
+@pytest.mark.parametrize(("token", "reason"), [(9, FinishReason.STOP), (FAILED.token, FinishReason.ERROR)])
 def test_an_end_frees_blocks_and_is_kept_until_acknowledged(
     table: SequenceTable, token: int, reason: FinishReason
 ) -> None:
@@ -135,7 +138,7 @@ def test_an_end_frees_blocks_and_is_kept_until_acknowledged(
 
 def test_a_failed_chunk_ends_its_sequence(table: SequenceTable) -> None:
     start(table, spec(ref(), PROMPT))
-    run(table, prefill(ref(), 0, 4), FAILED)
+    run(table, prefill(ref(), 0, 4), FAILED.token)
     assert [held.finish_reason for held in table.take_ended()] == [FinishReason.ERROR]
 
 
@@ -201,3 +204,22 @@ def test_dropped_attempts_are_forgotten_and_buried(table: SequenceTable) -> None
     table.apply_plan(plan(2, drops=(ref(),)), 0.0)
     assert table.reports(0.0) == () and table.pool.free_blocks == 8
     assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]
+
+
+def test_logprobs_stay_with_their_tokens_over_a_preemption_and_until_the_end_is_acknowledged(
+    table: SequenceTable,
+) -> None:
+    start(table, spec(ref(), PROMPT, max_tokens=3, top_logprobs=0))
+    items: list[PrefillChunk | Decode] = [prefill(ref(), 0, 6), prefill(ref(), 0, 7), decode(ref(), 2)]
+    for number, item in enumerate(items):
+        prepared = table.prepare(item)
+        assert isinstance(prepared, WorkItem)
+        table.commit(prepared, Sampled(number, TokenLogprobs(-float(number))), 0.0)
+        if number == 0:
+            table.apply_plan(plan(2, preempt=(ref(),)), 0.0)
+        table.check_integrity()
+    held = table.find(ref())
+    assert held is not None and held.finish_reason is FinishReason.LENGTH
+    assert [each.chosen for each in held.logprobs] == [0, -1, -2]
+    table.acknowledge([ref()], 1.0)
+    assert table.find(ref()) is None

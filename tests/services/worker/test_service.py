@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import pytest_asyncio
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Row
+from services.worker.sampling import Sampled
 from services.worker.service import Worker, bind_to, make_engine
 from shared import subjects
 from shared.bus import Bus, Listener
@@ -58,22 +60,34 @@ class Peers:
         await self.bus.publish(subjects.worker_plan("worker-0"), plan)
 
     async def start(self, request_id: str, steps: int, *, max_tokens: int = 64) -> SequenceRef:
-        """One sequence, its whole prompt and, in the same plan, `steps - 1` decodes."""
+        """One greedy sequence, its whole prompt and, in the same plan, `steps - 1` decodes."""
         ref = SequenceRef(request_id=request_id, choice=0, attempt=1)
+        await self.start_with(ref, Sampling(seed=1, max_tokens=max_tokens, temperature=0.0), steps)
+        return ref
+
+    async def start_with(
+        self, ref: SequenceRef, sampling: Sampling, steps: int, generated: Sequence[int] = ()
+    ) -> None:
         spec = SequenceSpec(
             ref=ref,
             gateway_id="gateway-0",
             gateway_incarnation=1,
             prompt=pack_tokens(PROMPT),
-            sampling=Sampling(seed=1, max_tokens=max_tokens, temperature=0.0),
+            generated=pack_tokens(generated),
+            sampling=sampling,
         )
+        end = len(PROMPT) + len(generated)
         await self.plan(
             steps=steps,
             starts=(spec,),
-            prefills=(PrefillChunk(ref=ref, first_token=0, end_token=len(PROMPT), allocated_blocks=20),),
+            prefills=(PrefillChunk(ref=ref, first_token=0, end_token=end, allocated_blocks=20),),
             decodes=(Decode(ref=ref, allocated_blocks=20),),
         )
-        return ref
+
+    async def fetch(self, ref: SequenceRef, first_index: int) -> TokenDelta | None:
+        request = FetchTokens(ref=ref, first_index=first_index)
+        subject = subjects.worker_fetch("worker-0")
+        return (await self.bus.request(subject, request, FetchedTokens, deadline_s=DEADLINE_S)).delta
 
     async def until(self, find: Callable[[], T | None]) -> T:
         """What `find` finds, as soon as it finds something."""
@@ -168,14 +182,43 @@ async def test_a_gateway_fetches_what_it_missed(worker_bus: Bus, peers: Peers) -
     ref = await peers.start("req_1", steps=5, max_tokens=5)
     await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
     tokens = [token for delta in peers.deltas for token in delta.tokens]
-    subject = subjects.worker_fetch("worker-0")
-    request = FetchTokens(ref=ref, first_index=2)
-    fetched = await peers.bus.request(subject, request, FetchedTokens, deadline_s=DEADLINE_S)
-    assert fetched.delta is not None
-    assert (fetched.delta.first_index, list(fetched.delta.tokens)) == (2, tokens[2:])
-    assert fetched.delta.finish_reason is FinishReason.LENGTH
-    other = FetchTokens(ref=SequenceRef(request_id="req_1", choice=0, attempt=2), first_index=0)
-    assert (await peers.bus.request(subject, other, FetchedTokens, deadline_s=DEADLINE_S)).delta is None
+    delta = await peers.fetch(ref, 2)
+    assert delta is not None
+    assert (delta.first_index, list(delta.tokens)) == (2, tokens[2:])
+    assert delta.finish_reason is FinishReason.LENGTH
+    assert await peers.fetch(SequenceRef(request_id="req_1", choice=0, attempt=2), 0) is None
+
+
+async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers: Peers) -> None:
+    sampling = Sampling(
+        seed=5,
+        max_tokens=24,
+        temperature=1.5,
+        min_p=0.001,
+        min_tokens=20,
+        end_token_ids=tuple(range(0, 97, 3)),
+        repetition_penalty=1.2,
+        frequency_penalty=0.8,
+        presence_penalty=0.5,
+        top_logprobs=2,
+    )
+    whole = SequenceRef(request_id="req_1", choice=0, attempt=1)
+    await peers.start_with(whole, sampling, steps=24)
+    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    tokens = [token for delta in peers.deltas for token in delta.tokens]
+    logprobs = [each for delta in peers.deltas for each in delta.logprobs]
+    assert len(tokens) == len(logprobs) >= 20 and all(len(each.top) == 2 for each in logprobs)
+    missed = await peers.fetch(whole, 7)
+    assert missed is not None and (list(missed.tokens), list(missed.logprobs)) == (tokens[7:], logprobs[7:])
+
+    resumed = SequenceRef(request_id="req_1", choice=0, attempt=2)
+    await peers.start_with(resumed, sampling, steps=24, generated=tokens[:11])
+    await peers.until(lambda: any(d.finish_reason for d in peers.deltas if d.attempt == 2))
+    later = [delta for delta in peers.deltas if delta.attempt == 2]
+    assert later[0].first_index == 11
+    assert [token for delta in later for token in delta.tokens] == tokens[11:]
+    chosen = [each.chosen for delta in later for each in delta.logprobs]
+    assert chosen == pytest.approx([each.chosen for each in logprobs[11:]], abs=1e-4)
 
 
 async def test_a_cancel_frees_blocks_within_a_step(worker_bus: Bus, peers: Peers) -> None:
@@ -249,8 +292,12 @@ class BrokenEngine:
     kv_blocks = 60
     block_tokens = 4
 
-    def step(self, rows: Sequence[Row]) -> list[int | None]:
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         raise RuntimeError("as told")
+
+
+def _longer(peers: Peers, than: int) -> bool:
+    return len(peers.deltas) > than
 
 
 async def test_a_broken_engine_ends_the_worker(
@@ -259,8 +306,10 @@ async def test_a_broken_engine_ends_the_worker(
     bus = await connect_bus("worker", "worker-0")
     serving_task = asyncio.create_task(Worker(bus, config, BrokenEngine()).serve())
     await peers.until(lambda: peers.reported)
-    for number in range(3):
-        await peers.start(f"req_{number}", steps=1)
+    for before in (0, 1):
+        await peers.start(f"req_{before}", steps=1)
+        await peers.until(partial(_longer, peers, before))
+    await peers.start("req_2", steps=1)
     with pytest.raises(InternalError, match="failed altogether"):
         await asyncio.wait_for(serving_task, DEADLINE_S)
     assert [delta.finish_reason for delta in peers.deltas] == [FinishReason.ERROR] * 2

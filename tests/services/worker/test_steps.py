@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv.pool import BlockPool
+from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable, WorkItem
 from services.worker.steps import Effects, Identity, StepCore
 from shared.errors import StaleEpoch
@@ -86,14 +87,14 @@ class Bench:
         while self.step():
             pass
 
-    def compute(self, item: WorkItem) -> int | None:
+    def compute(self, item: WorkItem) -> Sampled | None:
         sequence = item.sequence
         slots = [block * BLOCK_TOKENS + offset for block in sequence.blocks for offset in range(BLOCK_TOKENS)]
         for position in range(item.first_token, item.end_token):
             self.kv[slots[position]] = sequence.tokens[position]
         seen = [self.kv[slots[position]] for position in range(item.end_token)]
         assert seen == sequence.tokens[: item.end_token], "the KV is another sequence's"
-        return next_token(seen) if item.samples else None
+        return Sampled(next_token(seen)) if item.samples else None
 
     def report(self) -> WorkerReported:
         return self.core.report(self.now_s)

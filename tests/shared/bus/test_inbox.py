@@ -12,7 +12,7 @@ from tests.nats_server import NatsServer
 
 async def test_answers_find_their_question(nats_server: NatsServer) -> None:
     client = await nats.connect(nats_server.url)
-    inbox = Inbox()
+    inbox = Inbox("_INBOX_desk")
     await client.subscribe(inbox.subject, cb=inbox.on_message)
     first_subject, first = inbox.open_one("a")
     second_subject, second = inbox.open_one("b")
@@ -29,11 +29,11 @@ async def test_answers_find_their_question(nats_server: NatsServer) -> None:
 
 
 async def test_two_inboxes_never_share_a_subject() -> None:
-    assert Inbox().subject != Inbox().subject
+    assert Inbox("_INBOX_desk").subject != Inbox("_INBOX_desk").subject
 
 
 async def test_failing_one_subject_leaves_the_others_open() -> None:
-    inbox = Inbox()
+    inbox = Inbox("_INBOX_desk")
     (_, asked_a), (_, asked_b) = inbox.open_one("a"), inbox.open_one("b")
     inbox.fail(BusUnavailable("not allowed"), "a")
     with pytest.raises(BusUnavailable, match="not allowed"):

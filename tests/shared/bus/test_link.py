@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import errors
 from shared.bus import Bus
-from shared.bus.link import _next_attempt
+from shared.bus.dialling import next_attempt
 from shared.config import BusConfig
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
@@ -274,7 +274,7 @@ def test_reconnection_waits_double_up_to_a_bound_with_jitter(
     failures: int, shortest_s: float, longest_s: float
 ) -> None:
     server = SimpleNamespace(reconnects=failures)
-    waits_s = [_next_attempt(Client(), [server], {})[1] for _ in range(200)]
+    waits_s = [next_attempt(Client(), [server], {})[1] for _ in range(200)]
     assert all(shortest_s <= wait_s <= longest_s for wait_s in waits_s)
     assert max(waits_s) > 1.5 * min(waits_s)
 

@@ -17,7 +17,7 @@ SERVICE = """
     import asyncio, time
     from shared.bus import Bus, run_main
     from shared.config import ServiceConfig
-    from shared.errors import NotLeader
+    from shared.errors import NotLeader, PermissionRefused
 
     class ToyConfig(ServiceConfig):
         mode: str = "serve"
@@ -30,6 +30,8 @@ SERVICE = """
                     return
                 case "typed":
                     raise NotLeader("somebody else is")
+                case "refused":
+                    raise PermissionRefused("may not publish there")
                 case "bug":
                     raise ZeroDivisionError("the cause")
                 case "thread":
@@ -90,6 +92,7 @@ def test_a_signal_is_a_clean_end_on_uvloop(nats_server: NatsServer, number: sign
     [
         ("return", 0, "", "error"),
         ("typed", 1, "not_leader: somebody else is", "Traceback"),
+        ("refused", 2, "permission_refused: may not publish there", "Traceback"),
         ("bug", 1, "ZeroDivisionError: the cause", "not_leader"),
     ],
 )

@@ -59,6 +59,8 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(list(kind.cls))
         case inspect.VarTupleType():
             return st.lists(_strategy(kind.item_type), max_size=3).map(tuple)
+        case inspect.TupleType():
+            return st.tuples(*map(_strategy, kind.item_types))
         case inspect.DictType():
             return st.dictionaries(_strategy(kind.key_type), _strategy(kind.value_type), max_size=3)
         case inspect.AnyType():

@@ -43,14 +43,14 @@ def test_what_is_no_such_message_is_refused(data: bytes) -> None:
 
 
 def test_only_token_frames_are_arrays() -> None:
-    """Every struct in every module is a map, but for the two that are documented."""
+    """Every struct in every module is a map, but for what token frames are made of."""
     arrays = {
         kind
         for found in pkgutil.iter_modules(messages.__path__)
         for kind in contract.message_types(__import__(f"shared.messages.{found.name}", fromlist=["x"]))
         if kind.__struct_config__.array_like
     }
-    assert arrays == {tokens.TokenDelta, tokens.TokenFrame}
+    assert arrays == {tokens.TokenLogprobs, tokens.TokenDelta, tokens.TokenFrame}
 
 
 def test_no_message_forbids_unknown_fields() -> None:

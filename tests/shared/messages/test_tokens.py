@@ -30,15 +30,18 @@ def test_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> No
 
 def test_the_bytes_of_a_frame_are_arrays_in_this_order() -> None:
     """Append-only: nothing here may change but by a longer list."""
-    delta = tokens.TokenDelta("req_1", 0, 1, 5, (7, 8), FinishReason.STOP, 3)
+    logprobs = (tokens.TokenLogprobs(-0.5, ((7, -0.5), (9, -1.5))), tokens.TokenLogprobs(-2.0))
+    delta = tokens.TokenDelta("req_1", 0, 1, 5, (7, 8), FinishReason.STOP, 3, logprobs)
     frame = tokens.TokenFrame("worker-0", 9, (delta,))
-    assert msgpack.unpackb(encode(frame)) == ["worker-0", 9, [["req_1", 0, 1, 5, [7, 8], "stop", 3]]]
+    packed = [[-0.5, [[7, -0.5], [9, -1.5]]], [-2.0, []]]
+    assert msgpack.unpackb(encode(frame)) == ["worker-0", 9, [["req_1", 0, 1, 5, [7, 8], "stop", 3, packed]]]
 
 
 def test_a_frame_of_an_older_writer_is_read_with_defaults() -> None:
     data = msgpack.packb(["worker-0", 9, [["req_1", 0, 1, 5, [7, 8]]]])
     delta = decode(data, tokens.TokenFrame).deltas[0]
     assert (delta.tokens, delta.finish_reason, delta.cached_tokens) == ((7, 8), None, 0)
+    assert delta.logprobs == ()
 
 
 def test_a_frame_that_lacks_a_required_element_is_refused() -> None:

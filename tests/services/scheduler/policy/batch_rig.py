@@ -6,10 +6,14 @@ For any `BatchPolicy`: what a batch may be is in `policy/contract.py`, and this 
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import (
     BatchPolicy,
+    Holding,
     PlannedBatch,
     PolicyFactory,
     PolicySettings,
@@ -17,6 +21,25 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from shared.messages.sequence import SequenceKey
+
+CAPACITY_BLOCKS = 24
+BLOCK_TOKENS = 4
+Jobs = list[tuple[int, int, int, int]]
+"""(prompt tokens, natural answer tokens, max tokens, batches before the next arrival)"""
+
+jobs_of = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(1, 50), st.integers(0, 12)),
+    min_size=1,
+    max_size=25,
+)
+settings_of = st.builds(
+    PolicySettings,
+    chunked_prefill=st.booleans(),
+    max_batch_sequences=st.integers(1, 8),
+    token_budget=st.integers(8, 64),
+    max_steps=st.integers(1, 8),
+    start_tokens=st.integers(8, 200),
+)
 
 
 @dataclass(eq=False)
@@ -28,12 +51,17 @@ class Job:
     generated: int = 0
     computed: int = 0
     blocks: int = 0
+    decoding: bool = False
     started: bool = False
     over: bool = False
 
     @property
     def total(self) -> int:
         return self.task.prompt_tokens + self.generated
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(self.computed, self.blocks, self.decoding)
 
 
 @dataclass
@@ -70,10 +98,26 @@ class BatchRig:
         self.policy.on_ended(job.task.key, self.now_s)
         self.policy.check_integrity()
 
-    def resize(self, capacity_blocks: int) -> None:
-        """Planned batches run first: only then has the worker shrunk."""
+    def drain(self) -> None:
+        """Run what is planned, and plan nothing new."""
         while self.planned:
             self._run(self.planned.popleft())
+
+    def swap(self, make_policy: PolicyFactory) -> None:
+        """Another policy takes over what lives at the worker, whatever the one before allocated."""
+        self.drain()
+        self.policy = make_policy(replace(self.shape, capacity_blocks=self.capacity_blocks), self.settings)
+        for job in self.unfinished:
+            task = msgspec.structs.replace(job.task, generated_tokens=job.generated)
+            if job.blocks:
+                self.policy.on_adopted(task, job.holding, self.now_s)
+            else:
+                self.policy.on_arrival(task, self.now_s)
+        self.policy.check_integrity()
+
+    def resize(self, capacity_blocks: int) -> None:
+        """Planned batches run first: only then has the worker shrunk."""
+        self.drain()
         self.capacity_blocks = capacity_blocks
         self.policy.on_resized(capacity_blocks, self.now_s)
 
@@ -124,6 +168,7 @@ class BatchRig:
         for preemption in batch.preemptions:
             job = self.jobs[preemption.key]
             job.computed = job.blocks = 0
+            job.decoding = False
         for prefill in batch.prefills:
             job = self.jobs[prefill.key]
             if job.over:
@@ -151,6 +196,27 @@ class BatchRig:
     def _compute(self, job: Job, tokens: int) -> None:
         job.computed = tokens
         if tokens == job.total:
+            job.decoding = True
             job.generated += 1
             if job.generated >= min(job.length, job.task.max_tokens):
                 self.end(job)
+
+
+def rig(
+    make_policy: PolicyFactory,
+    policy_settings: PolicySettings | None = None,
+    *,
+    blocks: int = CAPACITY_BLOCKS,
+    lag: int = 1,
+) -> BatchRig:
+    """A small worker under that policy."""
+    return BatchRig(make_policy, WorkerShape(BLOCK_TOKENS, blocks), policy_settings or PolicySettings(), lag)
+
+
+def play(bench: BatchRig, jobs: Jobs) -> None:
+    """All of them, to their ends."""
+    for number, (prompt, length, limit, pause) in enumerate(jobs):
+        bench.arrive(f"r{number:02}", prompt, length, limit)
+        for _ in range(pause):
+            bench.turn()
+    bench.finish()

@@ -8,8 +8,8 @@ import torch
 
 from services.worker.engine.engine import Row, TorchEngine, warm_up
 from services.worker.engine.loading import describe
-from services.worker.engine.sampler import SamplePoint
 from services.worker.kv.pool import BlockPool
+from services.worker.sampling import SamplePoint
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, ModelFactory
 
@@ -17,10 +17,12 @@ BLOCK_TOKENS = 4
 GREEDY = Sampling(seed=0, max_tokens=64, temperature=0.0)
 
 
-def reference(model: Any, prompt: list[int], count: int) -> list[int]:
+def reference(model: Any, prompt: list[int], count: int, **settings: float) -> list[int]:
     """What `generate` says with transformers' own attention."""
     model.set_attn_implementation("eager")
-    generated = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, use_cache=True)
+    generated = model.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, use_cache=True, **settings
+    )
     tokens: list[int] = generated[0, len(prompt) :].tolist()
     return tokens
 
@@ -33,6 +35,7 @@ class Sequences:
     ) -> None:
         self.engine, self.pool, self.sampling = engine, pool, sampling
         self.tokens = [list(prompt) for prompt in prompts]
+        self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.prompts = prompts
         self.computed = [0] * len(prompts)
         self.blocks: list[list[int]] = [[] for _ in prompts]
@@ -45,14 +48,15 @@ class Sequences:
         self.computed[index] = end
         point = None
         if end == len(self.tokens[index]):
-            point = SamplePoint(self.sampling, index, end - len(self.prompts[index]))
+            point = SamplePoint(self.sampling, index, end - len(self.prompts[index]), self.tokens[index])
         return Row(self.tokens[index][first:end], first, self.blocks[index], point)
 
     def step(self, indices: list[int], most_tokens: int) -> None:
         rows = [self.row(index, most_tokens) for index in indices]
-        for index, token in zip(indices, self.engine.step(rows), strict=True):
-            if token is not None:
-                self.tokens[index].append(token)
+        for index, sampled in zip(indices, self.engine.step(rows), strict=True):
+            if sampled is not None:
+                self.tokens[index].append(sampled.token)
+                self.logprobs[index] += [sampled.logprobs.chosen] if sampled.logprobs else []
 
     def preempt(self, index: int) -> None:
         self.pool.release(self.blocks[index])
@@ -100,6 +104,63 @@ def test_a_token_does_not_depend_on_what_else_is_in_the_batch(
                 sequences.step(group, most_tokens=64 if together else 8)
         answers.append([sequences.answer(index, 14) for index in range(4)])
     assert answers[0] == answers[1]
+
+
+PENALIZED = Sampling(
+    seed=21,
+    max_tokens=64,
+    temperature=1.2,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.3,
+    min_tokens=18,
+    end_token_ids=(3, 8),
+    top_logprobs=3,
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_an_answer_goes_on_as_it_would_have_after_a_preemption_and_on_another_worker(
+    architecture: str, make_model: ModelFactory
+) -> None:
+    dice = random.Random(8)
+    model = describe(make_model(architecture))
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (2, 9, 31)]
+    answers, logprobs = [], []
+    for interrupted in (False, True):
+        engine = TorchEngine(model, kv_blocks=128, block_tokens=BLOCK_TOKENS)
+        sequences = Sequences(engine, BlockPool(128, BLOCK_TOKENS), prompts, PENALIZED)
+        for step in range(24):
+            if interrupted and step == 6:
+                sequences.preempt(1)
+            if interrupted and step == 13:
+                sequences.engine = TorchEngine(model, kv_blocks=96, block_tokens=BLOCK_TOKENS)
+                sequences.pool = BlockPool(96, BLOCK_TOKENS)
+                sequences.blocks, sequences.computed = [[], [], []], [0, 0, 0]
+            sequences.step([0, 1, 2], most_tokens=64)
+        answers.append([sequences.answer(index, 24) for index in range(3)])
+        logprobs.append(sequences.logprobs)
+    assert answers[0] == answers[1]
+    for one, other in zip(*logprobs, strict=True):
+        assert len(one) == 24 and other == pytest.approx(one, abs=1e-3)
+    for answer in answers[0]:
+        assert {3, 8}.isdisjoint(answer[:18])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_penalized_greedy_tokens_are_those_of_generate(architecture: str, make_model: ModelFactory) -> None:
+    dice = random.Random(9)
+    model = make_model(architecture)
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (3, 17)]
+    sampling = Sampling(seed=0, max_tokens=64, temperature=0.0, repetition_penalty=1.4)
+    expected = [reference(model, prompt, 16, repetition_penalty=1.4) for prompt in prompts]
+    assert expected != [reference(model, prompt, 16) for prompt in prompts]
+    engine = TorchEngine(describe(model), kv_blocks=64, block_tokens=BLOCK_TOKENS)
+    sequences = Sequences(engine, BlockPool(64, BLOCK_TOKENS), prompts, sampling)
+    for _ in range(16):
+        sequences.step([0, 1], most_tokens=64)
+    assert [sequences.answer(index, 16) for index in (0, 1)] == expected
 
 
 def test_a_row_whose_logits_are_not_finite_gives_no_token(make_model: ModelFactory) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper
 
-from services.worker.engine.sampler import SamplePoint, sample, uniform
+from services.worker.engine.sampler import sample, uniform
+from services.worker.sampling import SamplePoint
 from shared.messages.sequence import Sampling
 
 
@@ -20,9 +22,17 @@ def point(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
 ) -> SamplePoint:
-    sampling = Sampling(seed=seed, max_tokens=9, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = Sampling(
+        seed=seed, max_tokens=9, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+    )
     return SamplePoint(sampling, choice, index)
+
+
+def draw(logits: torch.Tensor, points: list[SamplePoint]) -> list[int | None]:
+    """Tokens only; the logits are kept."""
+    return [None if sampled is None else sampled.token for sampled in sample(logits.clone(), points)]
 
 
 def reference(logits: list[float], drawn: SamplePoint) -> int:
@@ -33,7 +43,8 @@ def reference(logits: list[float], drawn: SamplePoint) -> int:
     highest = max(logits)
     weights = [math.exp((logit - highest) / sampling.temperature) for logit in logits]
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
-    kept = order[: sampling.top_k] if sampling.top_k else order
+    likely = [token for token in order if weights[token] >= sampling.min_p]
+    kept = likely[: sampling.top_k] if sampling.top_k else likely
     total = sum(weights[token] for token in kept)
     nucleus: list[int] = []
     mass = 0.0
@@ -60,19 +71,20 @@ def reference(logits: list[float], drawn: SamplePoint) -> int:
             st.sampled_from([0.05, 0.31, 0.5, 0.93, 1.0]),
             st.integers(0, 31),
             st.integers(-(2**63), 2**64 - 1),
+            st.sampled_from([0.0, 0.0, 0.0123, 0.1789, 1.0]),
         ),
         min_size=1,
         max_size=6,
     ),
 )
 def test_tokens_are_those_of_the_definition(
-    logits: list[float], settings_of_rows: list[tuple[float, float, int, int]]
+    logits: list[float], settings_of_rows: list[tuple[float, float, int, int, float]]
 ) -> None:
     points = [
-        point(row, seed=seed, choice=row % 2, temperature=temperature, top_p=top_p, top_k=top_k)
-        for row, (temperature, top_p, top_k, seed) in enumerate(settings_of_rows)
+        point(row, seed=seed, choice=row % 2, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        for row, (temperature, top_p, top_k, seed, min_p) in enumerate(settings_of_rows)
     ]
-    drawn = sample(torch.tensor([logits] * len(points)), points)
+    drawn = draw(torch.tensor([logits] * len(points)), points)
     assert drawn == [reference(logits, each) for each in points]
 
 
@@ -82,7 +94,7 @@ def test_frequencies_follow_the_probabilities(top_k: int, top_p: float, allowed:
     logits = torch.tensor([probabilities]).log()
     draws = 4000
     points = [point(index, top_k=top_k, top_p=top_p) for index in range(draws)]
-    counts = Counter(sample(logits.expand(draws, -1), points))
+    counts = Counter(draw(logits.expand(draws, -1), points))
     total = sum(probabilities[:allowed])
     assert set(counts) == set(range(allowed))
     for token in range(allowed):
@@ -94,9 +106,9 @@ def test_frequencies_follow_the_probabilities(top_k: int, top_p: float, allowed:
 def test_a_token_is_drawn_the_same_alone_and_among_others() -> None:
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
     points = [point(row, seed=row, temperature=1.5, top_p=0.9, top_k=row) for row in range(8)]
-    alone = [sample(logits[row : row + 1], points[row : row + 1])[0] for row in range(8)]
-    assert sample(logits, points) == alone
-    assert sample(logits.flip(0), points[::-1]) == alone[::-1]
+    alone = [draw(logits[row : row + 1], points[row : row + 1])[0] for row in range(8)]
+    assert draw(logits, points) == alone
+    assert draw(logits.flip(0), points[::-1]) == alone[::-1]
 
 
 def test_uniform_numbers_depend_on_each_part_and_spread_evenly() -> None:
@@ -114,14 +126,14 @@ def test_uniform_numbers_depend_on_each_part_and_spread_evenly() -> None:
 def test_a_row_without_finite_logits_gives_none(bad: float) -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = bad
-    drawn = sample(logits, [point(0), point(1), point(2, temperature=0.0)])
+    drawn = draw(logits, [point(0), point(1), point(2, temperature=0.0)])
     assert drawn[1] is None and drawn[0] is not None and drawn[2] == 0
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.full((500, 6), -math.inf)
     logits[:, 4] = 0.0
-    assert set(sample(logits, [point(index) for index in range(500)])) == {4}
+    assert set(draw(logits, [point(index) for index in range(500)])) == {4}
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
@@ -131,14 +143,80 @@ def test_a_nucleus_may_be_larger_than_the_candidates_looked_at_first(top_p: floa
     logits = torch.stack([flat * 0.1, steep * 8])
     points = [point(index, top_p=top_p, seed=index) for index in range(20)]
     for row in logits:
-        drawn = sample(row.expand(20, -1), points)
+        drawn = draw(row.expand(20, -1), points)
         order = row.softmax(-1).sort(descending=True)
         outside = order.values.cumsum(-1) - order.values >= top_p
         assert set(drawn).isdisjoint(order.indices[outside].tolist())
-    mixed = sample(logits.repeat(10, 1), points)
-    assert mixed == [sample(logits[row % 2][None], [points[row]])[0] for row in range(20)]
+    mixed = draw(logits.repeat(10, 1), points)
+    assert mixed == [draw(logits[row % 2][None], [points[row]])[0] for row in range(20)]
 
 
 def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]]).expand(400, -1)
-    assert set(sample(logits, [point(index, top_k=2) for index in range(400)])) == {0, 1, 2}
+    assert set(draw(logits, [point(index, top_k=2) for index in range(400)])) == {0, 1, 2}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([0.013, 0.17, 0.6]), st.sampled_from([0.4, 1.0, 1.9]))
+def test_min_p_leaves_what_transformers_leaves(seed: int, min_p: float, temperature: float) -> None:
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) * 2
+    kept = MinPLogitsWarper(min_p)(torch.tensor([[0]]), logits / temperature)[0]  # type: ignore[arg-type]
+    probabilities = kept.softmax(-1)
+    points = [point(index, seed=seed, temperature=temperature, min_p=min_p) for index in range(50)]
+    expected = []
+    for each in points:
+        target = uniform(each.sampling.seed, each.choice, each.index)
+        expected.append(int((probabilities.double().cumsum(-1) <= target).sum()))
+    assert draw(logits.expand(50, -1), points) == expected
+
+
+REQUESTS = [
+    Sampling(seed=3, max_tokens=99),
+    Sampling(seed=4, max_tokens=99, temperature=0.0, repetition_penalty=1.5, top_logprobs=4),
+    Sampling(seed=5, max_tokens=99, temperature=0.0, top_logprobs=0),
+    Sampling(seed=6, max_tokens=99, frequency_penalty=1.0, presence_penalty=0.5, top_logprobs=2, min_p=0.05),
+    Sampling(seed=7, max_tokens=99, min_tokens=9, end_token_ids=(1, 2), temperature=0.0, top_p=0.5),
+    Sampling(seed=8, max_tokens=99, min_tokens=3, end_token_ids=(4,), top_k=5, presence_penalty=-2.0),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=8))
+def test_mixed_batches_are_their_rows(seed: int, chosen: list[int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(chosen), 40, generator=generator) * 3
+    points = [
+        SamplePoint(REQUESTS[request], row % 2, row, [row, *range(2, 4 + row)])
+        for row, request in enumerate(chosen)
+    ]
+    alone = [sample(logits[row : row + 1].clone(), points[row : row + 1])[0] for row in range(len(points))]
+    together = sample(logits.clone(), points)
+    for one, other in zip(alone, together, strict=True):
+        assert one is not None and other is not None and one.token == other.token
+        assert (one.logprobs is None) == (other.logprobs is None)
+        if one.logprobs is not None and other.logprobs is not None:
+            assert other.logprobs.chosen == pytest.approx(one.logprobs.chosen, abs=1e-5)
+            assert [token for token, _ in other.logprobs.top] == [token for token, _ in one.logprobs.top]
+
+
+def test_logprobs_are_those_before_penalties_and_temperature() -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(6))
+    best = int(logits.argmax())
+    sampling = Sampling(
+        seed=0, max_tokens=9, temperature=0.0, presence_penalty=2.0, repetition_penalty=9.0, top_logprobs=1
+    )
+    (sampled,) = sample(logits.clone(), [SamplePoint(sampling, 0, 1, [best])])
+    raw = logits[0].log_softmax(-1)
+    assert sampled is not None and sampled.logprobs is not None and sampled.token != best
+    assert sampled.logprobs.chosen == pytest.approx(float(raw[sampled.token]))
+    ((likeliest, highest),) = sampled.logprobs.top
+    assert likeliest == best and highest == pytest.approx(float(raw[best]))
+
+
+def test_a_row_without_finite_logits_has_no_logprobs_and_spoils_no_other() -> None:
+    logits = torch.zeros(2, 5)
+    logits[0, 2] = float("nan")
+    sampling = Sampling(seed=0, max_tokens=9, top_logprobs=2, min_p=0.1, frequency_penalty=0.1)
+    first, second = sample(logits, [SamplePoint(sampling, 0, 1, [3]), SamplePoint(sampling, 0, 1, [3])])
+    assert first is None and second is not None and second.logprobs is not None
+    assert second.logprobs.chosen == pytest.approx(-math.log(5))

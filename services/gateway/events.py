@@ -1,0 +1,54 @@
+"""A stream of server-sent events: its headers once, and comments while there is nothing to say.
+
+Knows nothing of what the events are.
+"""
+
+import asyncio
+
+from starlette.types import Send
+
+from services.gateway.exchange import Exchange
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: parsers skip it, proxies and clients see that the connection lives."""
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """Begins with the first thing written, or when nothing was for `keep_alive_s`."""
+
+    def __init__(self, send: Send, keep_alive_s: float) -> None:
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._wrote_s = self._loop.time()
+        self.has_begun = False
+        """The headers are out: from here on an error can only be an event."""
+
+    async def begin(self) -> None:
+        """Send the headers, unless they are out."""
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def write(self, events: bytes, *, is_last: bool = False) -> None:
+        """Send events, after the headers."""
+        await self.begin()
+        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        self._wrote_s = self._loop.time()
+
+    async def wait(self, exchange: Exchange) -> None:
+        """Until something changed; writes a comment whenever nothing was written for too long.
+
+        Raises what `Exchange.wait` raises.
+        """
+        while True:
+            try:
+                async with asyncio.timeout_at(self._wrote_s + self._keep_alive_s):
+                    return await exchange.wait()
+            except TimeoutError:
+                await self.write(KEEP_ALIVE)

@@ -1,0 +1,80 @@
+"""`python -m services.stack.compose [FOLDER]`: writes the secrets that docker-compose.yml reads.
+
+One environment file per service, with that service's NATS password and no other's; nats-server's
+configuration with the permissions of every user; the API key. What exists is kept, so it may be run again.
+The folder is closed to other users; nats.conf alone has no lock of its own, since the container that it is
+mounted into runs as a user that this machine does not know.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.stack import nats_server
+from services.stack.access import BusAccess
+from services.stack.config import StackConfig
+from services.stack.healthcheck import PASSWORD_VARIABLE
+from services.stack.rundir import RunDirectory
+from services.stack.table import ROOT
+from shared import subjects
+from shared.config import ENV_PREFIX
+from shared.errors import ConfigError
+
+DEFAULT_FOLDER = ROOT / "deploy" / "secrets"
+NATS_CONFIG, KEY_FILE = "nats.conf", "api_key"
+_URL = "nats://nats:4222"
+"""`nats` is the service's name in docker-compose.yml."""
+_STORE = Path("/data/nats")
+"""In the volume of the container nats."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 when nats-server would not start with the configuration."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    folder = Path(words[0]) if words else DEFAULT_FOLDER
+    try:
+        write_secrets(folder)
+    except ConfigError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    print(f"secrets are in {folder}; the API key is in {folder / KEY_FILE}")
+    return 0
+
+
+def write_secrets(folder: Path) -> None:
+    """Everything below `folder`. Raises ConfigError when nats-server does not accept its configuration."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    access = BusAccess(_URL, RunDirectory(folder).credentials())
+    nats_server.write_config(folder / NATS_CONFIG, StackConfig(), access, _STORE)
+    (folder / NATS_CONFIG).chmod(0o644)
+    key = access.credentials.api_key
+    _write(folder / KEY_FILE, f"{key}\n")
+    operator = {PASSWORD_VARIABLE: access.credentials.nats_passwords[subjects.OPERATOR]}
+    for service in subjects.SERVICES:
+        _write_env(
+            folder / f"{service}.env", {**access.environment(service), **operator, **_own(service, access)}
+        )
+    _write_env(folder / "nats.env", {f"{ENV_PREFIX}BUS__URL": _URL, **operator})
+
+
+def _own(service: str, access: BusAccess) -> dict[str, str]:
+    """The gateway is told what the key hashes to, not the key."""
+    if service != "gateway":
+        return {}
+    return {f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256])}
+
+
+def _write_env(path: Path, variables: dict[str, str]) -> None:
+    _write(path, "".join(f"{name}={value}\n" for name, value in variables.items()))
+
+
+def _write(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,34 @@
+"""The permission table of `shared.subjects`, as nats-server wants to read it.
+
+It judges nothing: what a user may do is decided there and enforced by the server.
+"""
+
+import json
+from collections.abc import Mapping
+
+from shared.subjects import PERMISSIONS, Permissions
+
+_ANSWER_WITHIN = "2m"
+"""Longer than any deadline of a question on the bus."""
+
+
+def users_text(passwords: Mapping[str, str]) -> str:
+    """One entry per user of the table, with its password. Raises KeyError when one has none."""
+    return "\n".join(
+        f"      {{ user: {json.dumps(user)}, password: {json.dumps(passwords[user])}, "
+        f"permissions: {_permissions(permissions)} }}"
+        for user, permissions in PERMISSIONS.items()
+    )
+
+
+def _permissions(permissions: Permissions) -> str:
+    publish = f"publish: {_subjects(permissions.publish)}, subscribe: {_subjects(permissions.subscribe)}"
+    answers = (
+        f', allow_responses: {{ max: 1, expires: "{_ANSWER_WITHIN}" }}' if permissions.may_answer else ""
+    )
+    return f"{{ {publish}{answers} }}"
+
+
+def _subjects(allowed: tuple[str, ...]) -> str:
+    """An empty list would allow everything."""
+    return f"{{ allow: {json.dumps(allowed)} }}" if allowed else '{ deny: ">" }'

@@ -1,0 +1,30 @@
+"""What a sampler is asked for one token, and what it answers. Pure; knows no tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shared.messages.sequence import Sampling
+from shared.messages.tokens import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePoint:
+    """One token to choose: the `index`-th of an answer."""
+
+    sampling: Sampling
+    choice: int
+    index: int
+    tokens: Sequence[int] = ()
+    """Prompt and answer so far (its last `index`); read only where penalties ask for it."""
+
+
+class Sampled(NamedTuple):
+    """A token and, where the request wants them, its log-probabilities."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+FAILED = Sampled(-1)
+"""In place of a token: the item could not be computed."""

@@ -1,0 +1,1 @@
+"""The stack in real containers: `make compose-test`. Not collected by pytest."""

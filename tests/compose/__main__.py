@@ -1,0 +1,183 @@
+"""`make compose-test`: builds the image, runs the stack, kills a worker's container, swaps a service.
+
+Answers are compared with those of before the kill: greedy and seeded, so they must be the same, word for
+word.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+
+from services.stack.compose import KEY_FILE, write_secrets
+from tests.compose.containers import CannotRun, Project, docker, find_compose, until
+from tests.stack.client import Answer, Client, Question
+from tests.stack.prompts import ASKED
+from tests.stack.running import ROOT
+
+SERVICES = ("nats", "scheduler", "predictor", "placement", "ledger", "worker-0", "worker-1")
+BEST_FIT = "deploy/compose.best-fit.yml"
+STREAMS, TOKENS = 8, 120
+MIDWAY = 100
+"""Chunks over all streams when the worker is killed: an eighth or so of what is to come."""
+
+KILL_WORKER = """
+import os, pathlib, signal
+for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    line = pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
+    if process not in (1, os.getpid()) and b"services.worker" in line:
+        os.kill(process, signal.SIGKILL)
+"""
+"""Run inside the container, where 1 is its init."""
+
+
+def main() -> int:
+    """0 when everything held, 2 when this machine cannot run it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compose")
+    parser.add_argument("--base", help="image to build on; default: the Dockerfile's")
+    parser.add_argument("--host-network", action="store_true", help="for a Docker that cannot make networks")
+    arguments = parser.parse_args()
+    try:
+        compose = find_compose()
+        if not list((ROOT / "deploy" / "wheels").glob("torch-*.whl")):
+            raise CannotRun("deploy/wheels/ holds no torch wheel: run `make wheels`")
+    except CannotRun as error:
+        print(f"cannot run: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        project = Project(compose, arguments.base, arguments.host_network, Path(folder) / "s")
+        say(f"project {project.name}, {'the host' if project.host_network else 'its own'} network")
+        try:
+            check(project)
+        except BaseException:
+            for service in (*SERVICES, project.gateway):
+                show_log(project, service)
+            raise
+        finally:
+            project.end()
+        assert project.containers() == [], "containers are left"
+    say("everything held; nothing is left but the build cache")
+    return 0
+
+
+def check(project: Project) -> None:
+    """The whole story. Raises AssertionError, CalledProcessError."""
+    write_secrets(project.folder)
+    key = (project.folder / KEY_FILE).read_text().strip()
+    client = Client(project.url, key, "tiny_chat")
+    project.run("build", "nats")
+    project.run("up", "--detach")
+    took_s = project.until_healthy(*SERVICES, project.gateway)
+    say(f"healthy, all {len(SERVICES) + 1} containers; the gateway {took_s:.0f} s after the last start")
+    check_hardening(project)
+    assert httpx.get(f"{project.url}/v1/models", timeout=10).status_code == 401
+    undisturbed = ask(client)
+    say(f"chat through {project.url}: {undisturbed[0].text[:60]!r}")
+    check_kill(project, client, undisturbed)
+    check_restart(project)
+    check_override(project)
+    assert_same(ask(client), undisturbed)
+    say("the same answers from the swapped stack")
+
+
+def check_hardening(project: Project) -> None:
+    """Nobody is root, no container can write to its image or see another service's password."""
+    for service in (*SERVICES, project.gateway):
+        container, state = project.container(service), project.state(service)
+        assert docker("exec", container, "id", "--user").strip() == "10001", service
+        host = state["HostConfig"]
+        assert host["ReadonlyRootfs"] and host["Init"] and host["CapDrop"] == ["ALL"], service
+        users = [name for name in state["Config"]["Env"] if name.startswith("KVASIR_BUS__USER=")]
+        expected = [] if service == "nats" else [f"KVASIR_BUS__USER={service.partition('-')[0]}"]
+        assert users == expected, (service, users)
+    say("non-root, read-only, each with its own NATS user")
+
+
+def check_kill(project: Project, client: Client, undisturbed: list[Answer]) -> None:
+    """A worker's container is killed under its streams; then one chat without it; then it comes back."""
+    busy: list[int] = []
+
+    async def kill() -> None:
+        worker = await asyncio.to_thread(project.status, "worker-1", "worker-1")
+        busy.append(worker["total_blocks"] - worker["free_blocks"])
+        await asyncio.to_thread(docker, "kill", project.container("worker-1"))
+
+    answers = asyncio.run(client.ask_all(questions(TOKENS * 3), midway=kill, after=MIDWAY))
+    whole = [answer.complete and answer.completion_tokens == TOKENS * 3 for answer in answers]
+    assert all(whole), [answer.errors for answer in answers]
+    assert busy[0] > 0, "the worker had nothing to do when it was killed"
+    assert project.health("worker-1") == "exited"
+    for answer, before in zip(answers, undisturbed, strict=True):
+        assert answer.text.startswith(before.text), (answer.text, before.text)
+    say(f"worker-1 killed while it held {busy[0]} blocks; {len(answers)} answers complete and unchanged")
+    assert_same(ask(client), undisturbed)
+    say("the same answers from the other worker alone")
+    project.run("up", "--detach")
+    project.until_healthy("worker-1", project.gateway)
+
+
+def check_restart(project: Project) -> None:
+    """A process that dies by itself is brought back by Docker."""
+    container, before = project.container("worker-0"), project.state("worker-0")["RestartCount"]
+    subprocess.run(("docker", "exec", container, "python", "-c", KILL_WORKER), check=False, timeout=60)
+    until(lambda: project.state("worker-0")["RestartCount"] == before, "not restarted", 60)
+    took_s = project.until_healthy("worker-0")
+    say(f"worker-0 died, Docker restarted it, healthy {took_s:.0f} s later")
+
+
+def check_override(project: Project) -> None:
+    """An override file swaps placement; every other container stays what it was."""
+    others = {name: project.container(name) for name in (*SERVICES, project.gateway) if name != "placement"}
+    old = project.container("placement")
+    assert project.status("placement", "placement-0")["policy"] == "worst_fit"
+    project.run("up", "--detach", overrides=(BEST_FIT,))
+    project.until_healthy("placement", project.gateway)
+    assert project.container("placement") != old
+    assert {name: project.container(name) for name in others} == others
+    policy = project.status("placement", "placement-0")["policy"]
+    assert policy == "best_fit"
+    say(f"placement swapped by {BEST_FIT}: {policy}, no other container touched")
+
+
+def questions(tokens: int) -> list[Question]:
+    """Greedy and seeded in turn."""
+    seeded = {"temperature": 0.8, "top_p": 0.9}
+    limits = {"max_tokens": tokens, "ignore_eos": True}
+    return [
+        Question(prompt, {**limits, **({"temperature": 0} if i % 2 == 0 else {**seeded, "seed": i})})
+        for i, prompt in enumerate(ASKED[:STREAMS])
+    ]
+
+
+def ask(client: Client) -> list[Answer]:
+    """Complete answers, all at once. Raises AssertionError."""
+    answers = asyncio.run(client.ask_all(questions(TOKENS)))
+    assert all(a.complete and a.completion_tokens == TOKENS for a in answers), [a.errors for a in answers]
+    return answers
+
+
+def assert_same(answers: list[Answer], before: list[Answer]) -> None:
+    texts = [[answer.text for answer in group] for group in (answers, before)]
+    assert texts[0] == texts[1], json.dumps(texts, indent=1)
+
+
+def show_log(project: Project, service: str) -> None:
+    """The last lines of every container that is not well, for whoever has to find out why."""
+    for container in project.containers(f"label=com.docker.compose.service={service}"):
+        print(
+            f"--- {service}: {docker('inspect', '--format', '{{json .State}}', container)}", file=sys.stderr
+        )
+        subprocess.run(("docker", "logs", "--tail", "30", container), check=False, timeout=60)
+
+
+def say(text: str) -> None:
+    print(f"compose-test: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

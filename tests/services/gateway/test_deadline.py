@@ -1,0 +1,104 @@
+"""How long a client waits: what it may say, what remains, and what happens when the time is over."""
+
+import asyncio
+import json
+
+import pytest
+
+from services.gateway.deadline import HEADER, NONE, Deadline, deadline_of
+from shared.clock import monotonic_s
+from shared.errors import DeadlineExceeded, InvalidRequest
+from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
+from tests.services.gateway.fakes import until
+
+
+def test_the_clients_word_counts_before_the_configurations() -> None:
+    assert deadline_of("2.5", 60.0, 100.0, 7.0) == Deadline(7.0, 2.5)
+    assert deadline_of(None, 60.0, 100.0, 7.0) == Deadline(7.0, 60.0)
+    assert deadline_of(None, None, 100.0, 7.0).remaining_s() is None
+    assert deadline_of("100", None, 100.0, 7.0).timeout_s == 100.0
+
+
+@pytest.mark.parametrize("header", ["", "0", "-1", "soon", "nan", "inf", "100.1", "1e999", "1,5"])
+def test_what_is_no_time_to_wait_is_refused_by_name(header: str) -> None:
+    with pytest.raises(InvalidRequest, match="at most 100") as caught:
+        deadline_of(header, 60.0, 100.0, 0.0)
+    assert caught.value.param == HEADER
+
+
+def test_what_remains_is_never_negative() -> None:
+    assert Deadline(monotonic_s() - 10, 5.0).remaining_s() == 0.0
+    remaining_s = Deadline(monotonic_s() - 1, 5.0).remaining_s()
+    assert remaining_s is not None and 3.5 < remaining_s <= 4.0
+
+
+async def test_work_inside_ends_when_the_time_is_over() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"within the 0.03 s"):
+        async with Deadline(monotonic_s(), 0.03).enforced():
+            await asyncio.sleep(10)
+    async with NONE.enforced():
+        await asyncio.sleep(0)
+
+
+async def test_a_timeout_of_the_work_itself_stays_one() -> None:
+    with pytest.raises(TimeoutError):
+        async with Deadline(monotonic_s(), 10.0).enforced():
+            raise TimeoutError
+
+
+def hold(stack: Stack) -> None:
+    """No worker computes anything more."""
+    for worker in stack.workers:
+        worker.computing.clear()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_token_in_time_is_504_and_cancels(stack: Stack, stream: bool) -> None:
+    hold(stack)
+    reply = await stack.http.post(
+        "/v1/chat/completions", json={**stack.body, "stream": stream, "n": 2}, headers={HEADER: "0.2"}
+    )
+    assert reply.status_code == 504
+    error = reply.json()["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
+    await until(lambda: {ref.choice for ref in stack.scheduler.cancelled} == {0, 1})
+    await until(lambda: not any(worker.held for worker in stack.workers))
+    waits_s = [spec.deadline_in_s for spec in stack.scheduler.submits]
+    assert all(wait_s is not None and 0 < wait_s <= 0.2 for wait_s in waits_s)
+
+
+async def test_after_the_first_token_it_is_an_event(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.step_s = 0.03
+    reply = await stack.http.post(
+        "/v1/chat/completions", json={**stack.body, "stream": True}, headers={HEADER: "0.4"}
+    )
+    assert reply.status_code == 200
+    *shown, last = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert last["error"]["code"] == "deadline_exceeded"
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in shown)
+    assert text and ANSWER.startswith(text)
+    await until(lambda: not any(worker.held for worker in stack.workers))
+
+
+async def test_the_configuration_sets_one_and_bounds_what_clients_ask_for(make_stack: MakeStack) -> None:
+    stack = await make_stack(request_timeout_s=0.2, max_request_timeout_s=5.0)
+    url = "/v1/chat/completions"
+    assert (await stack.http.post(url, json=stack.body, headers={HEADER: "5"})).status_code == 200
+    too_long = await stack.http.post(url, json=stack.body, headers={HEADER: "6"})
+    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, HEADER)
+    hold(stack)
+    assert (await stack.chat()).status_code == 504
+
+
+async def test_waiting_for_a_first_worker_counts(make_stack: MakeStack) -> None:
+    stack = await make_stack(wait_ready=False, model_name="another")
+    body = {**stack.body, "model": "another"}
+    reply = await stack.http.post("/v1/chat/completions", json=body, headers={HEADER: "0.1"})
+    assert reply.status_code == 504
+
+
+async def test_an_answer_in_time_is_left_alone(stack: Stack) -> None:
+    reply = await stack.http.post("/v1/chat/completions", json=stack.body, headers={HEADER: "10"})
+    assert reply.json()["choices"][0]["message"]["content"] == ANSWER
+    assert stack.scheduler.cancelled == []

@@ -1,0 +1,108 @@
+"""A stream of events: headers once, comments in silence, and nothing after an error but itself."""
+
+import asyncio
+import json
+
+import pytest
+from starlette.types import Message
+
+from services.gateway.body import ClientGone
+from services.gateway.events import KEEP_ALIVE, EventStream
+from services.gateway.exchange import Exchange
+from tests.services.gateway.conftest import ANSWER, MakeStack
+from tests.services.gateway.fakes import MODEL
+
+CHAT = "/v1/chat/completions"
+
+
+class Sent(list[Message]):
+    """What was sent, in order."""
+
+    async def __call__(self, message: Message) -> None:
+        self.append(message)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self if message["type"] == "http.response.body"]
+
+
+async def test_headers_go_out_once_and_first() -> None:
+    sent = Sent()
+    out = EventStream(sent, 10)
+    assert not out.has_begun and sent == []
+    await out.write(b"data: 1\n\n")
+    await out.begin()
+    await out.write(b"data: 2\n\n", is_last=True)
+    assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * 2
+    assert [message["more_body"] for message in sent[1:]] == [True, False]
+    assert dict(sent[0]["headers"])[b"content-type"].startswith(b"text/event-stream")
+
+
+async def test_silence_is_filled_with_comments_and_begins_the_stream() -> None:
+    sent, exchange = Sent(), Exchange()
+    out = EventStream(sent, 0.03)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(out.wait(exchange), 0.11)
+    assert out.has_begun
+    assert 2 <= len(sent.bodies) <= 3
+    assert set(sent.bodies) == {KEEP_ALIVE}
+    exchange.changed.set()
+    await asyncio.wait_for(out.wait(exchange), 1)
+    exchange.leave()
+    with pytest.raises(ClientGone):
+        await out.wait(exchange)
+
+
+async def test_news_that_shows_nothing_does_not_put_the_comment_off() -> None:
+    sent, exchange = Sent(), Exchange()
+    out = EventStream(sent, 0.05)
+    for _ in range(12):
+        asyncio.get_running_loop().call_later(0.01, exchange.changed.set)
+        await out.wait(exchange)
+    assert KEEP_ALIVE in sent.bodies
+
+
+async def test_a_slow_stream_begins_and_is_kept_alive(make_stack: MakeStack) -> None:
+    stack = await make_stack(sse_keep_alive_s=0.1)
+    for worker in stack.workers:
+        worker.computing.clear()
+    async with stack.http.stream("POST", CHAT, json={**stack.body, "stream": True}) as reply:
+        assert reply.status_code == 200, "the headers are there before any token"
+        lines = reply.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+        for worker in stack.workers:
+            worker.computing.set()
+        rest = [line async for line in lines]
+    chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == ANSWER
+    assert rest[-2:] == ["data: [DONE]", ""]
+
+
+async def test_openai_python_does_not_see_the_comments(make_stack: MakeStack) -> None:
+    stack = await make_stack(sse_keep_alive_s=0.02)
+    for worker in stack.workers:
+        worker.step_s = 0.05
+    stream = await stack.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=5, stream=True
+    )
+    assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "length"
+
+
+async def test_once_it_has_begun_errors_are_events(make_stack: MakeStack) -> None:
+    stack = await make_stack(sse_keep_alive_s=0.05, request_timeout_s=0.4)
+    for worker in stack.workers:
+        worker.computing.clear()
+    reply = await stack.chat(stream=True)
+    assert reply.status_code == 200
+    *comments, last = reply.text.removesuffix("\n\n").split("\n\n")
+    assert len(comments) >= 2 and set(comments) == {": keep-alive"}
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
+async def test_a_whole_answer_gets_no_comments(make_stack: MakeStack) -> None:
+    stack = await make_stack(sse_keep_alive_s=0.02)
+    for worker in stack.workers:
+        worker.step_s = 0.05
+    reply = await stack.chat(max_tokens=3)
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json()["usage"]["completion_tokens"] == 3

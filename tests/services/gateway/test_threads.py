@@ -1,0 +1,31 @@
+"""Work in threads: its result, its error, and a bound on what waits."""
+
+import asyncio
+import threading
+
+import pytest
+
+from services.gateway.threads import TokenizerThreads
+from shared.errors import Overloaded
+
+
+async def test_results_and_errors_come_back() -> None:
+    threads = TokenizerThreads(1, 4)
+    assert await threads.run(lambda: threading.current_thread().name) == "tokenizer_0"
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+    threads.close()
+
+
+async def test_what_waits_is_bounded() -> None:
+    threads = TokenizerThreads(1, 2)
+    release = threading.Event()
+    waiting = [asyncio.create_task(threads.run(lambda: release.wait(10))) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as caught:
+        await threads.run(lambda: 1)
+    assert caught.value.retry_after_s == 1.0
+    release.set()
+    assert await asyncio.gather(*waiting) == [True, True]
+    assert await threads.run(lambda: 1) == 1
+    threads.close()

@@ -1,0 +1,88 @@
+"""What holds for every policy that ships: never more than there is, never a wedge, the same calls the same
+batches."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.policy import BUILT_IN
+from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from tests.services.scheduler.policy.batch_rig import (
+    BLOCK_TOKENS,
+    CAPACITY_BLOCKS,
+    Jobs,
+    jobs_of,
+    play,
+    rig,
+    settings_of,
+)
+
+every_policy = pytest.mark.parametrize("name", sorted(BUILT_IN))
+
+
+@every_policy
+@settings(max_examples=100, deadline=None)
+@given(jobs=jobs_of, policy_settings=settings_of, lag=st.integers(0, 3))
+def test_every_request_ends_within_every_limit(
+    name: str, jobs: Jobs, policy_settings: PolicySettings, lag: int
+) -> None:
+    play(rig(BUILT_IN[name], policy_settings, lag=lag), jobs)
+
+
+@every_policy
+@settings(max_examples=50, deadline=None)
+@given(
+    jobs=jobs_of,
+    policy_settings=settings_of,
+    sizes=st.lists(st.integers(CAPACITY_BLOCKS, 2 * CAPACITY_BLOCKS), min_size=1, max_size=6),
+    cancels=st.lists(st.integers(0, 24), max_size=8),
+)
+def test_resizes_and_cancels_wedge_nothing(
+    name: str, jobs: Jobs, policy_settings: PolicySettings, sizes: list[int], cancels: list[int]
+) -> None:
+    bench = rig(BUILT_IN[name], policy_settings)
+    for number, (prompt, length, limit, pause) in enumerate(jobs):
+        bench.arrive(f"r{number:02}", prompt, length, limit)
+        for _ in range(pause):
+            bench.turn()
+        bench.resize(sizes[number % len(sizes)])
+        if number in cancels and bench.unfinished:
+            bench.end(bench.unfinished[number % len(bench.unfinished)])
+    bench.finish()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    jobs=jobs_of,
+    policy_settings=settings_of,
+    names=st.lists(st.sampled_from(sorted(BUILT_IN)), min_size=2, max_size=6),
+)
+def test_a_policy_goes_on_with_what_another_one_left(
+    jobs: Jobs, policy_settings: PolicySettings, names: list[str]
+) -> None:
+    bench = rig(BUILT_IN[names[0]], policy_settings)
+    for number, (prompt, length, limit, pause) in enumerate(jobs):
+        bench.arrive(f"r{number:02}", prompt, length, limit)
+        for _ in range(pause):
+            bench.turn()
+        bench.swap(BUILT_IN[names[number % len(names)]])
+    bench.finish()
+
+
+@every_policy
+@settings(max_examples=30, deadline=None)
+@given(jobs=jobs_of)
+def test_equal_calls_make_equal_batches(name: str, jobs: Jobs) -> None:
+    first, second = rig(BUILT_IN[name]), rig(BUILT_IN[name])
+    play(first, jobs)
+    play(second, jobs)
+    assert first.batches == second.batches
+
+
+@every_policy
+def test_events_of_unknown_keys_are_ignored(name: str) -> None:
+    policy = BUILT_IN[name](WorkerShape(BLOCK_TOKENS, 8), PolicySettings())
+    policy.on_ended(("a", 0), 0.0)
+    policy.on_short(("a", 0), 1, 0.0)
+    assert policy.plan(0.0) is None
+    policy.check_integrity()

@@ -1,0 +1,67 @@
+"""Where tasks stand: each event moves one, and the books balance after it."""
+
+import pytest
+
+from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.progress import Entry, Projection, Stage
+
+KEY = ("a", 0)
+
+
+def books() -> Projection:
+    return Projection(WorkerShape(block_tokens=4, capacity_blocks=16), PolicySettings())
+
+
+def entry(projection: Projection) -> Entry:
+    projection.check_integrity()
+    return projection._entries[KEY]
+
+
+@pytest.mark.parametrize(
+    ("generated", "holding", "stage"),
+    [
+        (0, Holding(0, 0), Stage.WAITING),
+        (3, Holding(0, 0), Stage.WAITING),
+        (0, Holding(4, 1), Stage.PREFILLING),
+        (0, Holding(0, 2), Stage.PREFILLING),
+        (1, Holding(8, 2, decoding=True), Stage.DECODING),
+        (5, Holding(12, 3, decoding=True), Stage.COMPLETE),
+    ],
+)
+def test_what_a_sequence_holds_says_where_it_stands(generated: int, holding: Holding, stage: Stage) -> None:
+    projection = books()
+    projection.on_adopted(Task(KEY, 8, 5, 0.0, generated), holding, 0.0)
+    assert entry(projection).stage is stage
+    assert projection._used_blocks == holding.allocated_blocks
+
+
+def test_missing_tokens_of_a_complete_sequence_make_it_decode_again() -> None:
+    projection = books()
+    projection.on_adopted(Task(KEY, 8, 5, 0.0, 5), Holding(12, 3, decoding=True), 0.0)
+    projection.on_short(KEY, 2, 0.0)
+    assert (entry(projection).stage, entry(projection).missing_tokens) == (Stage.DECODING, 2)
+
+
+def test_an_end_gives_back_what_was_held() -> None:
+    projection = books()
+    projection.on_adopted(Task(KEY, 8, 5, 0.0, 1), Holding(8, 2, decoding=True), 0.0)
+    projection.on_ended(KEY, 0.0)
+    projection.on_ended(KEY, 0.0)
+    projection.check_integrity()
+    assert projection._used_blocks == 0
+
+
+def test_a_second_arrival_or_adoption_of_a_key_changes_nothing() -> None:
+    projection = books()
+    projection.on_arrival(Task(KEY, 8, 5, 0.0), 0.0)
+    projection.on_arrival(Task(KEY, 9, 5, 0.0), 0.0)
+    projection.on_adopted(Task(KEY, 8, 5, 0.0, 1), Holding(8, 2, decoding=True), 0.0)
+    assert (entry(projection).stage, entry(projection).task.prompt_tokens) == (Stage.WAITING, 8)
+
+
+def test_books_that_do_not_balance_are_found() -> None:
+    projection = books()
+    projection.on_adopted(Task(KEY, 8, 5, 0.0, 1), Holding(8, 2, decoding=True), 0.0)
+    projection._used_blocks -= 1
+    with pytest.raises(AssertionError):
+        projection.check_integrity()

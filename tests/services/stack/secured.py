@@ -1,0 +1,37 @@
+"""nats-server on the configuration that a stack generates."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from services.stack import nats_server, ports
+from services.stack.access import BusAccess
+from services.stack.certificates import certificate_for
+from services.stack.config import StackConfig
+from services.stack.probes import TcpProbe
+from services.stack.process import ChildProcess
+from services.stack.rundir import RunDirectory
+
+
+@asynccontextmanager
+async def secured_server(directory: Path, config: StackConfig | None = None) -> AsyncIterator[BusAccess]:
+    """Runs it, and tells how to get in."""
+    run, config = RunDirectory(directory), config or StackConfig()
+    run.create()
+    access = BusAccess.to_local(
+        ports.free_port(), run.credentials(), certificate_for(config, run.path / "tls")
+    )
+    path = run.path / "nats.conf"
+    nats_server.write_config(path, config, access, run.path / "nats")
+    log = run.path / "nats.log"
+    server = ChildProcess.start([nats_server.binary(), "-c", str(path)], os.environ, directory, log)
+    try:
+        async with asyncio.timeout(15.0):
+            while await TcpProbe(access.port).obstacle(0.0):
+                await asyncio.sleep(0.01)
+        yield access
+    finally:
+        server.kill()
+        await server.wait()

@@ -1,0 +1,115 @@
+"""The health check, against nats-server as the containers run it: their configuration, their command line."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.predictor.models import create
+from services.predictor.service import HANDLERS, Predictor
+from services.stack.compose import write_secrets
+from services.stack.healthcheck import PASSWORD_VARIABLE, answer, main
+from services.stack.nats_server import binary
+from services.stack.ports import is_free
+from shared.bus import Bus
+from shared.config import ServiceConfig, load
+from shared.errors import BusUnavailable, ConfigError, NoResponder
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def environment(folder: Path, service: str, port: int) -> dict[str, str]:
+    lines = (folder / f"{service}.env").read_text().splitlines()
+    return {**dict(line.split("=", 1) for line in lines), "KVASIR_BUS__URL": f"nats://127.0.0.1:{port}"}
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, free_port: int) -> Iterator[Path]:
+    """A folder of secrets and a server that runs with them, on `free_port`."""
+    folder = tmp_path / "secrets"
+    write_secrets(folder)
+    config = folder / "nats.conf"
+    config.write_text(config.read_text().replace("/data/nats", str(tmp_path / "store")))
+    command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["nats"]["command"]
+    here = {"nats-server": binary(), "/run/secrets/nats_conf": str(config), "4222": str(free_port)}
+    server = subprocess.Popen([here.get(word, word) for word in command], stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 20
+        while is_free(free_port):
+            assert server.poll() is None and time.monotonic() < deadline_s, "nats-server did not start"
+            time.sleep(0.02)
+        yield folder
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_who_answers_is_well(secrets: Path, free_port: int) -> None:
+    told = environment(secrets, "predictor", free_port)
+    assert await answer("nats", environment(secrets, "nats", free_port)) == "delivers; 0 scheduler heard"
+    with pytest.raises(NoResponder):
+        await answer("predictor-0", told)
+    config = load(ServiceConfig, "predictor", argv=(), environ=told)
+    bus = await Bus.connect(config.bus, service="predictor", instance="predictor-0")
+    await bus.attach(HANDLERS, Predictor(bus, create("constant")))
+    assert json.loads(await answer("predictor-0", told))["model"] == "constant"
+    with pytest.raises(NoResponder, match="predictor-1 does not answer"):
+        await answer("predictor-1", told)
+    await bus.close()
+
+
+async def test_a_wrong_password_is_not_well(secrets: Path, free_port: int) -> None:
+    told = environment(secrets, "worker", free_port)
+    with pytest.raises(BusUnavailable):
+        await answer("nats", {**told, PASSWORD_VARIABLE: "guessed"})
+
+
+async def test_the_gateway_is_asked_whether_it_is_ready(free_port: int) -> None:
+    reply = b'HTTP/1.1 503 Service Unavailable\r\n\r\n{"error": {"message": "no worker"}}'
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    told = {"KVASIR_GATEWAY__PORT": str(free_port)}
+    with pytest.raises(NoResponder, match="no answer on port"):
+        await answer("gateway-0", told)
+    async with await asyncio.start_server(serve, "127.0.0.1", free_port):
+        with pytest.raises(NoResponder, match="no worker"):
+            await answer("gateway-0", told)
+        reply = b"HTTP/1.1 200 OK\r\n\r\n{}"
+        assert await answer("gateway-0", told) == "ready"
+
+
+@pytest.mark.parametrize("name", ["worker", "postgres-0", ""])
+async def test_no_such_name(name: str) -> None:
+    with pytest.raises(ConfigError):
+        await answer(name, {PASSWORD_VARIABLE: "p"})
+
+
+def test_exit_codes(free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway-0"], {"KVASIR_GATEWAY__PORT": str(free_port)}) == 1
+    assert "no answer" in capsys.readouterr().out
+    assert main(["nats"], {}) == 2
+    assert PASSWORD_VARIABLE in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_it_runs_as_the_containers_run_it(secrets: Path, free_port: int) -> None:
+    check = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["nats"]["healthcheck"]
+    done = subprocess.run(
+        [sys.executable, *check["test"][2:]],
+        cwd=ROOT,
+        env=environment(secrets, "nats", free_port),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,242 @@
+"""The permission table, subject by subject, against nats-server on the generated configuration."""
+
+import asyncio
+import importlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import nats
+import pytest
+import pytest_asyncio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from prometheus_client import CollectorRegistry
+
+from services.stack.access import BusAccess
+from shared import subjects
+from shared.bus import Bus, Endpoint, Gatherable, Listener
+from shared.bus.handlers import Handler, subject_for
+from shared.errors import NoResponder, PermissionRefused
+from shared.messages.base import Empty
+from shared.subjects import OPERATOR, PERMISSIONS
+from tests.services.stack.secured import secured_server
+
+USERS = tuple(PERMISSIONS)
+PROMPTLY_S = 1.0
+UNIVERSE = sorted(
+    {
+        pattern.replace("*", "x-0").replace(">", "a.b")
+        for permissions in PERMISSIONS.values()
+        for pattern in (*permissions.publish, *permissions.subscribe)
+    }
+    | {
+        "kvasir.v1.evt.nobody.knows",
+        "_INBOX.anybody.1",
+        "$JS.API.STREAM.LIST",
+        "$JS.API.STREAM.DELETE.KV_kvasir_leases",
+        "$JS.API.CONSUMER.CREATE.KV_kvasir_leases",
+        "$KV.other.scheduler",
+        "$SYS.REQ.SERVER.PING",
+    }
+)
+WIDE = (">", "kvasir.>", "kvasir.v1.*.*.*", "_INBOX.>", "$KV.>")
+ConnectUser = Callable[[str], Awaitable[Bus]]
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Whether NATS would let a permission for `pattern` stand for `subject`."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        return given[: len(wanted) - 1] == wanted[:-1] and len(given) >= len(wanted)
+    return len(wanted) == len(given) and all(w in ("*", g) for w, g in zip(wanted, given, strict=True))
+
+
+def allowed(patterns: tuple[str, ...], subject: str) -> bool:
+    return any(covers(pattern, subject) for pattern in patterns)
+
+
+class Ear:
+    """Hears."""
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+
+    def hear(self, message: Empty) -> None:
+        self.heard.set()
+
+
+@pytest_asyncio.fixture
+async def access(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BusAccess]:
+    async with secured_server(tmp_path_factory.mktemp("secured")) as found:
+        yield found
+
+
+@pytest_asyncio.fixture
+async def connect(access: BusAccess) -> AsyncIterator[ConnectUser]:
+    opened: list[Bus] = []
+
+    async def connect_user(user: str) -> Bus:
+        config = access.config(user, connect_timeout_s=15.0, drain_timeout_s=0.5)
+        registry = CollectorRegistry()
+        opened.append(await Bus.connect(config, service=user, instance=f"{user}-9", registry=registry))
+        return opened[-1]
+
+    yield connect_user
+    for bus in opened:
+        await bus.close()
+
+
+async def outcome(attempt: Awaitable[object]) -> bool:
+    """Whether it was let through; a refusal must come promptly."""
+    started_s = time.monotonic()
+    try:
+        await attempt
+    except PermissionRefused:
+        return False
+    finally:
+        assert time.monotonic() - started_s < PROMPTLY_S
+    return True
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_publishing_is_as_in_the_table(connect: ConnectUser, user: str) -> None:
+    bus = await connect(user)
+    let_through = [s for s in UNIVERSE if await outcome(bus.publish(s, Empty()))]
+    assert let_through == [s for s in UNIVERSE if allowed(PERMISSIONS[user].publish, s)]
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_subscribing_is_as_in_the_table(connect: ConnectUser, user: str) -> None:
+    bus = await connect(user)
+
+    async def subscribe(subject: str) -> None:
+        await bus.attach([Listener(subject, Empty, "hear")], Ear())
+
+    tried = [*UNIVERSE, *(pattern for pattern in WIDE if pattern not in UNIVERSE)]
+    let_through = [s for s in tried if await outcome(subscribe(s))]
+    assert let_through == [s for s in tried if allowed(PERMISSIONS[user].subscribe, s)]
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_questions_are_refused_like_events(connect: ConnectUser, user: str) -> None:
+    bus = await connect(user)
+    for subject in (s for s in UNIVERSE if s.startswith("kvasir.")):
+        started_s = time.monotonic()
+        expected = NoResponder if allowed(PERMISSIONS[user].publish, subject) else PermissionRefused
+        with pytest.raises(expected):
+            await bus.request(subject, Empty(), Empty, deadline_s=20.0)
+        assert time.monotonic() - started_s < PROMPTLY_S
+        if expected is PermissionRefused:
+            with pytest.raises(PermissionRefused):
+                await bus.gather(subject, Empty(), Empty, deadline_s=20.0)
+
+
+async def test_what_is_sent_arrives_at_all_who_may_hear_it(connect: ConnectUser) -> None:
+    buses = {user: await connect(user) for user in USERS}
+    for subject in (s for s in UNIVERSE if s.startswith("kvasir.")):
+        hearers = [user for user in USERS if allowed(PERMISSIONS[user].subscribe, subject)]
+        ears = [Ear() for _ in hearers]
+        listener = Listener(subject, Empty, "hear")
+        for hearer, ear in zip(hearers, ears, strict=True):
+            await buses[hearer].attach([listener], ear)
+        for sender in (user for user in USERS if allowed(PERMISSIONS[user].publish, subject)):
+            await buses[sender].publish(subject, Empty())
+            async with asyncio.timeout(5):
+                for ear in ears:
+                    await ear.heard.wait()
+                    ear.heard.clear()
+
+
+@pytest.mark.parametrize("user", USERS)
+async def test_the_lease_is_the_schedulers(connect: ConnectUser, user: str) -> None:
+    bus = await connect(user)
+    if user != "scheduler":
+        assert not await outcome(bus.acquire_lease("scheduler", ttl_s=1.0))
+        return
+    async with asyncio.timeout(10):
+        lease = await bus.acquire_lease("scheduler", ttl_s=1.0)
+        await lease.renew()
+        await lease.release()
+        assert (await bus.acquire_lease("scheduler", ttl_s=1.0)).epoch > lease.epoch
+    assert not await outcome(bus.acquire_lease("gateway", ttl_s=1.0))
+
+
+async def raw(access: BusAccess, user: str, errors: list[str]) -> Client:
+    """A client without the bus around it, as an intruder with that user's password would use."""
+
+    async def note(error: Exception) -> None:
+        errors.append(str(error))
+
+    return await nats.connect(
+        access.url, user=user, password=access.credentials.nats_passwords[user], error_cb=note
+    )
+
+
+async def test_the_asked_may_answer_once_and_nobody_else_at_all(access: BusAccess) -> None:
+    errors: list[str] = []
+    gateway, scheduler, worker = [
+        await raw(access, user, errors) for user in ("gateway", "scheduler", "worker")
+    ]
+    answers: list[bytes] = []
+    asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def on_answer(msg: Msg) -> None:
+        answers.append(msg.data)
+
+    async def on_question(msg: Msg) -> None:
+        asked.set_result(msg.reply)
+
+    inbox = f"{subjects.inbox_prefix('gateway')}.7.1"
+    await gateway.subscribe(inbox, cb=on_answer)
+    await gateway.flush()
+    await scheduler.subscribe(subjects.SCHEDULER_SUBMIT, cb=on_question)
+    await scheduler.flush()
+    await gateway.publish(subjects.SCHEDULER_SUBMIT, b"?", reply=inbox)
+    async with asyncio.timeout(5):
+        reply = await asked
+    for client, answer in ((worker, b"forged"), (scheduler, b"true"), (scheduler, b"again")):
+        await client.publish(reply, answer)
+        await client.flush()
+    await gateway.flush()
+    assert answers == [b"true"]
+    assert len(errors) == 2
+    for client in (gateway, scheduler, worker):
+        await client.close()
+
+
+async def test_the_operator_finds_services_with_micro_discovery(
+    access: BusAccess, connect: ConnectUser
+) -> None:
+    class Desk:
+        async def status(self, _: Empty) -> Empty:
+            return Empty()
+
+    for service in subjects.SERVICES:
+        bus = await connect(service)
+        await bus.attach([Gatherable(subjects.status(service), Empty, "status")], Desk())
+    errors: list[str] = []
+    operator, found = await raw(access, OPERATOR, errors), set[str]()
+
+    async def on_pong(msg: Msg) -> None:
+        found.update(s for s in subjects.SERVICES if f'"{subjects.micro_name(s)}"'.encode() in msg.data)
+
+    inbox = f"{subjects.inbox_prefix(OPERATOR)}.1"
+    await operator.subscribe(inbox, cb=on_pong)
+    await operator.publish("$SRV.PING", b"", reply=inbox)
+    async with asyncio.timeout(5):
+        while found != set(subjects.SERVICES):
+            await asyncio.sleep(0.01)
+    assert errors == []
+    await operator.close()
+
+
+@pytest.mark.parametrize("service", subjects.SERVICES)
+def test_handlers_are_within_the_table(service: str) -> None:
+    modules = [f"services.{service}.service"] + (
+        ["services.scheduler.term"] if service == "scheduler" else []
+    )
+    tables: list[Handler] = [h for name in modules for h in importlib.import_module(name).HANDLERS]
+    for handler in tables:
+        assert isinstance(handler, Endpoint | Gatherable | Listener)
+        subject = subject_for(handler.subject, f"{service}-0")
+        assert allowed(PERMISSIONS[service].subscribe, subject), subject

@@ -1,0 +1,28 @@
+"""The stack on an encrypted bus: everything works within its permissions, and nobody asked for more."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.stack.client import Question
+from tests.stack.prompts import mixed
+from tests.stack.running import running_stack
+
+pytestmark = pytest.mark.stack
+
+
+def test_an_encrypted_stack_answers_through_a_restart_and_nothing_is_refused(tmp_path: Path) -> None:
+    questions = [Question(prompt, {"max_tokens": 40}) for prompt in mixed(4, longest_words=20, seed=3)]
+    with running_stack(tmp_path / "run", workers=1, flags=("--tls",)) as stack:
+        assert stack.status()["stack"]["nats_url"].startswith("tls://")
+        for name in ("scheduler-0", "nats"):
+            stack.signal(name, signal.SIGKILL)
+            answers = asyncio.run(stack.client().ask_all(questions))
+            assert all(answer.complete for answer in answers), [answer.errors for answer in answers]
+            stack.until_restarted(name, restarts=1)
+        logs = "".join(path.read_text() for path in (stack.run_dir / "logs").glob("*.log"))
+        assert "may not use a subject" not in logs
+        assert "permission_refused" not in logs
+        assert "Violation" not in logs
