@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay, ready_text
+from services.stack.display import StartDisplay, ready_text, say
 from services.stack.leftovers import end_leftovers
 from services.stack.obstructions import choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
@@ -148,7 +148,7 @@ class _Stack:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # its terminal may be gone; its children are to end all the same
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+            say(self._console, text)
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase
