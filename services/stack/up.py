@@ -107,9 +107,9 @@ class _Stack:
             await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
-        self._set_phase("ready")
         key = self._run.credentials().api_key
         self._say(ready_text(self._url, key, self._model, self._ready_s))
+        self._set_phase("ready")  # only now: `up --detach` shows what was said until then
         trimming = asyncio.create_task(self._trim_logs())
         try:
             await self._supervisor.until_broken()
