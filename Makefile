@@ -9,7 +9,7 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 up: .venv/.runtime ## set up, start the stack in the background, print its URL, key and a curl line
-	@$(BIN)/python -m services up --detach $(ARGS)
+	@$(BIN)/python -m services up --detach --if-needed $(ARGS)
 
 down: .venv/.runtime ## end the stack
 	@$(BIN)/python -m services down

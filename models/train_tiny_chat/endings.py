@@ -3,8 +3,8 @@
 A small model decoded greedily falls into loops that no text ever showed it. So it answers training prompts
 itself; an answer that repeats itself is cut at the end of the sentence that came a second time, and the model
 is trained to write the end token there, next to ordinary chats that keep everything else in place. The idea
-is DAgger's (Ross et al., 2011): labels for states that the model itself visits. Cutting before the first
-repetition was tried and is worse: nothing tells such a place from any other, and all answers became short.
+is DAgger's (Ross et al., 2011): labels for states that the model itself visits. Its price is that
+open answers and continuations become short; the model card has the numbers and a control.
 
 `python -m models.train_tiny_chat.endings --checkpoint /tmp/tiny_chat.pt --out models/tiny_chat`
 """

@@ -28,5 +28,5 @@ class KeyRing:
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
-            raise Unauthorized("incorrect API key")
+            raise Unauthorized("Incorrect API key provided.")
         return digest[:8]

@@ -63,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
     up = commands.add_parser("up", parents=[common], help="start everything; Ctrl-C ends it")
     up.add_argument("--detach", action="store_true", help="return when it is ready and leave it running")
+    up.add_argument(
+        "--if-needed", action="store_true", help="with --detach: one that is ready already will do"
+    )
     up.add_argument("--config", type=Path, help="YAML file [deploy/local.yaml, if there is one]")
     for name in _STACK_FLAGS:
         description = StackConfig.model_fields[name].description
@@ -112,9 +115,8 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
         make_table=program.make_table,
     )
     if arguments.detach:
-        return up_detached(
-            options.run, program.module, [word for word in arguments.words if word != "--detach"], console
-        )
+        words = [word for word in arguments.words if word not in ("--detach", "--if-needed")]
+        return up_detached(options.run, program.module, words, console, if_needed=arguments.if_needed)
     return asyncio.run(up(options, console))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from services.stack.display import ready_text, say
 from services.stack.obstructions import running_already
 from services.stack.rundir import RunDirectory
 from services.stack.table import ROOT
@@ -17,11 +18,17 @@ _POLL_S = 0.05
 _STOP_WAIT_S = 60.0
 
 
-def up_detached(run: RunDirectory, module: str, argv: Sequence[str], console: Console) -> int:
-    """Runs `python -m <module> <argv>` in the background; 0 when it is ready, else its exit code. Raises
-    Obstructed."""
+def up_detached(
+    run: RunDirectory, module: str, argv: Sequence[str], console: Console, *, if_needed: bool = False
+) -> int:
+    """Runs `python -m <module> <argv>` in the background; 0 when it is ready, else its exit code.
+
+    With `if_needed` a stack that is ready in this run directory is good enough. Raises Obstructed.
+    """
     run.create()
     if run.holder() is not None:
+        if if_needed and _show_running(run, console):
+            return 0
         raise running_already(run)
     log_path = run.path / "supervisor.log"
     with log_path.open("wb") as log:
@@ -40,16 +47,22 @@ def up_detached(run: RunDirectory, module: str, argv: Sequence[str], console: Co
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=_STOP_WAIT_S)
         raise
-    console.print(log_path.read_text().rstrip(), soft_wrap=True, highlight=False, markup=False)
+    say(console, log_path.read_text().rstrip())
     if not ready:
         return process.returncode or 1
-    console.print(
-        f"running in the background (pid {process.pid}); `python -m {module} down` ends it",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    say(console, f"running in the background (pid {process.pid}); `python -m {module} down` ends it")
     return 0
+
+
+def _show_running(run: RunDirectory, console: Console) -> bool:
+    """False when what runs is not ready."""
+    state = run.read_state()
+    if state.get("pid") != run.holder() or state.get("phase") != "ready":
+        return False
+    text = ready_text(state["url"], run.credentials().api_key, state["model"], state["ready_s"])
+    age_s = time.time() - state["started_unix_s"]
+    say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; was {text}")
+    return True
 
 
 def _await_ready(run: RunDirectory, process: subprocess.Popen[bytes]) -> bool:

@@ -81,6 +81,11 @@ def curl_line(url: str, key: str, model: str) -> str:
     )
 
 
+def say(console: Console, text: str) -> None:
+    """Print `text` as it is: no wrapping, no colours, no markup."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def ready_text(url: str, key: str, model: str, ready_s: float) -> str:
     """What a person needs next."""
     return f"""\

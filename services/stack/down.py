@@ -7,6 +7,7 @@ import time
 
 from rich.console import Console
 
+from services.stack.display import say
 from services.stack.leftovers import end_leftovers, is_alive
 from services.stack.rundir import RunDirectory
 
@@ -23,7 +24,7 @@ def down(run: RunDirectory, console: Console) -> int:
     if pid is None:
         left = end_leftovers(run.read_state())
         what = f"; ended {left} processes that it had left behind" if left else ""
-        _say(console, f"nothing runs from {run.path}{what}")
+        say(console, f"nothing runs from {run.path}{what}")
         return 0
     _signal(pid, signal.SIGTERM)
     how = "stopped"
@@ -31,21 +32,17 @@ def down(run: RunDirectory, console: Console) -> int:
         how = "killed"
         _signal(pid, signal.SIGKILL)
         if not _gone(run, pid, _KILL_WAIT_S):
-            _say(console, f"the supervisor (pid {pid}) of {run.path} could not be ended")
+            say(console, f"the supervisor (pid {pid}) of {run.path} could not be ended")
             return 1
     left = end_leftovers(run.read_state())
     count = len(run.read_state().get("children", []))
     extra = f", {left} of them left behind and killed" if left else ""
-    _say(
+    say(
         console,
         f"{how} the stack of {run.path} (pid {pid}): {count} processes{extra}, "
         f"in {time.monotonic() - began_s:.1f} s",
     )
     return 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.stack.access import BusAccess
+from services.stack.display import say
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
@@ -44,7 +45,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
     if as_json:
         services = [msgspec.to_builtins(answer) for answer in answers]
         whole = {"running": True, "stack": state, "services": services, "problem": problem}
-        console.print(json.dumps(whole, indent=1), soft_wrap=True, highlight=False, markup=False)
+        say(console, json.dumps(whole, indent=1))
     else:
         _show(console, state, answers)
         if problem:

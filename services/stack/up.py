@@ -17,7 +17,7 @@ from rich.console import Console
 from services.stack.access import BusAccess
 from services.stack.certificates import certificate_for
 from services.stack.config import StackConfig
-from services.stack.display import StartDisplay, ready_text
+from services.stack.display import StartDisplay, ready_text, say
 from services.stack.leftovers import end_leftovers
 from services.stack.obstructions import choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
@@ -106,9 +106,9 @@ class _Stack:
             await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
-        self._set_phase("ready")
         key = self._run.credentials().api_key
         self._say(ready_text(self._url, key, self._model, self._ready_s))
+        self._set_phase("ready")  # only now: `up --detach` shows what was said until then
         trimming = asyncio.create_task(self._trim_logs())
         try:
             await self._supervisor.until_broken()
@@ -147,7 +147,7 @@ class _Stack:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # its terminal may be gone; its children are to end all the same
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+            say(self._console, text)
 
     def _set_phase(self, phase: str) -> None:
         self._phase = phase

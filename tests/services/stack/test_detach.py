@@ -21,6 +21,9 @@ def test_detached_life(tmp_path: Path, free_port: int) -> None:
         second = command(*up)
         assert second.returncode == 3
         assert f"a stack runs already from {tmp_path}: pid {supervisor}" in second.stderr
+        needed = command(*up, "--if-needed")
+        assert needed.returncode == 0 and "runs already" in needed.stdout and "curl -N" in needed.stdout
+        assert state_of(tmp_path)["pid"] == supervisor
         other = command(
             "up", "--run-dir", str(tmp_path / "other"), "--port", str(free_port), "--nats-port", "0"
         )
