@@ -1,5 +1,6 @@
 """Fixtures for every test: a real nats-server, and buses on it that are closed afterwards."""
 
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from prometheus_client import CollectorRegistry
 from shared.bus import Bus
 from shared.config import BusConfig
 from tests.nats_server import NatsServer
+
+# A shell that starts the tests in the background makes them ignore these, and children inherit what is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ConnectBus = Callable[..., Awaitable[Bus]]
 """`await connect_bus("worker", "worker-0")`; keywords override fields of `BusConfig`."""

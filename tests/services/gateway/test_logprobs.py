@@ -132,7 +132,7 @@ async def test_a_resumed_answer_keeps_those_it_had(stack: Stack) -> None:
     await stack.scheduler.lose(first)
     assert (await request).json()["choices"][0] == undisturbed
     last = stack.scheduler.submits[-1]
-    assert last.ref.attempt == 2 and last.generated_tokens >= 5
+    assert last.ref.attempt == 2 and last.generated_tokens > 0
     assert last.sampling.top_logprobs == 2
 
 
