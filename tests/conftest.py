@@ -13,7 +13,7 @@ from shared.bus import Bus
 from shared.config import BusConfig
 from tests.nats_server import NatsServer
 
-# A shell that starts the tests in the background makes them ignore these, and children inherit what is ignored.
+# A shell that starts the tests in the background makes them ignore these, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
