@@ -32,12 +32,16 @@ def passage(words: int, rng: random.Random) -> str:
     return " ".join(sentences)
 
 
-def mixed(count: int, *, longest_words: int, seed: int = 0) -> list[str]:
+STORIES = tuple(f"Tell me a long story about {whom}." for whom in ("a journey", "a king", "Lucy", "a dog"))
+"""Answered with some 250 tokens."""
+
+
+def mixed(count: int, *, longest_words: int, seed: int = 0, asked: tuple[str, ...] = ASKED) -> list[str]:
     """`count` prompts: a third bare questions, the rest behind a passage of a log-spread length."""
     rng = random.Random(seed)
     prompts = []
     for index in range(count):
-        question = ASKED[index % len(ASKED)]
+        question = asked[index % len(asked)]
         words = 0 if index % 3 == 0 else int(20 * (longest_words / 20) ** (index / count))
         prompts.append(f"{passage(words, rng)}\n\n{question}" if words else question)
     return prompts

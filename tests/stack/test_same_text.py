@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from tests.stack.client import Question
-from tests.stack.prompts import mixed
+from tests.stack.prompts import ASKED, STORIES, mixed
 from tests.stack.reference import Reference, ReferenceModel
 from tests.stack.running import TINY_CHAT, running_stack
 
 pytestmark = pytest.mark.stack
-PROMPTS = mixed(50, longest_words=1000)
-MAX_TOKENS = 96
-TIGHT = "worker.kv_blocks=128"
-"""2,048 tokens a worker: one longest prompt, or a handful of middling ones."""
+PROMPTS = mixed(50, longest_words=600, asked=(*ASKED, *STORIES, *STORIES))
+MAX_TOKENS = 128
+TIGHT = "worker.kv_blocks=56"
+"""896 tokens a worker: the longest prompt and its answer just fit, alone."""
 
 
 @pytest.fixture(scope="module")
