@@ -6,7 +6,7 @@ is trained to write the end token there, next to ordinary chats that keep everyt
 is DAgger's (Ross et al., 2011): labels for states that the model itself visits. Its price is that
 open answers and continuations become short; the model card has the numbers and a control.
 
-`python -m models.train_tiny_chat.endings --checkpoint /tmp/tiny_chat.pt --out models/tiny_chat`
+`python -m models.train_tiny_chat.endings --checkpoint runs/tiny_chat/tiny_chat.pt --out models/tiny_chat`
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the trained network as a Hugging Face folder: config.json, generation_config.json,
 model.safetensors.
 
-`python -m models.train_tiny_chat.export --checkpoint /tmp/tiny_chat.pt` exports a checkpoint of a running
+`python -m models.train_tiny_chat.export --checkpoint runs/tiny_chat/tiny_chat.pt` exports a checkpoint of a running
 training.
 """
 

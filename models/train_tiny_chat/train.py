@@ -173,7 +173,7 @@ def main() -> None:
         "--minutes", type=float, default=75.0, help="training time, without building the corpus"
     )
     parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
-    parser.add_argument("--checkpoints", type=Path, default=Path("/tmp"), help="folder for tiny_chat.pt")
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/tiny_chat"), help="folder for tiny_chat.pt")
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint and its tokenizer"
     )
@@ -183,6 +183,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     train, held = build_corpus(data_folder(), args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
+    args.checkpoints.mkdir(parents=True, exist_ok=True)
     if args.resume:
         tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     else:
