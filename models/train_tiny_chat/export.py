@@ -1,8 +1,8 @@
 """Writes the trained network as a Hugging Face folder: config.json, generation_config.json,
 model.safetensors.
 
-`python -m models.train_tiny_chat.export --checkpoint runs/tiny_chat/tiny_chat.pt` exports a checkpoint of a running
-training.
+`python -m models.train_tiny_chat.export --checkpoint runs/tiny_chat/tiny_chat.pt` exports a checkpoint of
+a running training.
 """
 
 from __future__ import annotations

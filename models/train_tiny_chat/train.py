@@ -173,7 +173,9 @@ def main() -> None:
         "--minutes", type=float, default=75.0, help="training time, without building the corpus"
     )
     parser.add_argument("--out", type=Path, default=Path("models/tiny_chat"))
-    parser.add_argument("--checkpoints", type=Path, default=Path("runs/tiny_chat"), help="folder for tiny_chat.pt")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("runs/tiny_chat"), help="folder for tiny_chat.pt"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint and its tokenizer"
     )
