@@ -123,3 +123,10 @@ def check_is_frozen(message: msgspec.Struct) -> None:
     for name in message.__struct_fields__:
         with pytest.raises(AttributeError):
             setattr(message, name, getattr(message, name))
+
+
+def check_contract(message: msgspec.Struct) -> None:
+    """All that holds for any message."""
+    check_round_trip(message)
+    check_evolution(message)
+    check_is_frozen(message)

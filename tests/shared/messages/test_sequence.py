@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from shared.messages import sequence
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens, unpack_tokens
 from tests.shared.messages.contract import (
-    check_evolution,
-    check_is_frozen,
-    check_round_trip,
+    check_contract,
     message_types,
     values_of,
 )
@@ -21,9 +19,7 @@ from tests.shared.messages.contract import (
 @given(data=st.data())
 def test_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> None:
     message = data.draw(values_of(message_type))
-    check_round_trip(message)
-    check_evolution(message)
-    check_is_frozen(message)
+    check_contract(message)
 
 
 REF = SequenceRef(request_id="req_1", choice=2, attempt=3)

@@ -10,9 +10,7 @@ from shared.messages import tokens
 from shared.messages.base import decode, encode
 from shared.messages.sequence import FinishReason
 from tests.shared.messages.contract import (
-    check_evolution,
-    check_is_frozen,
-    check_round_trip,
+    check_contract,
     message_types,
     values_of,
 )
@@ -23,9 +21,7 @@ from tests.shared.messages.contract import (
 @given(data=st.data())
 def test_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> None:
     message = data.draw(values_of(message_type))
-    check_round_trip(message)
-    check_evolution(message)
-    check_is_frozen(message)
+    check_contract(message)
 
 
 def test_the_bytes_of_a_frame_are_arrays_in_this_order() -> None:
