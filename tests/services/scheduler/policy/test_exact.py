@@ -44,8 +44,14 @@ def test_with_true_lengths_nothing_grows_and_nothing_is_preempted(
             assert item.allocated_blocks == held.setdefault(item.key, -(-tokens // BLOCK_TOKENS))
 
     bench.on_batch = check
+    lengths = [min(length, 50) for (_, length, _, _), _ in guesses]
+    jobs = [(prompt, pause) for (prompt, _, _, pause), _ in guesses]
     play_foreseen(
-        bench, [((prompt, length, length, pause), length) for (prompt, length, _, pause), _ in guesses]
+        bench,
+        [
+            ((prompt, length, length, pause), length)
+            for (prompt, pause), length in zip(jobs, lengths, strict=True)
+        ],
     )
 
 
