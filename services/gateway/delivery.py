@@ -21,6 +21,7 @@ from services.gateway.deadline import Deadline
 from services.gateway.desk import Desk
 from services.gateway.events import EventStream
 from services.gateway.exchange import Exchange, admitted
+from services.gateway.lane import LANE
 from services.gateway.logprobs import chat_logprobs, text_logprobs
 from services.gateway.record import RequestRecord
 from services.gateway.replies import DONE, FinishedChoice, Letterhead, Usage, error_event
@@ -51,6 +52,7 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
+        lane = scope.get(LANE)
         exchange = self._desk.open(self._job, self._record.request_id, self._deadline)
         answers = self._desk.answers(exchange, self._job)
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
@@ -60,12 +62,13 @@ class Delivery(Response):
         try:
             await admitted(exchange, self._config.admit_timeout_s)
             if self._job.stream:
-                await self._stream(exchange, answers, send)
+                await self._stream(exchange, answers, EventStream(send, self._config.sse_keep_alive_s, lane))
             else:
                 await self._whole(exchange, answers, send)
         except ClientGone:
             self._record.is_gone = True
         finally:
+            exchange.on_news = None
             watcher.cancel()
             if timer is not None:
                 timer.cancel()
@@ -91,9 +94,9 @@ class Delivery(Response):
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, exchange: Exchange, answers: list[Answer], send: Send) -> None:
-        out = EventStream(send, self._config.sse_keep_alive_s)
+    async def _stream(self, exchange: Exchange, answers: list[Answer], out: EventStream) -> None:
         begun: set[int] = set()
+        exchange.on_news = lambda: self._push(exchange, answers, out, begun)
         try:
             while True:
                 if events := self._events(exchange, answers, begun):
@@ -111,6 +114,16 @@ class Delivery(Response):
             self._record.error = error
             tail = error_event(error)
         await out.write(tail, is_last=True)
+
+    def _push(self, exchange: Exchange, answers: list[Answer], out: EventStream, begun: set[int]) -> bool:
+        """Write what has just arrived without waking a task for it; False when there is more to it than
+        that.
+        """
+        if not out.can_push or not all(answer.stream.is_open for answer in answers):
+            return False
+        if events := self._events(exchange, answers, begun):
+            out.push(events)
+        return all(answer.finish_reason is None for answer in answers)
 
     def _events(self, exchange: Exchange, answers: list[Answer], begun: set[int]) -> bytes:
         events: list[bytes] = []

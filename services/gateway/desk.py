@@ -215,7 +215,7 @@ class Desk:
         if not sequence.stream.is_open and self._open.pop(sequence.stream.key, None) is not None:
             self._retire(sequence)
         if sequence.has_news():
-            sequence.exchange.changed.set()
+            sequence.exchange.notify()
 
     def _on_listed(self, listed: SequenceReport, worker: WorkerStart, now_s: float) -> None:
         sequence = self._open.get(listed.ref.key)

@@ -8,6 +8,8 @@ import asyncio
 from starlette.types import Send
 
 from services.gateway.exchange import Exchange
+from services.gateway.lane import Lane
+from shared.errors import InternalError
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: parsers skip it, proxies and clients see that the connection lives."""
@@ -21,8 +23,10 @@ HEADERS = [
 class EventStream:
     """Begins with the first thing written, or when nothing was for `keep_alive_s`."""
 
-    def __init__(self, send: Send, keep_alive_s: float) -> None:
+    def __init__(self, send: Send, keep_alive_s: float, lane: Lane | None = None) -> None:
         self._send = send
+        self._lane = lane
+        self._is_writing = False
         self._keep_alive_s = keep_alive_s
         self._loop = asyncio.get_running_loop()
         self._wrote_s = self._loop.time()
@@ -37,8 +41,25 @@ class EventStream:
 
     async def write(self, events: bytes, *, is_last: bool = False) -> None:
         """Send events, after the headers."""
-        await self.begin()
-        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        self._is_writing = True
+        try:
+            await self.begin()
+            await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        finally:
+            self._is_writing = False
+        self._wrote_s = self._loop.time()
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` may be called: the headers are out, and the client keeps up."""
+        lane = self._lane
+        return lane is not None and self.has_begun and not self._is_writing and lane.is_open
+
+    def push(self, events: bytes) -> None:
+        """Send events without waiting."""
+        if self._lane is None:
+            raise InternalError("there is no way to push events")
+        self._lane.write(events)
         self._wrote_s = self._loop.time()
 
     async def wait(self, exchange: Exchange) -> None:
@@ -51,4 +72,5 @@ class EventStream:
                 async with asyncio.timeout_at(self._wrote_s + self._keep_alive_s):
                     return await exchange.wait()
             except TimeoutError:
-                await self.write(KEEP_ALIVE)
+                if self._loop.time() >= self._wrote_s + self._keep_alive_s:
+                    await self.write(KEEP_ALIVE)

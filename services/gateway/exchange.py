@@ -1,14 +1,18 @@
 """One HTTP request's sequences in progress, and the event that wakes whoever writes its answer."""
 
 import asyncio
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 
 from services.gateway.body import ClientGone
 from services.gateway.deadline import Deadline
 from services.gateway.streams import Phase, Stream
+from shared import log
 from shared.errors import InternalError, KvasirError, NoResponder
 from shared.messages.sequence import Sampling, SequenceSpec, pack_tokens
+
+_logger = log.get_logger("gateway.exchange")
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +63,18 @@ class Exchange:
     deadline: Deadline = field(default_factory=Deadline)
     failure: KvasirError | None = None
     """Of the request as a whole."""
+    on_news: Callable[[], bool] | None = None
+    """Called at once when a sequence has news; True when nobody needs to be woken for it."""
+
+    def notify(self) -> None:
+        """A sequence has news. Never raises: what `on_news` raises is the failure of this request alone."""
+        try:
+            if self.on_news is not None and self.on_news():
+                return
+        except Exception as error:
+            _logger.exception("an answer could not be written")
+            self.failure = InternalError(f"{type(error).__name__}: {error}")
+        self.changed.set()
 
     def leave(self) -> None:
         """The client is gone."""

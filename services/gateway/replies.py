@@ -4,7 +4,7 @@ Optional fields are left out; required ones may be null. Knows texts and counts;
 how an answer came about.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -52,6 +52,8 @@ class Letterhead:
     id: str
     created: int
     model: str
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
+    """What stands before and after the text of a piece, by choice: most events differ in nothing else."""
 
     def role_event(self, index: int) -> bytes:
         """The first delta of a chat choice; a text choice has none."""
@@ -63,12 +65,25 @@ class Letterhead:
         self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None
     ) -> bytes:
         """A piece of one choice; the last one carries the reason."""
+        if text and finish_reason is None and logprobs is None:
+            before, after = self._frames.get(index) or self._frame(index)
+            return before + orjson.dumps(text) + after
         if self.kind == "text":
             return self._event(
                 [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
             )
         choice = _chat_delta(index, {"content": text} if text else {}, finish_reason)
         return self._event([choice if logprobs is None else {**choice, "logprobs": logprobs}])
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """An event around an empty text: nothing after that is an empty string, too."""
+        if self.kind == "text":
+            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        else:
+            choice = _chat_delta(index, {"content": ""}, None)
+        before, after = self._event([choice]).rsplit(b'""', 1)
+        self._frames[index] = before, after
+        return before, after
 
     def usage_event(self, usage: Usage) -> bytes:
         """What `stream_options.include_usage` asks for, after all choices."""

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import HttpError, body_of
+from services.gateway.lane import LANE, Lane
 from shared.errors import ConfigError
 
 BACKLOG = 2048
@@ -70,6 +71,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_message = True
         self._headers_arrived()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[LANE] = Lane(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         self._in_message = False

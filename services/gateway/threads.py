@@ -11,6 +11,8 @@ from typing import TypeVar
 from shared.errors import Overloaded
 
 T = TypeVar("T")
+AT_ONCE = 2048
+_LARGE = AT_ONCE + 1
 
 
 class TokenizerThreads:
@@ -21,8 +23,14 @@ class TokenizerThreads:
         self._max_waiting = max_waiting
         self._waiting = 0
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. Raises Overloaded when too many wait, or what `work` raises."""
+    async def run(self, work: Callable[[], T], size: int = _LARGE) -> T:
+        """The result of `work`. Raises Overloaded when too many wait, or what `work` raises.
+
+        `size` is of what is tokenized, in characters and tokens: little is done at once, in less time than it
+        takes to wake a thread and be woken by it.
+        """
+        if size <= AT_ONCE:
+            return work()
         if self._waiting >= self._max_waiting:
             raise Overloaded("too many requests are waiting to be tokenized", retry_after_s=1.0)
         self._waiting += 1

@@ -1,13 +1,16 @@
 """The predictor on the bus: answers `PredictLength`, learns from `SequenceFinished`.
 
-It owns nothing that must survive: a restart begins with the prior. It knows no scheduler, no worker.
+It owns nothing that must survive: a restart begins with the latest trained version, or the prior. It knows no
+scheduler, no worker.
 """
 
 import asyncio
 
+from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
+from services.predictor.learning import Learner
 from services.predictor.models import create
-from services.predictor.models.base import LengthModel, LengthSample
+from services.predictor.models.base import LengthQuery, LengthSample
 from services.predictor.state import PredictionAudit
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
@@ -17,10 +20,10 @@ from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.reports import SequenceFinished, ServiceStatus
-from shared.messages.sequence import FinishReason
+from shared.messages.sequence import TOKEN_BYTES, FinishReason
 
 HANDLERS: tuple[Handler, ...] = (
-    Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict"),
+    Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512),
     Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "learn"),
     Gatherable(subjects.status("predictor"), Empty, "status"),
 )
@@ -29,38 +32,49 @@ _log = get_logger("predictor")
 
 
 class Predictor:
-    """One length model and the audit of what it said."""
+    """One length model behind a batcher, the audit of what it said, and perhaps a learner."""
 
-    def __init__(self, bus: Bus, model: LengthModel, clock: Clock = monotonic_s) -> None:
+    def __init__(
+        self, bus: Bus, batcher: Batcher, learner: Learner | None = None, clock: Clock = monotonic_s
+    ) -> None:
         self._bus = bus
-        self._model = model
+        self._batcher = batcher
+        self._learner = learner
         self._audit = PredictionAudit()
         self._clock = clock
         self._started_s = clock()
 
     async def predict(self, asked: PredictLength) -> LengthPrediction:
-        """Raises InvalidRequest when `max_tokens` leaves room for no answer."""
+        """Raises InvalidRequest when `max_tokens` leaves room for no answer, and Overloaded."""
         if asked.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        predicted = self._model.predict(
-            asked.prompt, max_tokens=asked.max_tokens, generated_tokens=asked.generated_tokens
+        if len(asked.prompt) % TOKEN_BYTES:
+            raise InvalidRequest("the prompt is no packed token ids", param="prompt")
+        predicted = await self._batcher.predict(
+            LengthQuery(asked.prompt, asked.max_tokens, max(0, asked.generated_tokens))
         )
-        self._audit.on_predicted(asked.ref.key, predicted.rl_tokens)
+        if asked.generated_tokens <= 0:
+            self._audit.on_predicted(asked.ref.key, predicted)
         return LengthPrediction(
             rl_tokens=predicted.rl_tokens,
             p50_tokens=predicted.p50_tokens,
             p80_tokens=predicted.p80_tokens,
             p90_tokens=predicted.p90_tokens,
             p95_tokens=predicted.p95_tokens,
-            model_version=self._model.version,
+            model_version=self._batcher.model.version,
         )
 
     def learn(self, finished: SequenceFinished) -> None:
         """Whole answers, and those cut by their limit, teach; the rest ended for other reasons."""
         if finished.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
+        if finished.output_tokens < 1 or len(finished.prompt) % TOKEN_BYTES:
+            return
         censored = finished.finish_reason is FinishReason.LENGTH
-        self._model.observe(LengthSample(finished.prompt, finished.output_tokens, censored))
+        sample = LengthSample(finished.prompt, finished.output_tokens, censored)
+        self._batcher.observe(sample)
+        if self._learner is not None:
+            self._learner.observe(sample)
         self._audit.on_finished(finished.ref.key, finished.output_tokens, censored=censored)
 
     async def status(self, _: Empty) -> ServiceStatus:
@@ -71,20 +85,36 @@ class Predictor:
             incarnation=self._bus.incarnation,
             uptime_s=self._clock() - self._started_s,
             details={
-                "model": self._model.name,
-                "model_version": self._model.version,
+                "model": self._batcher.model.name,
+                "model_version": self._batcher.model.version,
+                "batches": self._batcher.batches,
                 **self._audit.summary(),
+                **({} if self._learner is None else self._learner.summary()),
             },
         )
 
 
+def learner_for(config: PredictorConfig, batcher: Batcher) -> Learner | None:
+    """Only a regressor learns in the background, and only where it may keep something."""
+    from services.predictor.learning import Learner
+    from services.predictor.models.regressor import RegressorModel
+
+    if config.state_dir is None or not config.learn or not isinstance(batcher.model, RegressorModel):
+        return None
+    return Learner(batcher.model, batcher, config.state_dir, config.learning_rules())
+
+
 async def run(config: PredictorConfig) -> None:
     """Serves until cancelled. Raises ConfigError (unknown model) and BusUnavailable (no NATS at start)."""
-    model = create(config.model)
+    batcher = Batcher(create(config.model, config.model_settings()), config.batch_limit, config.queue_limit)
+    learner = learner_for(config, batcher)
     bus = await Bus.connect(config.bus, service="predictor", instance=config.instance)
     try:
-        await bus.attach(HANDLERS, Predictor(bus, model))
-        canonical(_log, "predictor serving", model=config.model)
-        await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(batcher.run())
+            if learner is not None:
+                tasks.create_task(learner.run())
+            await bus.attach(HANDLERS, Predictor(bus, batcher, learner))
+            canonical(_log, "predictor serving", model=config.model, version=batcher.model.version)
     finally:
         await bus.close()

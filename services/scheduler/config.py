@@ -27,6 +27,9 @@ class SchedulerConfig(ServiceConfig):
     outstanding_steps: int = Field(
         default=2, ge=1, description="steps a worker should have left when the next plan is made"
     )
+    ahead_s: float = Field(
+        default=0.008, ge=0, description="where steps are short: so much time ahead, if it may be cut short"
+    )
     valid_for_s: float = Field(default=5.0, gt=0, description="a worker gives up a plan older than this")
     worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for so long is lost")
     gateway_timeout_s: float = Field(
@@ -70,6 +73,7 @@ class SchedulerConfig(ServiceConfig):
                 options=self.policy_options,
             ),
             outstanding_steps=self.outstanding_steps,
+            ahead_s=self.ahead_s,
             valid_for_s=self.valid_for_s,
             worker_timeout_s=self.worker_timeout_s,
             gateway_timeout_s=self.gateway_timeout_s,

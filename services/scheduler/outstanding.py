@@ -73,7 +73,12 @@ class OutstandingPlans:
     @property
     def can_cut(self) -> bool:
         """Whether what is outstanding is long, and may end between any two steps."""
-        return self.steps > self._rules.outstanding_steps and all(sent.can_be_cut for sent in self._plans)
+        return self.steps > self._rules.outstanding_steps and self.is_pliable
+
+    @property
+    def is_pliable(self) -> bool:
+        """Whether all that is outstanding may end between any two steps."""
+        return all(sent.can_be_cut for sent in self._plans)
 
     @property
     def is_cut(self) -> bool:

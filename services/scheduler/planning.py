@@ -1,14 +1,16 @@
 """One worker's lane: a policy that decides, the plans it made, and whether they are still in step with the
 worker.
 
-Plans are made ahead: while fewer than `outstanding_steps` steps are left, the policy is asked for the next
-batch. An arrival that can start cuts a long plan short. The one cure for any `Trouble` is a resync: no plan
-until the worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
+Plans are made ahead: while fewer than `outstanding_steps` steps are left (of short ones: fewer than last for
+`ahead_s`), the policy is asked for the next batch; only the step with which that comes about is reported. An
+arrival that can start cuts a long plan short. The one cure for any `Trouble` is a resync: no plan until the
+worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil
 
 from services.scheduler.effects import AskPrediction, Effect, SendPlan
 from services.scheduler.outstanding import OutstandingPlans, Progress, SentPlan, Trouble
@@ -116,7 +118,7 @@ class Lane:
         effects: list[Effect] = []
         while policy is not None and not outstanding.is_cut and len(outstanding) < MAX_OUTSTANDING_PLANS:
             cut = self._urgent and outstanding.can_cut
-            if outstanding.steps >= self.rules.outstanding_steps and not cut:
+            if outstanding.steps >= self._steps_ahead() and not cut:
                 break
             self._urgent = False
             batch = policy.plan(now_s)
@@ -129,6 +131,16 @@ class Lane:
             effects.append(self._send(PlannedBatch(), now_s))
         return effects
 
+    def _steps_ahead(self) -> int:
+        """Steps that should be outstanding. Short ones are over before the next plan could arrive."""
+        return self._most_steps_ahead() if self._outstanding.is_pliable else self.rules.outstanding_steps
+
+    def _most_steps_ahead(self) -> int:
+        steps, step_s = self.rules.outstanding_steps, self.report.decode_step_s
+        if step_s <= 0:
+            return steps
+        return max(steps, min(self.rules.settings.max_steps, ceil(self.rules.ahead_s / step_s)))
+
     def _send(self, batch: PlannedBatch, now_s: float, *, supersedes: bool = False) -> SendPlan:
         starts = self._starts(batch)
         self._project(batch, now_s)
@@ -138,6 +150,7 @@ class Lane:
             epoch=self.epoch,
             seq=self._plan_seq,
             steps=batch.steps,
+            report_at=max(1, batch.steps + 1 - self._most_steps_ahead()),
             valid_for_s=self.rules.valid_for_s,
             supersedes=supersedes,
             drops=tuple(self._drops),
@@ -196,11 +209,16 @@ class Lane:
             return progress
         self._note(progress)
         for sent in progress.over:
-            for item in sent.batch.decodes:
-                missing = item.tokens - min(item.tokens, sent.steps_done)
-                if missing:
-                    self.policy.on_short(item.key, missing, now_s)
+            self._take_back(sent, self.policy, now_s)
         return None
+
+    def _take_back(self, sent: SentPlan, policy: BatchPolicy, now_s: float) -> None:
+        """The projected tokens of a plan that was cut short, but for attempts replaced meanwhile."""
+        for item, planned in zip(sent.batch.decodes, sent.plan.decodes, strict=True):
+            missing = item.tokens - min(item.tokens, sent.steps_done)
+            sequence = self.sequences.get(item.key)
+            if missing and sequence is not None and sequence.ref == planned.ref:
+                policy.on_short(item.key, missing, now_s)
 
     def _is_over(self, ref: SequenceRef) -> bool:
         sequence = self.sequences.get(ref.key)

@@ -12,6 +12,8 @@ class Rules:
     settings: PolicySettings = field(default_factory=PolicySettings)
     outstanding_steps: int = 2
     """Steps a worker should have left, the running one included, before the next plan is made."""
+    ahead_s: float = 0.008
+    """Where steps are short, so much time ahead instead, in plans that an arrival may cut short."""
     valid_for_s: float = 5.0
     worker_timeout_s: float = 2.0
     gateway_timeout_s: float = 10.0

@@ -140,7 +140,8 @@ class Term:
         self._end("the core failed")
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
+        predictions = [effect for effect in effects if isinstance(effect, AskPrediction)]
+        for effect in [effect for effect in effects if not isinstance(effect, AskPrediction)] + predictions:
             match effect:
                 case SendPlan():
                     self._tally.count(effect.plan)

@@ -16,8 +16,14 @@ class WorkerConfig(ServiceConfig):
     served_name: str = Field(default="", description="name of the model; empty: the last part of `model`")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and KV")
     device: str = Field(default="cpu", description="torch device")
+    attention: Literal["auto", "native", "torch"] = Field(
+        default="auto", description="C++ where a compiler built it, or only C++, or plain torch"
+    )
     threads: int = Field(default=1, ge=1, description="compute threads")
     cores: tuple[int, ...] = Field(default=(), description="CPU cores to be bound to; empty: any")
+    engine_cores: tuple[int, ...] = Field(
+        default=(), description="CPU cores of the engine's thread, and of those that compute for it, instead"
+    )
     block_tokens: int = Field(default=16, ge=1, description="tokens in one KV block")
     kv_blocks: int = Field(default=1024, ge=1, description="KV capacity in blocks")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead; 0: kv_blocks counts")

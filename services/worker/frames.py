@@ -29,6 +29,16 @@ def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
     It stops short where its log-probabilities would weigh too much, and where earlier tokens (whose
     log-probabilities another worker gave) give way to our own: the next heartbeat says that there is more.
     """
+    ref = sequence.ref
+    if sequence.sampling.top_logprobs is None and first_index == sequence.generated_tokens - 1 >= 0:
+        return TokenDelta(
+            ref.request_id,
+            ref.choice,
+            ref.attempt,
+            first_index,
+            (sequence.tokens[-1],),
+            sequence.finish_reason,
+        )
     start = sequence.prompt_tokens + max(0, min(first_index, sequence.generated_tokens))
     end = len(sequence.tokens)
     measured = end - len(sequence.logprobs)
@@ -39,9 +49,9 @@ def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
         end = min(end, start + MOST_LOGPROBS // (1 + (sequence.sampling.top_logprobs or 0)))
         logprobs = sequence.logprobs[start - measured : end - measured]
     return TokenDelta(
-        request_id=sequence.ref.request_id,
-        choice=sequence.ref.choice,
-        attempt=sequence.ref.attempt,
+        request_id=ref.request_id,
+        choice=ref.choice,
+        attempt=ref.attempt,
         first_index=start - sequence.prompt_tokens,
         tokens=tuple(sequence.tokens[start:end]),
         finish_reason=sequence.finish_reason if end == len(sequence.tokens) else None,

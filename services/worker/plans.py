@@ -30,6 +30,11 @@ class QueuedPlan:
     def over(self) -> bool:
         return self.steps_done >= self.plan.steps
 
+    @property
+    def report_is_due(self) -> bool:
+        """After the step that has just run, whatever happened in it."""
+        return self.over or self.plan.report_at in (0, self.steps_done)
+
 
 @dataclass(frozen=True, slots=True)
 class GivenUpPlan:

@@ -12,10 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from services.worker.cores import bind_to
 from services.worker.engine.engine import Engine, Row
+from services.worker.occupancy import Occupancy
 from services.worker.sampling import FAILED, Sampled, SamplePoint
 from services.worker.sequences import WorkItem
-from services.worker.steps import Effects, StepCore, StepWork
+from services.worker.steps import Effects, StepCore
 from shared.clock import Clock
 from shared.errors import InternalError, Overloaded
 
@@ -37,7 +39,7 @@ class _Posted:
 
 
 class Runner:
-    """Owns the core, the engine and the thread.
+    """Owns the core, the engine and the thread, which is bound to `cores` (none: as the process is).
 
     `on_broken` is called on that thread when it ends by an error.
     """
@@ -50,12 +52,15 @@ class Runner:
         *,
         deliver: Callable[[Effects], None],
         on_broken: Callable[[BaseException], None],
+        cores: Sequence[int] = (),
     ) -> None:
         self._core = core
         self._engine = engine
         self._clock = clock
         self._deliver = deliver
         self._on_broken = on_broken
+        self._cores = cores
+        self.occupancy = Occupancy()
         self._commands: queue.Queue[_Posted | None] = queue.Queue(_MAX_COMMANDS)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -106,6 +111,7 @@ class Runner:
 
     def _run(self) -> None:
         try:
+            bind_to(self._cores, "engine_cores")
             while not self._stopping.is_set():
                 self._take_commands()
                 self._step()
@@ -129,17 +135,19 @@ class Runner:
             self._emit(self._core.on_tick(now_s))
 
     def _step(self) -> None:
-        began_s = self._clock()
-        work, effects = self._core.begin_step(began_s)
+        work, effects = self._core.begin_step(self._clock())
         self._emit(effects)
         if work is None:
             return
-        tokens = self._compute(work)
+        rows = [_row(item) for item in work.items]
+        began_s = self._clock()
+        tokens = self._compute(rows)
         ended_s = self._clock()
         self._emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
+        is_more_to_do = any(item.sequence.alive for item in work.items)
+        self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
 
-    def _compute(self, work: StepWork) -> list[Sampled | None]:
-        rows = [_row(item) for item in work.items]
+    def _compute(self, rows: Sequence[Row]) -> list[Sampled | None]:
         try:
             tokens = self._engine.step(rows)
             self._broken_steps = 0
@@ -170,9 +178,9 @@ class Runner:
 
 
 def _row(item: WorkItem) -> Row:
-    sequence = item.sequence
+    sequence, first, end = item.sequence, item.first_token, item.end_token
+    tokens = sequence.tokens
     point = None
     if item.samples:
-        index = item.end_token - sequence.prompt_tokens
-        point = SamplePoint(sequence.sampling, sequence.ref.choice, index, sequence.tokens)
-    return Row(sequence.tokens[item.first_token : item.end_token], item.first_token, sequence.blocks, point)
+        point = SamplePoint(sequence.sampling, sequence.ref.choice, end - sequence.prompt_tokens, tokens)
+    return Row(tokens[first:end], first, sequence.blocks, point)

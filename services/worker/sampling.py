@@ -1,15 +1,15 @@
 """What a sampler is asked for one token, and what it answers. Pure; knows no tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from shared.messages.sequence import Sampling
 from shared.messages.tokens import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class SamplePoint:
+class SamplePoint(msgspec.Struct, frozen=True, gc=False):
     """One token to choose: the `index`-th of an answer."""
 
     sampling: Sampling

@@ -6,6 +6,8 @@ A plan states intent: each item is applied only where it is valid and reported o
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from services.worker.gateways import GatewayWatch
 from services.worker.kv.pool import BlockPool
 from services.worker.sampling import FAILED, Sampled
@@ -29,8 +31,7 @@ class Limits:
     gateway_timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkItem:
+class WorkItem(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [first_token, end_token) of a sequence; `samples` when that is the last it has."""
 
     sequence: HeldSequence
@@ -53,7 +54,7 @@ class SequenceTable:
 
     def find(self, ref: SequenceRef) -> HeldSequence | None:
         """The sequence, when exactly this attempt of it is held."""
-        held = self._held.get(ref.key)
+        held = self._held.get((ref.request_id, ref.choice))
         return held if held is not None and held.ref.attempt == ref.attempt else None
 
     def take_ended(self) -> list[HeldSequence]:
@@ -76,24 +77,30 @@ class SequenceTable:
                 skipped.append(SkippedItem(ref=spec.ref, reason=reason))
         return skipped
 
-    def prepare(self, item: PrefillChunk | Decode) -> WorkItem | SkipReason:
-        """Allocate for one item and say what to compute, or why it cannot be."""
-        sequence = self.find(item.ref)
+    def prepare(self, item: PrefillChunk | Decode, sequence: HeldSequence | None) -> WorkItem | SkipReason:
+        """Allocate for one item and say what to compute, or why it cannot be.
+
+        `sequence` is what `find` has for the item.
+        """
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
+        held_tokens, is_decode = len(sequence.tokens), isinstance(item, Decode)
         if isinstance(item, Decode):
-            first, end = sequence.computed_tokens, len(sequence.tokens)
+            first, end = sequence.computed_tokens, held_tokens
             aligned = sequence.state is SequenceState.DECODING
         else:
             first, end = item.first_token, item.end_token
             aligned = sequence.state is not SequenceState.DECODING and sequence.computed_tokens == first
-        if not aligned or not first < end <= len(sequence.tokens):
+        if not aligned or not first < end <= held_tokens:
             return SkipReason.MISALIGNED
-        if not self._raise_allocation(sequence, item.allocated_blocks):
-            return SkipReason.NO_BLOCKS
-        if len(sequence.blocks) * self.pool.block_tokens < end:
+        held_blocks = len(sequence.blocks)
+        if item.allocated_blocks > held_blocks:
+            if not self._raise_allocation(sequence, item.allocated_blocks - held_blocks):
+                return SkipReason.NO_BLOCKS
+            held_blocks = item.allocated_blocks
+        if held_blocks * self.pool.block_tokens < end:
             return SkipReason.EXHAUSTED
-        return WorkItem(sequence, first, end, end == len(sequence.tokens), isinstance(item, Decode))
+        return WorkItem(sequence, first, end, end == held_tokens, is_decode)
 
     def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
         """The item was computed.
@@ -101,7 +108,7 @@ class SequenceTable:
         `sampled` is None when it samples no token; `FAILED` ends it with ERROR.
         """
         sequence = item.sequence
-        if sampled == FAILED or (item.samples and sampled is None):
+        if (item.samples and sampled is None) or (sampled is not None and sampled.token == FAILED.token):
             self.end(sequence, FinishReason.ERROR, now_s)
             return
         sequence.computed_tokens = item.end_token
@@ -184,10 +191,7 @@ class SequenceTable:
         sequence.blocks = []
         sequence.computed_tokens = 0
 
-    def _raise_allocation(self, sequence: HeldSequence, blocks: int) -> bool:
-        missing = blocks - len(sequence.blocks)
-        if missing <= 0:
-            return True
+    def _raise_allocation(self, sequence: HeldSequence, missing: int) -> bool:
         if not self.pool.can_allocate(missing):
             return False
         sequence.blocks += self.pool.allocate(missing)

@@ -4,14 +4,16 @@ Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computat
 """
 
 import asyncio
-import os
+import gc
 import socket
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from services.worker.config import WorkerConfig
+from services.worker.cores import bind_to
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.heartbeat import Heartbeat
@@ -41,6 +43,9 @@ HANDLERS: tuple[Handler, ...] = (
     Gatherable(subjects.status("worker"), Empty, "status"),
 )
 _STOP_DEADLINE_S = 5.0
+_SWITCH_INTERVAL_S = 0.0002
+"""How long the engine's thread, back from an operator, waits for the event loop to let go of the
+interpreter."""
 
 _log = get_logger("worker")
 
@@ -57,7 +62,12 @@ class Worker:
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
         self._runner = Runner(
-            _core(bus, config, engine), engine, clock, deliver=self._deliver, on_broken=self._on_broken
+            _core(bus, config, engine),
+            engine,
+            clock,
+            deliver=self._deliver,
+            on_broken=self._on_broken,
+            cores=config.engine_cores,
         )
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
@@ -120,6 +130,8 @@ class Worker:
                 "sequences": len(report.sequences),
                 "prefill_tokens_per_s": round(report.prefill_tokens_per_s),
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
+                "engine_s": round(self._runner.occupancy.engine_s, 4),
+                "between_steps_s": round(self._runner.occupancy.between_s, 4),
             },
         )
 
@@ -178,30 +190,33 @@ def make_engine(config: WorkerConfig) -> Engine:
     kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
     if kv_blocks < 1:
         raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
-    engine = TorchEngine(model, kv_blocks=kv_blocks, block_tokens=config.block_tokens)
+    engine = TorchEngine(
+        model,
+        kv_blocks=kv_blocks,
+        block_tokens=config.block_tokens,
+        attention=config.attention,
+        threads=config.threads,
+        release=True,
+    )
     warm_up(engine)
+    gc.collect()
+    gc.freeze()  # What is there now stays: no collection during a step walks through it.
     return engine
 
 
-def bind_to(cores: Sequence[int]) -> None:
-    """Bind this thread, and those it starts, to CPU cores. Raises ConfigError when they cannot be had."""
-    if not cores:
-        return
-    if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("this system cannot bind a process to cores: leave it empty", param="cores")
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        there = sorted(os.sched_getaffinity(0))
-        raise ConfigError(f"cores {list(cores)}: cannot be had; there are {there}", param="cores") from error
+def _make_bound_engine(config: WorkerConfig) -> Engine:
+    """On the engine's cores, so that compute threads started on the way are there, too."""
+    bind_to(config.engine_cores, "engine_cores")
+    return make_engine(config)
 
 
 async def run(config: WorkerConfig) -> None:
     """Serves until cancelled. Raises ConfigError (model, cores) and BusUnavailable (no NATS at start)."""
     bind_to(config.cores)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
-        engine = await asyncio.to_thread(make_engine, config)
+        engine = await asyncio.to_thread(_make_bound_engine, config)
         worker = Worker(bus, config, engine)
         canonical(_log, "worker serving", model=config.model, kv_blocks=engine.kv_blocks, dtype=config.dtype)
         await worker.serve()

@@ -88,9 +88,10 @@ class HeldSequence:
 
     def due_reason(self) -> FinishReason | None:
         """Why the answer is complete as it stands, or None."""
-        if self.generated_tokens and self.tokens[-1] in self.sampling.end_token_ids:
+        held_tokens = len(self.tokens)
+        if held_tokens > self.prompt_tokens and self.tokens[-1] in self.sampling.end_token_ids:
             return FinishReason.STOP
-        if len(self.tokens) >= self.limit_tokens:
+        if held_tokens >= self.limit_tokens:
             return FinishReason.LENGTH
         return None
 

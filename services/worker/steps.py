@@ -24,7 +24,7 @@ from shared.messages.plans import (
     WorkerStepped,
 )
 from shared.messages.reports import Capacity, GatewayReported, WorkerReported
-from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.sequence import FinishReason
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens
 
 
@@ -75,6 +75,8 @@ class StepCore:
         self._plans = PlanQueue()
         self._speed = SpeedMeter()
         self._stepped_seq = 0
+        self._unreported = [0, 0]
+        """Tokens prefilled and decoded since the last report."""
 
     @property
     def has_plans(self) -> bool:
@@ -123,27 +125,34 @@ class StepCore:
             if work is None or work.items:
                 return work, Effects(tuple(frames), tuple(stepped))
             self._plans.finish_head()
-            frames += self._frames({}, work.ended)
+            frames += self._frames([], work.ended)
             stepped.append(self._stepped(work, work.ended, plan_over=True))
 
     def finish_step(
         self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
     ) -> Effects:
         """The iteration ran. `tokens` holds, per item, the sampled token; None where none was; `FAILED`."""
-        sampled: dict[SequenceRef, tuple[HeldSequence, int]] = {}
+        sampled: list[tuple[HeldSequence, int]] = []
+        commit = self._table.commit
         for item, token in zip(work.items, tokens, strict=True):
-            self._table.commit(item, token, now_s)
+            commit(item, token, now_s)
             if item.samples:
-                sampled[item.sequence.ref] = (item.sequence, item.end_token - item.sequence.prompt_tokens)
+                sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
         ended = (*work.ended, *self._table.take_ended())
         queued = work.queued
-        queued.ended.update(sequence.ref for sequence in ended)
+        if ended:
+            queued.ended.update(sequence.ref for sequence in ended)
         queued.steps_done += 1
         if queued.over:
             self._plans.finish_head()
-        self._speed.on_step(work.prefilled_tokens, work.decoded_tokens, step_s)
-        stepped = self._stepped(work, ended, plan_over=queued.over, step_s=step_s, ran=True)
-        return Effects(self._frames(sampled, ended), (stepped,))
+        prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
+        self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
+        self._unreported[0] += prefilled_tokens
+        self._unreported[1] += decoded_tokens
+        frames = self._frames(sampled, ended)
+        if not (queued.report_is_due or ended or work.skipped):
+            return Effects(frames)
+        return Effects(frames, (self._stepped(work, ended, plan_over=queued.over, step_s=step_s),))
 
     def report(self, now_s: float) -> WorkerReported:
         """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""
@@ -177,15 +186,17 @@ class StepCore:
         ended = self._table.take_ended()
         queued.ended.update(sequence.ref for sequence in ended)
         items: list[WorkItem] = []
-        seen: set[SequenceRef] = set()
+        seen: set[int] = set()
         planned: tuple[PrefillChunk | Decode, ...] = plan.decodes
         if first:
             planned = (*plan.prefills, *plan.decodes)
         for item in planned:
-            if item.ref in seen:
+            sequence = self._table.find(item.ref)
+            if id(sequence) in seen:
                 continue
-            seen.add(item.ref)
-            prepared = self._table.prepare(item)
+            if sequence is not None:
+                seen.add(id(sequence))
+            prepared = self._table.prepare(item, sequence)
             if isinstance(prepared, WorkItem):
                 items.append(prepared)
             elif item.ref not in queued.ended and item.ref not in queued.skips_reported:
@@ -194,14 +205,18 @@ class StepCore:
         return StepWork(queued, tuple(items), tuple(skipped), tuple(ended))
 
     def _frames(
-        self, sampled: dict[SequenceRef, tuple[HeldSequence, int]], ended: Iterable[HeldSequence]
+        self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]
     ) -> tuple[AddressedFrame, ...]:
         """Tokens sampled in this step, and ends without one; nothing of what was taken away."""
-        changed = dict(sampled)
-        for sequence in ended:
-            changed.setdefault(sequence.ref, (sequence, sequence.generated_tokens))
-        held = [entry for ref, entry in changed.items() if self._table.find(ref) is entry[0]]
-        return assemble(self._identity.worker_id, self._identity.incarnation, held)
+        changed = list(sampled)
+        if ended:
+            told = {id(sequence) for sequence, _ in sampled}
+            changed += [
+                (sequence, sequence.generated_tokens)
+                for sequence in ended
+                if id(sequence) not in told and self._table.find(sequence.ref) is sequence
+            ]
+        return assemble(self._identity.worker_id, self._identity.incarnation, changed)
 
     def _stepped(
         self,
@@ -210,9 +225,9 @@ class StepCore:
         *,
         plan_over: bool,
         step_s: float = 0.0,
-        ran: bool = False,
     ) -> WorkerStepped:
         self._stepped_seq += 1
+        (prefilled_tokens, decoded_tokens), self._unreported = self._unreported, [0, 0]
         return WorkerStepped(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
@@ -221,8 +236,8 @@ class StepCore:
             plan_seq=work.queued.plan.seq,
             steps_done=work.queued.steps_done,
             plan_over=plan_over,
-            prefilled_tokens=work.prefilled_tokens if ran else 0,
-            decoded_tokens=work.decoded_tokens if ran else 0,
+            prefilled_tokens=prefilled_tokens,
+            decoded_tokens=decoded_tokens,
             step_s=step_s,
             free_blocks=self._table.pool.free_blocks,
             ended=tuple(_ended(sequence) for sequence in ended),

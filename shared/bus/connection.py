@@ -21,6 +21,7 @@ from shared.bus.clearance import Clearance, publish_refused
 from shared.bus.counters import BusCounters
 from shared.bus.handlers import Handler, Listener
 from shared.bus.inbox import Inbox
+from shared.bus.inline import handle_inline
 from shared.bus.lease import Lease, acquire
 from shared.bus.link import Link
 from shared.bus.replies import Gathering, is_unserved, reply_in
@@ -255,7 +256,8 @@ class Bus:
         """Everything subscribed, on a client that knows nothing yet."""
         self._micro = None
         self._clearance.forget()
-        await self._link.client.subscribe(self._inbox.subject, cb=self._inbox.on_message)
+        inbox = await self._link.client.subscribe(self._inbox.subject, cb=self._inbox.on_message)
+        handle_inline(inbox, self._inbox.take)
         for served in self._served:
             await self._start(served)
         await self._link.barrier()

@@ -63,6 +63,11 @@ class Inbox:
         self._waiting.pop(reply_subject.removeprefix(self._prefix), None)
 
     async def on_message(self, msg: Msg) -> None:
+        """As nats-py wants its callbacks."""
+        self.take(msg)
+
+    def take(self, msg: Msg) -> None:
+        """A reply."""
         waiting = self._waiting.get(msg.subject.removeprefix(self._prefix))
         if waiting is not None:
             waiting.on_reply(msg)

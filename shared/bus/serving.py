@@ -24,6 +24,7 @@ from nats.micro.service import Service
 from shared.bus import tracing
 from shared.bus.counters import BusCounters
 from shared.bus.handlers import Endpoint, Gatherable, Lanes, Listener, subject_for
+from shared.bus.inline import handle_inline
 from shared.bus.link import Link
 from shared.errors import (
     CallerError,
@@ -73,14 +74,16 @@ class ServedListener:
         self._subscription = await client.subscribe(
             self.subject,
             queue=self.spec.queue or "",
-            cb=self._on_inline if self._inline else self._on_message,
+            cb=self._on_message,
         )
+        if self._inline:
+            handle_inline(self._subscription, self._on_inline)
 
     async def stop(self, deadline_s: float) -> None:
         await _drain(self._subscription, self._link, deadline_s)
         await self._lanes.stop(deadline_s)
 
-    async def _on_inline(self, msg: Msg) -> None:
+    def _on_inline(self, msg: Msg) -> None:
         self._received.inc()
         try:
             self._handle(decoded(msg.data, self.spec.message))

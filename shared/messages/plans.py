@@ -50,6 +50,9 @@ class BatchPlan(Message, frozen=True, kw_only=True):
     seq: int
     """Counts the plans sent to this worker within one epoch, from 1."""
     steps: int = 1
+    report_at: int = 0
+    """0: every step is reported. Else only the step of this number, the last one, and those in which a
+    sequence ended or an item was skipped."""
     valid_for_s: float = 5.0
     """On the worker's monotonic clock, from receipt; an expired plan is not run and reported as such."""
     supersedes: bool = False
@@ -97,7 +100,8 @@ class StepOutcome(StrEnum):
 
 
 class WorkerStepped(Message, frozen=True, kw_only=True):
-    """After each step, or when a plan is given up. What is not listed went as planned."""
+    """After each step that its plan wants reported, or when a plan is given up. What is not listed went as
+    planned."""
 
     worker_id: str
     incarnation: int
@@ -111,8 +115,10 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     plan_over: bool
     """No further step of this plan will run."""
     prefilled_tokens: int = 0
+    """Since the last report, as `decoded_tokens`."""
     decoded_tokens: int = 0
     step_s: float = 0.0
+    """Of this step; 0 when none ran."""
     free_blocks: int = 0
     ended: tuple[EndedSequence, ...] = ()
     skipped: tuple[SkippedItem, ...] = ()

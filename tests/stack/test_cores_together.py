@@ -81,6 +81,32 @@ def test_a_sequence_named_twice_by_one_report_is_one_culprit() -> None:
     play(seed=0, requests=requests, happenings=[], kv_blocks=20, loss=0.05)
 
 
+def test_a_cut_plan_does_not_take_tokens_from_a_later_attempt() -> None:
+    """Found by the search above: the plan was cut for the attempt that replaced the one it was made for."""
+    happenings = [
+        Fault("w1", "freeze", 3.0303764848163013, 2.1147786554413464),
+        Fault("s", "kill", 3.0303764848163013, 1.5),
+        Fault("s", "freeze", 2.0, 2.7914288084025136),
+        Fault("s", "kill", 5.0, 1.7849831878081683),
+    ]
+    starts_s = (
+        2.583160367690159,
+        0.0,
+        3.5777428637319906,
+        0.0,
+        3.2278275416619415,
+        4.0,
+        0.0,
+        2.2503282629254096,
+    )
+    answers = ((1, 1), (1, 1), (1, 2), (50, 1), (18, 20), (35, 2), (39, 60), (33, 1))
+    requests = [
+        (start_s, Wanted(1, answer_tokens, max_tokens))
+        for start_s, (answer_tokens, max_tokens) in zip(starts_s, answers, strict=True)
+    ]
+    play(seed=134638, requests=requests, happenings=happenings, kv_blocks=20, loss=0.0)
+
+
 def play(
     seed: int,
     requests: list[tuple[float, Wanted]],

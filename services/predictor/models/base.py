@@ -5,7 +5,9 @@ only that the true length is larger: it is a *censored* sample, and a model that
 learn its own caps.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 
@@ -18,6 +20,15 @@ class LengthSample:
     output_tokens: int
     censored: bool
     """Cut by its limit: the true length is above `output_tokens`."""
+
+
+@dataclass(frozen=True)
+class LengthQuery:
+    """The length of the answer to `prompt`, which is known to be longer than `generated_tokens`."""
+
+    prompt: bytes
+    max_tokens: int
+    generated_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,3 +60,40 @@ class LengthModel(Protocol):
     def observe(self, sample: LengthSample) -> None:
         """Learns from one finished answer."""
         ...
+
+
+class BatchModel(LengthModel, Protocol):
+    """A model for which many questions cost little more than one."""
+
+    def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
+        """One answer for each, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a model may need when it is made; each takes what it knows."""
+
+    state_dir: Path | None = None
+    """Where trained versions are kept; None: nothing survives."""
+    trace: Path | None = None
+    """`oracle`: JSONL of prompts and true lengths."""
+    tokenizer: Path | None = None
+    """`tokenizer.json` of the model that is served: to read prompts given as text."""
+    base_model: Path | None = None
+    """`lm_head`: directory of a Hugging Face causal language model."""
+
+
+ModelFactory = Callable[[ModelSettings], LengthModel]
+
+
+def predict_all(model: LengthModel, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
+    """In one call where the model can, else one by one."""
+    batch = getattr(model, "predict_batch", None)
+    if batch is not None:
+        answers: list[PredictedLength] = batch(queries)
+        return answers
+    return [
+        model.predict(query.prompt, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
+        for query in queries
+    ]

@@ -7,12 +7,39 @@ A third party declares an entry point in the group `kvasir.scheduler.policies`, 
 from importlib.metadata import EntryPoint, entry_points
 
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.policy.ecoserve.variants import (
+    EcoServe,
+    EcoServeD,
+    EcoServeProfile,
+    EcoServeSD,
+    EcoServeSDO,
+)
+from services.scheduler.policy.fastgen import FastGenPolicy
+from services.scheduler.policy.fastserve import FastServePolicy
+from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.multires import MultiResPolicy
 from services.scheduler.policy.orca import OrcaPolicy
+from services.scheduler.policy.srtf import SrtfPolicy
+from services.scheduler.policy.sync_coupled import SyncCoupledPolicy
 from services.scheduler.policy.vllm import VllmPolicy
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.scheduler.policies"
-BUILT_IN: dict[str, PolicyFactory] = {"orca": OrcaPolicy, "vllm": VllmPolicy}
+BUILT_IN: dict[str, PolicyFactory] = {
+    "ecoserve": EcoServe,
+    "ecoserve_d": EcoServeD,
+    "ecoserve_profile": EcoServeProfile,
+    "ecoserve_sd": EcoServeSD,
+    "ecoserve_sdo": EcoServeSDO,
+    "fastgen": FastGenPolicy,
+    "fastserve": FastServePolicy,
+    "kvasir": KvasirPolicy,
+    "multires": MultiResPolicy,
+    "orca": OrcaPolicy,
+    "srtf": SrtfPolicy,
+    "sync_coupled": SyncCoupledPolicy,
+    "vllm": VllmPolicy,
+}
 
 
 def _installed() -> dict[str, EntryPoint]:

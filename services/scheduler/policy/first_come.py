@@ -113,11 +113,8 @@ class FirstComePolicy(Projection, ABC):
         if target - held > draft.free_blocks:
             target = max(held, self._blocks(tokens))
         while target - held > draft.free_blocks:
-            releasing = sum(
-                other.allocated_blocks for other in self._running if other.stage is Stage.COMPLETE
-            )
             victim = self._newest()
-            if target - held <= draft.free_blocks + releasing or victim is None:
+            if target - held <= draft.free_blocks + self._releasing_blocks() or victim is None:
                 return None
             self._preempt(draft, victim)
             if victim is entry:
@@ -142,21 +139,28 @@ class FirstComePolicy(Projection, ABC):
     def _admit(self, draft: Draft) -> None:
         """Start waiting prompts in order; the first that does not fit now holds back the rest."""
         batch = sum(entry.stage is not Stage.COMPLETE for entry in self._running)
-        for entry in self._startable():
-            total = entry.prefill_tokens
-            chunk = self._chunk(draft, total)
-            text_fits = draft.start_tokens == 0 or draft.start_tokens + total <= self._settings.start_tokens
-            is_full = batch >= self._settings.max_batch_sequences
-            if is_full or chunk == 0 or not text_fits or not self._can_start(draft, entry):
+        for entry in self._candidates(draft):
+            if batch >= self._settings.max_batch_sequences or not self._draft_start(draft, entry):
                 return
-            blocks = self._target_blocks(entry, chunk)
-            draft.prefills[entry.task.key] = (chunk, blocks)
-            draft.free_blocks -= blocks
-            draft.budget_tokens -= chunk
-            draft.start_tokens += total
             batch += 1
-            if chunk < total:
-                return
+
+    def _draft_start(self, draft: Draft, entry: Entry) -> bool:
+        """The first chunk of one that waits. False when nobody else may start after it."""
+        total = entry.prefill_tokens
+        chunk = self._chunk(draft, total)
+        text_fits = draft.start_tokens == 0 or draft.start_tokens + total <= self._settings.start_tokens
+        if chunk == 0 or not text_fits or not self._can_start(draft, entry):
+            return False
+        blocks = self._target_blocks(entry, chunk)
+        draft.prefills[entry.task.key] = (chunk, blocks)
+        draft.free_blocks -= blocks
+        draft.budget_tokens -= chunk
+        draft.start_tokens += total
+        return chunk == total
+
+    def _candidates(self, draft: Draft) -> Iterator[Entry]:
+        """Who is to start next, as the draft stands when the next one is asked for."""
+        return self._startable()
 
     def _startable(self) -> Iterator[Entry]:
         """Waiting entries in order, without those that can never fit: they must not hold anybody up."""

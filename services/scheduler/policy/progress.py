@@ -1,15 +1,18 @@
 """How far a policy's tasks are, as it projects them: one worker's books of tokens and blocks.
 
 `Projection` takes the events of `contract.BatchPolicy` that mean the same for every policy, holds the tasks
-in two lines, those that wait and those that hold something, and checks that the books balance. Shared by
-policies; knows none of their rules.
+in two lines, those that wait and those that hold something, and checks that the books balance. Both stand in
+the order of `_rank`, which is that of arrival unless a policy says otherwise. Those that wait may be many:
+nothing here costs more than the logarithm of their number. Shared by policies; knows none of their rules.
 """
 
 from bisect import insort
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.line import Line
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
@@ -41,27 +44,22 @@ class Entry:
         return self.task.max_tokens - self.generated_tokens
 
 
-def order_of(entry: Entry) -> tuple[float, SequenceKey]:
-    """First come, first served."""
-    return entry.task.order
-
-
 class Projection:
-    """Every task of one worker, by arrival. A policy is one of these that also plans."""
+    """Every task of one worker. A policy is one of these that also plans."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._block_tokens = shape.block_tokens
         self._capacity_blocks = shape.capacity_blocks
         self._settings = settings
         self._entries: dict[SequenceKey, Entry] = {}
-        self._waiting: list[Entry] = []
+        self._waiting: Line[Entry] = Line(self._rank)
         self._running: list[Entry] = []
         self._used_blocks = 0
 
     def on_arrival(self, task: Task, now_s: float) -> None:
         if task.key not in self._entries:
             entry = self._entries[task.key] = Entry(task, task.generated_tokens)
-            insort(self._waiting, entry, key=order_of)
+            self._enqueue(entry)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         if task.key in self._entries:
@@ -75,13 +73,19 @@ class Projection:
         elif holding.computed_tokens or holding.allocated_blocks:
             entry.stage = Stage.PREFILLING
         self._used_blocks += entry.allocated_blocks
-        insort(self._waiting if entry.stage is Stage.WAITING else self._running, entry, key=order_of)
+        if entry.stage is Stage.WAITING:
+            self._enqueue(entry)
+        else:
+            insort(self._running, entry, key=self._rank)
 
     def on_ended(self, key: SequenceKey, now_s: float) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._used_blocks -= entry.allocated_blocks
-            (self._waiting if entry.stage is Stage.WAITING else self._running).remove(entry)
+            if entry.stage is Stage.WAITING:
+                self._dequeue(entry)
+            else:
+                self._running.remove(entry)
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         entry = self._entries.get(key)
@@ -103,10 +107,11 @@ class Projection:
         """Raises AssertionError when the books do not balance."""
         entries = list(self._entries.values())
         assert self._used_blocks == sum(entry.allocated_blocks for entry in entries)
-        assert {id(entry) for entry in entries} == {id(entry) for entry in self._waiting + self._running}
-        assert len(entries) == len(self._waiting) + len(self._running)
-        for line in (self._waiting, self._running):
-            assert line == sorted(line, key=order_of), "out of order"
+        lines = [*self._waiting, *self._running]
+        assert {id(entry) for entry in entries} == {id(entry) for entry in lines}
+        assert len(entries) == len(lines)
+        self._waiting.check_integrity()
+        assert self._running == sorted(self._running, key=self._rank), "out of order"
         for entry in entries:
             task = entry.task
             assert 0 <= entry.generated_tokens <= task.max_tokens
@@ -120,13 +125,32 @@ class Projection:
                 entry.stage is not Stage.WAITING and entry.missing_tokens == 0
             )
 
+    def _rank(self, entry: Entry) -> Any:
+        """Who comes first: unique to each entry, and constant while it waits."""
+        return entry.task.order
+
+    def _enqueue(self, entry: Entry) -> None:
+        """Joins those that wait. A policy with an index of its own extends this and `_dequeue`."""
+        self._waiting.add(entry)
+
+    def _dequeue(self, entry: Entry) -> None:
+        self._waiting.remove(entry)
+
+    def _sort_running(self) -> None:
+        """After ranks of running entries changed."""
+        self._running.sort(key=self._rank)
+
+    def _releasing_blocks(self) -> int:
+        """What is free as soon as the ends that were planned for are confirmed."""
+        return sum(entry.allocated_blocks for entry in self._running if entry.stage is Stage.COMPLETE)
+
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
 
     def _start(self, entry: Entry) -> None:
         """From waiting to running; nothing is held yet."""
-        self._waiting.remove(entry)
-        insort(self._running, entry, key=order_of)
+        self._dequeue(entry)
+        insort(self._running, entry, key=self._rank)
         entry.stage = Stage.PREFILLING
 
     def _release(self, entry: Entry) -> None:
@@ -134,7 +158,7 @@ class Projection:
         self._used_blocks -= entry.allocated_blocks
         entry.stage, entry.computed_tokens, entry.allocated_blocks = Stage.WAITING, 0, 0
         self._running.remove(entry)
-        insort(self._waiting, entry, key=order_of)
+        self._enqueue(entry)
 
     def _grow(self, entry: Entry, computed_tokens: int, blocks: int, new_tokens: int) -> None:
         """A batch brings `entry` to that many tokens in the cache, blocks in all, and new answer tokens."""

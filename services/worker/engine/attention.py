@@ -2,22 +2,34 @@
 
 transformers builds no mask for an implementation it has no mask function for, and hands every layer's query,
 key and value to the registered function. This one writes K and V into the paged pools and attends over the
-blocks of the current step. Knows layers and packed rows; no sequence, no sampling.
+blocks of the current step, in C++, in Triton or in plain torch. Knows layers and packed rows; no sequence, no
+sampling.
 """
 
+import ctypes
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
 from services.worker.engine import paged
-from services.worker.engine.layout import Layout, PrefillSpan, Span, build, slots
+from services.worker.engine.backends import Backend, NativeBackend, Pools, TorchBackend
+from services.worker.engine.layout import Span, pack
+from services.worker.engine.native import library as native
+from services.worker.engine.native.arena import Arena
 from shared.errors import ConfigError
 
+if TYPE_CHECKING:
+    from services.worker.engine.gpu.backend import TritonBackend
+
+_log = logging.getLogger("kvasir.worker.attention")
 _numbers = count()
+_ALIGNED_BYTES = 64
 _UNSUPPORTED = ("s_aux", "head_mask", "position_bias")
 """Arguments that change the scores in ways `services.worker.engine.paged` does not know."""
 
@@ -61,8 +73,15 @@ class PagedAttention:
     """The KV pools of all layers, and attention over them for one step at a time.
 
     `begin` is called before each forward with the spans of the packed input; the first `decodes` have one
-    token each and are sorted by position.
+    token each and are sorted by position. `mode`: see `native.library.choose`.
     """
+
+    library: ctypes.CDLL | None
+    """The native library where it computes the attention; None where plain torch does."""
+    slots: torch.Tensor
+    """int64 `[rows]`: where the K and V of the present step's rows go."""
+    native_spans: native.Spans
+    """The present step's, without a window, until the next `begin`. Only where there is a library."""
 
     def __init__(
         self,
@@ -72,26 +91,32 @@ class PagedAttention:
         block_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        mode: native.AttentionMode = "auto",
+        threads: int = 1,
     ) -> None:
         self.name = f"kvasir_{next(_numbers)}"
         self._block_tokens = block_tokens
-        self._dtype = dtype
         self._device = device
-        size = (kv_blocks, block_tokens)
-        self._k = [torch.zeros(*size, s.kv_heads, s.head_dim, dtype=dtype, device=device) for s in layers]
-        self._v = [torch.zeros(*size, s.kv_heads, s.value_dim, dtype=dtype, device=device) for s in layers]
-        self._scratch = paged.Scratch(device)
-        self._spans: Sequence[Span] = ()
-        self._decodes = 0
-        self._slots = torch.empty(0, dtype=torch.int64, device=device)
-        self._layouts: dict[int | None, Layout] = {}
+        self.pools = [_make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
+        self.library = native.choose(mode, device=device, dtype=dtype)
+        self._native = None if self.library is None else NativeBackend(self.library, self.pools, threads)
+        self.triton = _make_triton(self.pools, block_tokens, device) if mode != "torch" else None
+        self._backend: Backend = (
+            self._native or self.triton or TorchBackend(self.pools, block_tokens, dtype, device)
+        )
+        self.begin((), 0)
         AttentionInterface.register(self.name, self)
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        self._spans = spans
-        self._decodes = decodes
-        self._slots = torch.tensor(slots(spans, self._block_tokens), device=self._device)
-        self._layouts.clear()
+        packed = pack(spans, self._block_tokens)
+        self.slots = torch.from_numpy(packed.slots).to(self._device)
+        self._backend.begin(spans, decodes, packed)
+        if self._native is not None:
+            self.native_spans = self._native.spans(None)
+
+    def native_pool(self, layer: int) -> native.KvPool:
+        """A layer's pools, valid as long as this object lives."""
+        return native.describe_pool(*self.pools[layer])
 
     def __call__(
         self,
@@ -127,55 +152,34 @@ class PagedAttention:
 
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
         """
-        k_pool, v_pool = self._k[layer], self._v[layer]
-        k_pool.flatten(0, 1).index_copy_(0, self._slots, keys)
-        v_pool.flatten(0, 1).index_copy_(0, self._slots, values)
-        layout = self._layout(window_tokens)
-        output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
-        for group in layout.groups:
-            rows = slice(group.start, group.end)
-            output[rows], _ = paged.attend_blocks(
-                queries[rows], k_pool, v_pool, group.tables, group.mask, shape, self._scratch
-            )
-        for span in layout.spans:
-            rows = slice(span.start, span.end)
-            parts = []
-            if span.mask is None:
-                parts.append(paged.attend_chunk(queries[rows], keys[rows], values[rows], shape))
-            if span.context_tokens:
-                parts.append(self._attend_context(queries[rows], k_pool, v_pool, span, shape))
-            output[rows] = parts[0][0] if len(parts) == 1 else _merged(parts)
-        return output
+        self._backend.write(layer, keys, values, self.slots)
+        return self._backend.attend(layer, queries, keys, values, shape, window_tokens)
 
-    def _attend_context(
-        self,
-        queries: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        span: PrefillSpan,
-        shape: paged.Shape,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        table, context_tokens = span.table, span.context_tokens
-        return paged.attend_context(
-            queries, k_pool, v_pool, table, context_tokens, shape, self._scratch, mask=span.mask
+
+def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device) -> "TritonBackend | None":
+    """The kernels' backend on a CUDA device; None elsewhere, and with a warning where there is no Triton."""
+    if device.type != "cuda":
+        return None
+    try:
+        from services.worker.engine.gpu.backend import TritonBackend  # CUDA builds of torch bring Triton
+    except ImportError as error:
+        _log.warning("no Triton (%s): attention runs in plain torch, which is much slower", error)
+        return None
+    return TritonBackend(pools, block_tokens, device)
+
+
+def _make_pools(
+    shape: LayerShape, kv_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+) -> Pools:
+    key_size = (kv_blocks, shape.kv_heads, shape.head_dim, block_tokens)
+    value_size = (kv_blocks, shape.kv_heads, block_tokens, shape.value_dim)
+    if device.type != "cpu":
+        return (
+            torch.zeros(key_size, dtype=dtype, device=device),
+            torch.zeros(value_size, dtype=dtype, device=device),
         )
-
-    def _layout(self, window_tokens: int | None) -> Layout:
-        layout = self._layouts.get(window_tokens)
-        if layout is None:
-            layout = self._layouts[window_tokens] = build(
-                self._spans,
-                self._decodes,
-                block_tokens=self._block_tokens,
-                window_tokens=window_tokens,
-                dtype=self._dtype,
-                device=self._device,
-            )
-        return layout
-
-
-def _merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    output, _ = paged.merge(
-        torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
-    )
-    return output
+    sizes = [math.prod(size) * dtype.itemsize for size in (key_size, value_size)]
+    # Blocks lie scattered: with small pages nearly every one costs a walk through the page table.
+    arena = Arena(sum(-(-size // _ALIGNED_BYTES) for size in sizes) * _ALIGNED_BYTES // 4)
+    key, value = (arena.take(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES // 4).view(dtype) for size in sizes)
+    return key[: math.prod(key_size)].view(key_size), value[: math.prod(value_size)].view(value_size)

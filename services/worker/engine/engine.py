@@ -1,7 +1,9 @@
 """One iteration: packed rows in, tokens out. Knows blocks and positions; no sequence, no plan."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
@@ -10,6 +12,7 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel
+from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.sampler import sample
 from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
@@ -52,9 +55,22 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """A transformers model with paged KV. Pools are allocated once, here."""
+    """A transformers model with paged KV. Pools are allocated once, here.
 
-    def __init__(self, model: LoadedModel, *, kv_blocks: int, block_tokens: int) -> None:
+    `attention`: see `native.library.choose`. With `release` the model's module is left without its weights
+    where a faster form of them is used instead.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        kv_blocks: int,
+        block_tokens: int,
+        attention: AttentionMode = "auto",
+        threads: int = 1,
+        release: bool = False,
+    ) -> None:
         self._model = model
         self.kv_blocks = kv_blocks
         self.block_tokens = block_tokens
@@ -64,8 +80,10 @@ class TorchEngine:
             block_tokens=block_tokens,
             dtype=model.dtype,
             device=model.device,
+            mode=attention,
+            threads=threads,
         )
-        self._forward = make_forward(model, self._attention)
+        self._forward = make_forward(model, self._attention, threads=threads, release=release)
 
     @property
     def vocabulary(self) -> int:
@@ -77,37 +95,51 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        if self._attention.library is not None:
+            return self._step(rows)
         order = sorted(range(len(rows)), key=lambda index: _packing_key(rows[index]))
-        packed = [rows[index] for index in order]
-        decodes = sum(len(row.tokens) == 1 for row in packed)
-        self._attention.begin(
-            [Span(row.first_position, len(row.tokens), row.blocks) for row in packed], decodes
-        )
-        logits = self._logits(packed)
-        points = [row.point for row in packed if row.point is not None]
-        drawn = iter(sample(logits, points) if points else ())
         tokens: list[Sampled | None] = [None] * len(rows)
-        for index, row in zip(order, packed, strict=True):
-            if row.point is not None:
-                tokens[index] = next(drawn)
+        for index, sampled in zip(order, self._step([rows[index] for index in order]), strict=True):
+            tokens[index] = sampled
         return tokens
 
-    def _logits(self, packed: Sequence[Row]) -> torch.Tensor:
-        """`[rows that sample, vocabulary]`."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        kept: list[int] = []
-        for row in packed:
-            tokens += row.tokens
-            positions += range(row.first_position, row.first_position + len(row.tokens))
-            if row.point is not None:
-                kept.append(len(tokens) - 1)
-        device = self._model.device
-        return self._forward(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(kept, dtype=torch.int64, device=device),
+    def _step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        """Rows in the order in which they are packed; see `PagedAttention.begin`."""
+        decodes = sum(len(row.tokens) == 1 for row in rows)
+        self._attention.begin(
+            [Span(row.first_position, len(row.tokens), row.blocks) for row in rows], decodes
         )
+        points = [row.point for row in rows if row.point is not None]
+        logits = self._forward(
+            *(packed.to(self._model.device) for packed in pack(rows, decodes, len(points)))
+        )
+        drawn = sample(logits, points, self._attention.library) if points else []
+        if len(drawn) == len(rows):
+            return drawn
+        following = iter(drawn)
+        return [None if row.point is None else next(following) for row in rows]
+
+
+def pack(rows: Sequence[Row], decodes: int, sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens and positions, `[packed rows]`, and which of them are sampled, `[sampled]`; int64, on the CPU.
+
+    `decodes` rows have one token, `sampled` rows have a point.
+    """
+    tokens = array("q", chain.from_iterable([row.tokens for row in rows]))
+    if decodes == len(rows):
+        positions = array("q", [row.first_position for row in rows])
+    else:
+        spans = [range(row.first_position, row.first_position + len(row.tokens)) for row in rows]
+        positions = array("q", chain.from_iterable(spans))
+    if sampled == len(tokens):
+        return _int64(tokens), _int64(positions), torch.arange(sampled)
+    ends = accumulate(len(row.tokens) for row in rows)
+    kept = array("q", [end - 1 for end, row in zip(ends, rows, strict=True) if row.point is not None])
+    return _int64(tokens), _int64(positions), _int64(kept)
+
+
+def _int64(packed: "array[int]") -> torch.Tensor:
+    return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
 
 
 def warm_up(engine: Engine) -> None:

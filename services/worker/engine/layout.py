@@ -5,7 +5,10 @@ Knows positions and block ids; no model, no sequence.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -56,13 +59,53 @@ class Layout:
     spans: tuple[PrefillSpan, ...]
 
 
-def slots(spans: Sequence[Span], block_tokens: int) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class PackedSpans:
+    """A step's spans as arrays: `Spans` of `native/attention.h`, for whole sequences."""
+
+    first_row: npt.NDArray[np.int32]
+    """`[spans + 1]`."""
+    first_position: npt.NDArray[np.int32]
+    table_start: npt.NDArray[np.int32]
+    table_position: npt.NDArray[np.int32]
+    key_end: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int64]
     """For every packed row the slot (block * block_tokens + offset) that its K and V are written to."""
-    return [
-        span.blocks[position // block_tokens] * block_tokens + position % block_tokens
-        for span in spans
-        for position in range(span.first_position, span.first_position + span.count)
-    ]
+
+
+def pack(spans: Sequence[Span], block_tokens: int) -> PackedSpans:
+    """The arrays of packed spans whose tables begin with their sequences."""
+    bounds = np.array(
+        [(span.first_position, span.count, len(span.blocks)) for span in spans], dtype=np.int32
+    ).reshape(-1, 3)
+    first_position, counts, lengths = np.ascontiguousarray(bounds.T)
+    first_row, table_start = _starts(counts), _starts(lengths)
+    flat = chain.from_iterable([span.blocks for span in spans])
+    blocks = np.fromiter(flat, dtype=np.int32, count=int(table_start[-1]))
+    if first_row[-1] == len(spans):  # one token each
+        positions, tables = first_position, table_start[:-1]
+    else:
+        shift = first_position - first_row[:-1]
+        positions = np.arange(first_row[-1], dtype=np.int32) + np.repeat(shift, counts)
+        tables = np.repeat(table_start[:-1], counts)
+    block, offset = np.divmod(positions, block_tokens)
+    return PackedSpans(
+        first_row=first_row,
+        first_position=first_position,
+        table_start=table_start,
+        table_position=np.zeros_like(first_position),
+        key_end=first_position + counts,
+        blocks=blocks,
+        slots=blocks[tables + block].astype(np.int64) * block_tokens + offset,
+    )
+
+
+def _starts(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Where each of consecutive parts begins, and where the last one ends."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
 
 
 def build(

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.logits import Logits
 from services.worker.engine.paged import Shape
 
 
@@ -52,7 +53,7 @@ class LlamaForward:
         self._head = module.lm_head.weight
         self._layers = [_join(layer) for layer in module.model.layers]
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`."""
         hidden = functional.embedding(tokens, self._embedding)
         cos, sin = self._rotary(hidden, positions[None])
@@ -62,7 +63,7 @@ class LlamaForward:
             hidden = torch.addmm(hidden, attended, layer.output.t())
             gate, up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
             hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down.t())
-        return functional.linear(self._normed(hidden[kept], self._norm), self._head)
+        return Logits(functional.linear(self._normed(hidden[kept], self._norm), self._head))
 
     def _attend(
         self, index: int, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -1,8 +1,10 @@
 """Attention over paged KV in plain torch: each result has its log-sum-exp, so that parts can be merged.
 
-Shapes (the contract for other implementations of the same operations, a C++ operator or a Triton kernel):
+The reference that the C++ operator and the Triton kernels are tested against; it runs where neither does.
+Shapes:
 
-- pools: K `[num_blocks, block_tokens, kv_heads, head_dim]`, V likewise with `value_dim`; fp32 or bf16
+- pools: K `[num_blocks, kv_heads, head_dim, block_tokens]`, so that a vector holds one dimension of
+  consecutive slots; V `[num_blocks, kv_heads, block_tokens, value_dim]`; fp32 or bf16
 - queries: `[rows, q_heads, head_dim]`, `q_heads` a multiple of `kv_heads` (grouped-query attention: query
   head `h` reads KV head `h // (q_heads / kv_heads)`)
 - outputs: `[rows, q_heads, value_dim]` in the dtype of V, normalised; log-sum-exp `[rows, q_heads]`, always
@@ -45,6 +47,27 @@ class Scratch:
         torch.index_select(pool, 0, blocks, out=gathered)
         return gathered
 
+    def keys_values(
+        self, k_pool: torch.Tensor, v_pool: torch.Tensor, tables: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of `tables`, int64 `[rows, blocks]`, as `[rows, kv_heads, slots, …]`."""
+        rows, blocks = tables.shape
+        flat = tables.reshape(-1)
+        key = self.gather("k", k_pool, flat).view(rows, blocks, *k_pool.shape[1:])
+        value = self.gather("v", v_pool, flat).view(rows, blocks, *v_pool.shape[1:])
+        key = key.permute(0, 2, 1, 4, 3).contiguous()
+        return key.flatten(2, 3), value.transpose(1, 2).flatten(2, 3)
+
+
+def write(
+    k_pool: torch.Tensor, v_pool: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset."""
+    block_tokens = k_pool.shape[3]
+    block, offset = slots // block_tokens, slots % block_tokens
+    k_pool[block, :, :, offset] = keys.to(k_pool.dtype)
+    v_pool[block, :, offset] = values.to(v_pool.dtype)
+
 
 def attend(
     query: torch.Tensor,
@@ -62,7 +85,8 @@ def attend(
     `causal` needs n == m. `mask` is additive, broadcastable to `[batch, q_heads, n, m]`.
     """
     fused = query.device.type == "cpu" and shape.softcap is None and key.shape[-1] == value.shape[-1]
-    if not fused:
+    # It reads the last dimension as contiguous, whatever its stride.
+    if not fused or any(each.stride(-1) != 1 for each in (query, key, value)):
         return _attend_plainly(query, key, value, shape, causal=causal, mask=mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=shape.scaling
@@ -113,10 +137,8 @@ def attend_blocks(
     sees at least one).
     """
     rows, q_heads, head_dim = query.shape
-    kv_heads = k_pool.shape[2]
-    flat = tables.reshape(-1)
-    key = scratch.gather("k", k_pool, flat).view(rows, -1, kv_heads, k_pool.shape[3]).transpose(1, 2)
-    value = scratch.gather("v", v_pool, flat).view(rows, -1, kv_heads, v_pool.shape[3]).transpose(1, 2)
+    kv_heads = k_pool.shape[1]
+    key, value = scratch.keys_values(k_pool, v_pool, tables)
     # The queries that share a KV head stand in the place of query positions: each KV head is read once.
     grouped = query.reshape(rows, kv_heads, q_heads // kv_heads, head_dim)
     output, lse = attend(grouped, key, value, shape, mask=mask)
@@ -153,20 +175,18 @@ def attend_context(
     `query` `[n, q_heads, head_dim]`; `mask` additive `[n, context_tokens]`; without one every query sees all
     of them.
     """
-    key = scratch.gather("k", k_pool, table).flatten(0, 1)[:context_tokens]
-    value = scratch.gather("v", v_pool, table).flatten(0, 1)[:context_tokens]
+    key, value = scratch.keys_values(k_pool, v_pool, table[None])
+    key, value = key[:, :, :context_tokens], value[:, :, :context_tokens]
     if mask is None:
         rows, q_heads, head_dim = query.shape
         kv_heads = key.shape[1]
         grouped = (
             query.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
         )
-        output, lse = attend(grouped, _heads_first(key), _heads_first(value), shape)
+        output, lse = attend(grouped, key, value, shape)
         output, lse = output.reshape(q_heads, rows, -1), lse.reshape(q_heads, rows)
     else:
-        output, lse = attend(
-            _heads_first(query), _heads_first(key), _heads_first(value), shape, mask=mask[None, None]
-        )
+        output, lse = attend(_heads_first(query), key, value, shape, mask=mask[None, None])
         output, lse = output[0], lse[0]
     return output.transpose(0, 1), lse.transpose(0, 1)
 

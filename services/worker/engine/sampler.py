@@ -8,10 +8,14 @@ generator state to carry to another worker. Rows that ask for nothing pay nothin
 
 import math
 from collections.abc import Sequence
+from ctypes import CDLL
 
+import numpy as np
 import torch
 
+from services.worker.engine.logits import Logits
 from services.worker.engine.logprobs import measure
+from services.worker.engine.native.draw import Draw, draw_tokens
 from services.worker.engine.penalties import penalize
 from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
@@ -19,6 +23,7 @@ from shared.messages.sequence import Sampling
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _CANDIDATES = 256
+_MOST_RANKS = 2**31 - 1
 
 
 def _mix(value: int) -> int:
@@ -36,25 +41,64 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (state >> 11) / (1 << 53)
 
 
-def sample(logits: torch.Tensor, points: Sequence[SamplePoint]) -> list[Sampled | None]:
-    """One token per row of `logits` `[rows, vocabulary]`; None for a row whose logits are not finite.
+def sample(found: Logits, points: Sequence[SamplePoint], library: CDLL | None = None) -> list[Sampled | None]:
+    """One token per row of the logits; None for a row whose logits are not finite.
 
-    `logits` are used up: penalties are applied in place.
+    They are used up: penalties are applied in place. `library`: the native one, for logits on the CPU.
     """
-    logits = logits.float()
+    if found.likeliest is not None and found.highest is not None and all(map(_takes_likeliest, points)):
+        return _plain(found.likeliest, found.highest)
+    return _sample(found.values.float(), points, library)
+
+
+def _takes_likeliest(point: SamplePoint) -> bool:
+    sampling = point.sampling
+    return (
+        sampling.temperature == 0
+        and sampling.top_logprobs is None
+        and sampling.repetition_penalty == 1
+        and sampling.frequency_penalty == 0
+        and sampling.presence_penalty == 0
+        and sampling.min_tokens <= point.index
+    )
+
+
+def _plain(tokens: torch.Tensor, highest: torch.Tensor) -> list[Sampled | None]:
+    rows = zip(tokens.tolist(), highest.tolist(), strict=True)
+    return [Sampled(token) if -math.inf < logit < math.inf else None for token, logit in rows]
+
+
+def _sample(
+    logits: torch.Tensor, points: Sequence[SamplePoint], library: CDLL | None
+) -> list[Sampled | None]:
     tops = {row: top for row, point in enumerate(points) if (top := point.sampling.top_logprobs) is not None}
     measured = torch.tensor(list(tops), dtype=torch.int64, device=logits.device)
     raw = logits[measured]
     penalize(logits, points)
     highest, tokens = logits.max(-1)
     drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0]
-    if drawn:
+    if drawn and library is not None:
+        wishes = [_wish(row, points[row]) for row in drawn]
+        tokens[drawn] = torch.tensor(draw_tokens(library, logits.contiguous(), highest, wishes))
+    elif drawn:
         rows = torch.tensor(drawn, device=logits.device)
         tokens[rows] = _draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
     found = measure(raw, tokens[measured], list(tops.values())) if tops else []
     logprobs = dict(zip(tops, found, strict=True))
     chosen = enumerate(zip(tokens.tolist(), highest.isfinite().tolist(), strict=True))
     return [Sampled(token, logprobs.get(row)) if ok else None for row, (token, ok) in chosen]
+
+
+def _wish(row: int, point: SamplePoint) -> Draw:
+    sampling = point.sampling
+    return Draw(
+        row=row,
+        temperature=sampling.temperature,
+        min_p=sampling.min_p,
+        top_p=sampling.top_p,
+        top_k=min(sampling.top_k, _MOST_RANKS) if sampling.top_k > 0 else 0,
+        uniform=uniform(sampling.seed, point.choice, point.index),
+    )
 
 
 def _draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
@@ -94,13 +138,13 @@ def _filter(
 ) -> torch.Tensor:
     """Zero what is less likely than the last token kept; tokens as likely as that one stay.
 
-    Only the `candidates` most likely tokens are put in order; rows for which they do not reach top_p are done
-    again with all.
+    Only the `candidates` most likely tokens are put in order; rows for which they do not reach top_k or top_p
+    are done again with all.
     """
     device, vocabulary = probabilities.device, probabilities.shape[-1]
     most = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
-    width = min(vocabulary, max([candidates, *(sampling.top_k for sampling in samplings)]))
-    ordered = probabilities.topk(width).values
+    width = min(vocabulary, candidates)
+    ordered = _ordered(probabilities, width)
     ranks = torch.arange(width, device=device)
     ordered = ordered.masked_fill(ranks >= torch.tensor(most, device=device)[:, None], 0.0)
     shares = torch.tensor([sampling.top_p for sampling in samplings], device=device)[:, None]
@@ -110,8 +154,17 @@ def _filter(
     kept = (ordered > 0) & ((before < shares * total) | (shares >= 1) | (ranks == 0))
     last = (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
     result = probabilities * (probabilities >= ordered.gather(-1, last))
-    open_ended = (kept[:, -1:] & ~cut_by_rank).squeeze(-1).nonzero().squeeze(-1)
+    ranked = torch.tensor([width < limit < vocabulary for limit in most], device=device)
+    open_ended = (ranked | (kept[:, -1:] & ~cut_by_rank).squeeze(-1)).nonzero().squeeze(-1)
     if len(open_ended):
         rows = open_ended.tolist()
         result[open_ended] = _filter(probabilities[open_ended], [samplings[row] for row in rows], vocabulary)
     return result
+
+
+def _ordered(probabilities: torch.Tensor, width: int) -> torch.Tensor:
+    """The `width` highest values of each row, descending."""
+    if width < probabilities.shape[-1] or probabilities.device.type != "cpu":
+        return probabilities.topk(width).values
+    # numpy sorts values alone, with vector instructions; torch sorts indices with them, far slower on a CPU.
+    return torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)

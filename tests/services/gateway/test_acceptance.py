@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from services.gateway.acceptance import DEFAULT_TEXT_MAX_TOKENS, Acceptance
 from services.gateway.config import GatewayConfig
+from services.gateway.threads import AT_ONCE
 from services.gateway.tokenizer import Codec
 from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
 
@@ -128,6 +129,9 @@ async def test_unknown_fields_are_noted(acceptance: Acceptance) -> None:
     assert job.unknown_fields == ("frobnicate",)
 
 
+LONG = {"model": "m", "prompt": "x" * (AT_ONCE + 1)}
+
+
 async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     accept = make(codec, max_waiting_tokenizations=2, tokenizer_threads=1)
     release = threading.Event()
@@ -137,10 +141,11 @@ async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.Mo
         return [5]
 
     monkeypatch.setattr(Codec, "encode_text", slow)
-    first = [asyncio.create_task(accept.text({"model": "m", "prompt": "x"}, context)) for _ in range(2)]
+    first = [asyncio.create_task(accept.text(LONG, context)) for _ in range(2)]
     await asyncio.sleep(0.05)
     with pytest.raises(Overloaded):
-        await accept.text({"model": "m", "prompt": "x"}, context)
+        await accept.text(LONG, context)
+    assert (await accept.text({"model": "m", "prompt": [7]}, context)).prompts == ((7,),), "short: at once"
     release.set()
     await asyncio.gather(*first)
     await accept.text({"model": "m", "prompt": "x"}, context)

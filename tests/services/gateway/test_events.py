@@ -9,6 +9,7 @@ from starlette.types import Message
 from services.gateway.body import ClientGone
 from services.gateway.events import KEEP_ALIVE, EventStream
 from services.gateway.exchange import Exchange
+from services.gateway.lane import Lane
 from tests.services.gateway.conftest import ANSWER, MakeStack
 from tests.services.gateway.fakes import MODEL
 
@@ -60,6 +61,61 @@ async def test_news_that_shows_nothing_does_not_put_the_comment_off() -> None:
         asyncio.get_running_loop().call_later(0.01, exchange.changed.set)
         await out.wait(exchange)
     assert KEEP_ALIVE in sent.bodies
+
+
+class OpenLane(Lane):
+    """Collects pieces; open until told otherwise."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.opened = True
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened
+
+    def write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+
+
+async def test_events_are_pushed_only_between_beginning_and_end_and_never_overtake() -> None:
+    lane, sent, blocked = OpenLane(), Sent(), asyncio.Event()
+    pushable: list[bool] = []
+
+    async def slow(message: Message) -> None:
+        pushable.append(out.can_push)
+        await blocked.wait()
+        await sent(message)
+
+    out = EventStream(slow, 10, lane)
+    pushable.append(out.can_push)
+    writing = asyncio.create_task(out.write(b"data: 1\n\n"))
+    await asyncio.sleep(0.01)
+    assert [out.has_begun, out.can_push] == [True, False], "an earlier event is on its way"
+    blocked.set()
+    await writing
+    pushable.append(out.can_push)
+    assert pushable == [False, False, False, True], "not without headers, and not while writing"
+    out.push(b"data: 2\n\n")
+    assert lane.pieces == [b"data: 2\n\n"]
+    lane.opened = False
+    pushable.append(out.can_push)
+    assert pushable[-1] is False
+    assert not EventStream(sent, 10).can_push
+
+
+async def test_pushed_events_put_the_comment_off() -> None:
+    lane, sent, exchange = OpenLane(), Sent(), Exchange()
+    out = EventStream(sent, 0.06, lane)
+    await out.write(b"data: 1\n\n")
+    waiting = asyncio.create_task(out.wait(exchange))
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+        out.push(b"data: 2\n\n")
+    assert KEEP_ALIVE not in sent.bodies
+    await asyncio.sleep(0.1)
+    assert sent.bodies.count(KEEP_ALIVE) >= 1
+    waiting.cancel()
 
 
 async def test_a_slow_stream_begins_and_is_kept_alive(make_stack: MakeStack) -> None:

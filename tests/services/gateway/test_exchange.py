@@ -11,7 +11,7 @@ from services.gateway.exchange import Exchange, Sequence, admitted
 from services.gateway.streams import Stream
 from services.gateway.timing import StreamTiming
 from shared.clock import monotonic_s
-from shared.errors import DeadlineExceeded, InvalidRequest, NoResponder
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder
 from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
 from shared.messages.tokens import TokenDelta
 
@@ -118,3 +118,24 @@ async def test_a_spec_says_how_long_the_client_still_waits() -> None:
     exchange.deadline = Deadline(monotonic_s() - 3, 10.0)
     left_s = exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s
     assert left_s is not None and 6.0 < left_s <= 7.0
+
+
+def test_who_writes_at_once_is_not_woken() -> None:
+    exchange = exchange_of(1)
+    exchange.notify()
+    assert exchange.changed.is_set(), "nobody writes at once"
+    exchange.changed.clear()
+    exchange.on_news = lambda: True
+    exchange.notify()
+    assert not exchange.changed.is_set()
+    exchange.on_news = lambda: False
+    exchange.notify()
+    assert exchange.changed.is_set()
+
+
+async def test_an_answer_that_cannot_be_written_fails_alone() -> None:
+    exchange = exchange_of(1)
+    exchange.on_news = lambda: bool(1 // 0)
+    exchange.notify()
+    with pytest.raises(InternalError, match="ZeroDivisionError"):
+        await asyncio.wait_for(exchange.wait(), 1)

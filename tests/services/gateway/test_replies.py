@@ -68,3 +68,14 @@ def test_models() -> None:
     assert violations("Model", model_body("m", 1, None)) == []
     assert "max_model_len" not in model_body("m", 1, None)
     assert model_body("m", 1, 4096)["max_model_len"] == 4096
+
+
+def test_a_plain_piece_has_the_bytes_of_a_general_one() -> None:
+    for kind, model in (("chat", 'a "" b'), ("text", 'm","text":""')):
+        head = Letterhead("chat" if kind == "chat" else "text", "id-1", 5, model)
+        for index, text in ((0, "x"), (3, 'quote " and \\ and \n'), (0, '""'), (3, "é😀\u2028")):
+            if kind == "chat":
+                choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "finish_reason": None}
+            else:
+                choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+            assert head.text_event(index, text, None) == head._event([choice])

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from services.gateway.threads import TokenizerThreads
+from services.gateway.threads import AT_ONCE, TokenizerThreads
 from shared.errors import Overloaded
 
 
@@ -28,4 +28,12 @@ async def test_what_waits_is_bounded() -> None:
     release.set()
     assert await asyncio.gather(*waiting) == [True, True]
     assert await threads.run(lambda: 1) == 1
+    threads.close()
+
+
+async def test_little_is_done_at_once_and_without_a_thread() -> None:
+    threads = TokenizerThreads(1, 1)
+    here = threading.current_thread().name
+    assert await threads.run(lambda: threading.current_thread().name, AT_ONCE) == here
+    assert await threads.run(lambda: threading.current_thread().name, AT_ONCE + 1) == "tokenizer_0"
     threads.close()

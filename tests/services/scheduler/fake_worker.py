@@ -149,7 +149,8 @@ class FakeWorker:
         if over:
             self.queue.popleft()
         self.step_tokens.append((prefilled, decoded))
-        self._report_step(queued, StepOutcome.RAN, over, tuple(skipped))
+        if over or skipped or self.ended_now or queued.plan.report_at in (0, queued.steps_done):
+            self._report_step(queued, StepOutcome.RAN, over, tuple(skipped))
         return True
 
     def report(self) -> WorkerReported:

@@ -1,5 +1,7 @@
 """A lane: plans made ahead, cut short for arrivals, in step with a fake worker."""
 
+import msgspec
+
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Phase
@@ -15,6 +17,27 @@ def test_a_worker_always_has_the_next_step_queued() -> None:
         world.time.run_for(world.step_s / 2)
         idle += not world.workers["worker-0"].queue
     assert idle == 0
+
+
+def test_of_a_long_plan_two_steps_are_reported() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.run_until(lambda: len(request.tokens) == 50, limit_s=5.0)
+    worker = world.workers["worker-0"]
+    assert len(worker.step_tokens) >= 50
+    assert worker.stepped_seq <= 2 + 2 * -(-len(worker.step_tokens) // 8)
+
+
+def test_short_steps_have_more_of_them_ahead() -> None:
+    world = World(workers=1)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.run_until(lambda: len(request.tokens) == 1, limit_s=2.0)
+    core = world.core
+    assert core is not None
+    lane = core._roster.lanes["worker-0"]
+    for step_s, ahead in ((0.0, 2), (0.014, 2), (0.003, 3), (0.0014, 6), (0.0001, 8)):
+        lane.report = msgspec.structs.replace(lane.report, decode_step_s=step_s)
+        assert lane._most_steps_ahead() == ahead
 
 
 def test_an_arrival_cuts_a_long_plan_short() -> None:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from services.predictor.batching import Batcher
 from services.predictor.models import create
 from services.predictor.service import HANDLERS, Predictor
 from services.stack.roll import RollCall, StatusProbe
@@ -19,7 +20,7 @@ async def test_who_answers_is_ready_unless_it_is_the_one_before(
     probe = StatusProbe(roll, "predictor", "predictor-0")
     assert await probe.obstacle(0.0) == "does not answer on the bus yet"
     bus = await connect_bus("predictor", "predictor-0")
-    await bus.attach(HANDLERS, Predictor(bus, create("constant")))
+    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("constant"))))
     assert await probe.obstacle(0.0) is None
     assert await StatusProbe(roll, "predictor", "predictor-1").obstacle(0.0) is not None
     assert await probe.obstacle(time.time()) is not None, "answers of an earlier process do not count"

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from services.predictor.batching import Batcher
 from services.predictor.models import create
 from services.predictor.service import HANDLERS, Predictor
 from services.stack.rundir import RunDirectory
@@ -42,7 +43,7 @@ async def test_children_and_what_they_say(
 ) -> None:
     run = live(tmp_path, bus_config.url)
     bus = await connect_bus("predictor", "predictor-0")
-    await bus.attach(HANDLERS, Predictor(bus, create("histogram")))
+    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("histogram"))))
     code, text = await shown(run, as_json=False)
     assert code == 0
     assert "histogram-0" in text

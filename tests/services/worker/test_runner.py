@@ -1,5 +1,6 @@
 """The engine's thread: messages between the steps, errors contained, a broken engine given up."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable
 from services.worker.steps import Effects, Identity, StepCore
 from shared.clock import monotonic_s
-from shared.errors import InternalError, StaleEpoch
+from shared.errors import ConfigError, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
@@ -48,7 +49,7 @@ class CountingEngine:
 class Harness:
     """A runner and what it delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: tuple[int, ...] = ()) -> None:
         self.engine = CountingEngine()
         self.effects: list[Effects] = []
         self.broken: list[BaseException] = []
@@ -56,7 +57,12 @@ class Harness:
             Identity("worker-0", 1, "model", 64, "host"), SequenceTable(BlockPool(16, BLOCK_TOKENS), LIMITS)
         )
         self.runner = Runner(
-            core, self.engine, monotonic_s, deliver=self.effects.append, on_broken=self.broken.append
+            core,
+            self.engine,
+            monotonic_s,
+            deliver=self.effects.append,
+            on_broken=self.broken.append,
+            cores=cores,
         )
 
     def send(self, batch: BatchPlan) -> None:
@@ -142,3 +148,31 @@ def test_an_error_of_a_question_reaches_whoever_asked(harness: Harness) -> None:
 def test_time_passes_for_an_idle_worker(harness: Harness) -> None:
     harness.send(plan(1, valid_for_s=0.0))
     harness.until(lambda: any(e.stepped for e in harness.effects))
+
+
+def test_the_thread_and_no_other_runs_on_its_cores() -> None:
+    here = os.sched_getaffinity(0)
+    core = max(here)
+    bound = Harness(cores=(core,))
+    bound.runner.start()
+    seen = bound.runner.ask(lambda _core, _now_s: os.sched_getaffinity(0)).result(DEADLINE_S)
+    assert bound.runner.stop(DEADLINE_S)
+    assert seen == {core} and os.sched_getaffinity(0) == here and not bound.broken
+
+
+def test_cores_that_cannot_be_had_break_the_engine() -> None:
+    unbound = Harness(cores=(100_000,))
+    unbound.runner.start()
+    unbound.until(lambda: bool(unbound.broken))
+    assert isinstance(unbound.broken[0], ConfigError)
+
+
+def test_time_with_nothing_to_compute_is_no_gap(harness: Harness) -> None:
+    harness.send(start_plan(1, "a", [1, 2], steps=4))
+    harness.until(lambda: "a" in harness.ends())
+    before_s = harness.runner.occupancy.between_s
+    time.sleep(0.05)
+    harness.send(start_plan(2, "b", [1, 2], steps=1))
+    harness.until(lambda: "b" in harness.ends())
+    assert harness.runner.occupancy.engine_s > 0
+    assert harness.runner.occupancy.between_s - before_s < 0.05

@@ -29,7 +29,7 @@ def run(
     table: SequenceTable, item: PrefillChunk | Decode, token: int | None = 7, now_s: float = 0.0
 ) -> SkipReason | None:
     """Prepare and commit one item, sampling `token` where it samples."""
-    prepared = table.prepare(item)
+    prepared = table.prepare(item, table.find(item.ref))
     if not isinstance(prepared, WorkItem):
         return prepared
     sampled = None if token is None else Sampled(token)
@@ -212,7 +212,7 @@ def test_logprobs_stay_with_their_tokens_over_a_preemption_and_until_the_end_is_
     start(table, spec(ref(), PROMPT, max_tokens=3, top_logprobs=0))
     items: list[PrefillChunk | Decode] = [prefill(ref(), 0, 6), prefill(ref(), 0, 7), decode(ref(), 2)]
     for number, item in enumerate(items):
-        prepared = table.prepare(item)
+        prepared = table.prepare(item, table.find(item.ref))
         assert isinstance(prepared, WorkItem)
         table.commit(prepared, Sampled(number, TokenLogprobs(-float(number))), 0.0)
         if number == 0:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -341,3 +342,28 @@ def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(
     for name in NAMES:
         bench.take(bench.core.on_cancel(CancelSequence(ref=ref(name, 1000)), bench.now_s))
     assert bench.report().capacity.free_blocks == BLOCKS and bench.report().sequences == ()
+
+
+def test_a_plan_says_which_steps_it_wants_reported(bench: Bench) -> None:
+    bench.send(plan(1, starts=(spec(ref("a"), [1, 2], max_tokens=30),), prefills=(prefill(ref("a"), 0, 2),)))
+    bench.run()
+    quiet = plan(2, steps=8, decodes=(decode(ref("a"), 8),))
+    bench.send(msgspec.structs.replace(quiet, report_at=3))
+    bench.run()
+    reports = [(report.plan_seq, report.steps_done, report.decoded_tokens) for report in bench.stepped]
+    assert reports == [(1, 1, 0), (2, 3, 3), (2, 8, 5)]
+    assert [report.plan_over for report in bench.stepped] == [True, False, True]
+    assert len(bench.answers[ref("a")]) == 9, "every step has its frame"
+
+
+def test_ends_and_skips_are_reported_in_quiet_steps_too(bench: Bench) -> None:
+    short, long = spec(ref("a"), [1], max_tokens=4), spec(ref("b"), [2], max_tokens=30)
+    bench.send(plan(1, starts=(short, long), prefills=(prefill(ref("a"), 0, 1), prefill(ref("b"), 0, 1))))
+    bench.run()
+    items = tuple(decode(ref(name), 4) for name in ("a", "b", "nobody"))
+    bench.send(msgspec.structs.replace(plan(2, steps=8, decodes=items), report_at=7))
+    bench.run()
+    reports = [report for report in bench.stepped if report.plan_seq == 2]
+    assert [report.steps_done for report in reports] == [1, 3, 7, 8]
+    assert [item.ref for item in reports[0].skipped] == [ref("nobody")]
+    assert [end.ref for end in reports[1].ended] == [ref("a")]

@@ -1,11 +1,8 @@
 """The constant model."""
 
-import pytest
-
 from services.predictor.models import create
 from services.predictor.models.base import LengthSample
 from services.predictor.models.constant import ConstantModel
-from shared.errors import ConfigError
 
 
 def test_says_the_same_within_what_is_possible() -> None:
@@ -19,5 +16,3 @@ def test_says_the_same_within_what_is_possible() -> None:
 def test_models_are_found_by_name() -> None:
     assert create("constant").name == "constant"
     assert create("histogram").name == "histogram"
-    with pytest.raises(ConfigError, match=r"nonsense.*constant, histogram"):
-        create("nonsense")

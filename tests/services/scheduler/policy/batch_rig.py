@@ -4,6 +4,7 @@ and tokens.
 For any `BatchPolicy`: what a batch may be is in `policy/contract.py`, and this is its judge.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
+from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 CAPACITY_BLOCKS = 24
@@ -32,6 +34,8 @@ jobs_of = st.lists(
     min_size=1,
     max_size=25,
 )
+guesses_of = st.lists(st.none() | st.integers(0, 70) | st.sampled_from([-5, 10**9]), min_size=1, max_size=12)
+"""What a predictor says, in turn: nothing, something, or nonsense."""
 settings_of = st.builds(
     PolicySettings,
     chunked_prefill=st.booleans(),
@@ -80,6 +84,8 @@ class BatchRig:
     started: list[SequenceKey] = field(default_factory=list)
     """In order of their first chunk."""
     on_batch: Callable[[PlannedBatch], None] = lambda batch: None
+    predict: Callable[[Job, int], LengthPrediction | None] = lambda job, generated_tokens: None
+    """Asked at every arrival and by every question; the answer comes after the batch it came with."""
 
     def __post_init__(self) -> None:
         self.policy: BatchPolicy = self.make_policy(self.shape, self.settings)
@@ -90,7 +96,14 @@ class BatchRig:
         job = self.jobs[task.key] = Job(task, length)
         self.policy.on_arrival(task, self.now_s)
         self.policy.check_integrity()
+        self._answer(job, 0)
         return job
+
+    def _answer(self, job: Job, generated_tokens: int) -> None:
+        prediction = self.predict(job, generated_tokens)
+        if prediction is not None:
+            self.policy.on_predicted(job.task.key, prediction, self.now_s)
+            self.policy.check_integrity()
 
     def end(self, job: Job) -> None:
         """Cancelled, or over by itself."""
@@ -137,6 +150,8 @@ class BatchRig:
             self.on_batch(batch)
             self.batches.append(batch)
             self.planned.append(batch)
+            for question in batch.questions:
+                self._answer(self.jobs[question.key], question.generated_tokens)
         if not self.planned:
             return False
         self._run(self.planned.popleft())
@@ -211,6 +226,34 @@ def rig(
 ) -> BatchRig:
     """A small worker under that policy."""
     return BatchRig(make_policy, WorkerShape(BLOCK_TOKENS, blocks), policy_settings or PolicySettings(), lag)
+
+
+def predicted(tokens: int) -> LengthPrediction:
+    """All quantiles alike."""
+    return LengthPrediction(
+        rl_tokens=tokens,
+        p50_tokens=tokens,
+        p80_tokens=tokens,
+        p90_tokens=tokens,
+        p95_tokens=tokens,
+        model_version="rig",
+    )
+
+
+def in_turn(guesses: list[int | None]) -> Callable[[Job, int], LengthPrediction | None]:
+    """A predictor that says these things, one after the other, for ever."""
+    said = itertools.cycle(guesses)
+
+    def predict(job: Job, generated_tokens: int) -> LengthPrediction | None:
+        guess = next(said)
+        return None if guess is None else predicted(guess)
+
+    return predict
+
+
+def truth(job: Job, generated_tokens: int) -> LengthPrediction:
+    """The oracle."""
+    return predicted(min(job.length, job.task.max_tokens))
 
 
 def play(bench: BatchRig, jobs: Jobs) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.worker.engine.layout import Layout, Span, build, slots
+from services.worker.engine.layout import Layout, Span, build, pack
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,27 @@ def layout(spans: list[Span], decodes: int, window_tokens: int | None = None) ->
 
 def test_slots_follow_the_blocks() -> None:
     spans = [Span(5, 1, [9, 2]), Span(2, 4, [7, 3])]
-    assert slots(spans, block_tokens=4) == [2 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 3 * 4, 3 * 4 + 1]
+    assert pack(spans, 4).slots.tolist() == [2 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 3 * 4, 3 * 4 + 1]
+
+
+def test_slots_of_single_tokens() -> None:
+    assert pack([Span(5, 1, [9, 2]), Span(0, 1, [7])], 4).slots.tolist() == [2 * 4 + 1, 7 * 4]
+
+
+def test_spans_are_packed_one_after_the_other() -> None:
+    packed = pack([Span(5, 1, [9, 2]), Span(2, 4, [7, 3, 8])], 4)
+    assert packed.first_row.tolist() == [0, 1, 5]
+    assert packed.first_position.tolist() == [5, 2]
+    assert packed.table_start.tolist() == [0, 2, 5]
+    assert packed.table_position.tolist() == [0, 0]
+    assert packed.key_end.tolist() == [6, 6]
+    assert packed.blocks.tolist() == [9, 2, 7, 3, 8]
+    assert packed.first_position.flags.c_contiguous
+
+
+def test_no_spans_are_no_rows() -> None:
+    packed = pack([], 4)
+    assert packed.first_row.tolist() == [0] and len(packed.slots) == 0
 
 
 def test_rows_of_very_different_length_do_not_share_a_table() -> None:

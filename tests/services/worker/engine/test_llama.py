@@ -17,7 +17,12 @@ SPANS = [[Span(0, 9, [3, 1, 4])], [Span(9, 1, [3, 1, 4]), Span(0, 5, [0, 2])]]
 
 def paged_attention(model: LoadedModel) -> PagedAttention:
     return PagedAttention(
-        model.layers, kv_blocks=8, block_tokens=4, dtype=model.dtype, device=torch.device("cpu")
+        model.layers,
+        kv_blocks=8,
+        block_tokens=4,
+        dtype=model.dtype,
+        device=torch.device("cpu"),
+        mode="torch",
     )
 
 
@@ -30,7 +35,9 @@ def logits_of(forward: Forward, attention: PagedAttention) -> torch.Tensor:
         positions = [span.first_position + offset for span in spans for offset in range(span.count)]
         tokens = torch.randint(0, VOCABULARY, (len(positions),), generator=generator)
         with torch.inference_mode():
-            found.append(forward(tokens, torch.tensor(positions), torch.tensor([0, len(positions) - 1])))
+            found.append(
+                forward(tokens, torch.tensor(positions), torch.tensor([0, len(positions) - 1])).values.clone()
+            )
     return torch.cat(found)
 
 

@@ -49,15 +49,16 @@ class Pools:
     def __init__(self, lengths: list[int], kv_heads: int, dim: tuple[int, int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         per_sequence = [-(-length // BLOCK_TOKENS) for length in lengths]
-        size = (sum(per_sequence) + 1, BLOCK_TOKENS, kv_heads)
-        self.k = torch.randn(*size, dim[0], generator=generator)
-        self.v = torch.randn(*size, dim[1], generator=generator)
-        order = torch.randperm(size[0], generator=generator).tolist()
+        blocks = sum(per_sequence) + 1
+        self.k = torch.randn(blocks, kv_heads, dim[0], BLOCK_TOKENS, generator=generator)
+        self.v = torch.randn(blocks, kv_heads, BLOCK_TOKENS, dim[1], generator=generator)
+        order = torch.randperm(blocks, generator=generator).tolist()
         self.blocks = [[order.pop() for _ in range(blocks)] for blocks in per_sequence]
 
     def keys_values(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.blocks[index]
-        return self.k[blocks].flatten(0, 1)[:length], self.v[blocks].flatten(0, 1)[:length]
+        key, value = self.k[blocks].permute(0, 3, 1, 2), self.v[blocks].transpose(1, 2)
+        return key.flatten(0, 1)[:length], value.flatten(0, 1)[:length]
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,6 +181,16 @@ def test_any_partition_in_any_order_merges_to_the_whole(
         lses.append(part[1])
     whole = naive(query, key, value, torch.ones(3, total, dtype=torch.bool), shape)
     assert_close(paged.merge(torch.stack(outputs), torch.stack(lses)), whole)
+
+
+def test_rows_are_written_to_their_slots_and_nowhere_else() -> None:
+    pools = Pools([9], 2, (8, 16), seed=5)
+    k, v = pools.k.clone(), pools.v.clone()
+    keys, values = torch.randn(2, 2, 8), torch.randn(2, 2, 16)
+    paged.write(k, v, keys, values, torch.tensor([2 * BLOCK_TOKENS + 3, 1]))
+    assert torch.equal(k[2, :, :, 3], keys[0]) and torch.equal(v[2, :, 3], values[0])
+    assert torch.equal(k[0, :, :, 1], keys[1]) and torch.equal(v[0, :, 1], values[1])
+    assert int((k != pools.k).sum() + (v != pools.v).sum()) == keys.numel() + values.numel()
 
 
 def test_merging_nothing_gives_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from ctypes import CDLL
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper
 
-from services.worker.engine.sampler import sample, uniform
-from services.worker.sampling import SamplePoint
+from services.worker.engine.logits import Logits
+from services.worker.engine.native.library import load
+from services.worker.engine.sampler import sample as sample_logits
+from services.worker.engine.sampler import uniform
+from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
 
 
@@ -28,6 +32,19 @@ def point(
         seed=seed, max_tokens=9, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
     )
     return SamplePoint(sampling, choice, index)
+
+
+@pytest.fixture(params=["torch", "native"], autouse=True, scope="module")
+def sampler(request: pytest.FixtureRequest) -> None:
+    """Everything holds for both."""
+    _LIBRARY[:] = [load() if request.param == "native" else None]
+
+
+_LIBRARY: list[CDLL | None] = [None]
+
+
+def sample(logits: torch.Tensor, points: list[SamplePoint]) -> list[Sampled | None]:
+    return sample_logits(Logits(logits), points, _LIBRARY[0])
 
 
 def draw(logits: torch.Tensor, points: list[SamplePoint]) -> list[int | None]:

@@ -1,0 +1,1 @@
+"""How close decodes on a CUDA device come to what its memory can deliver."""

@@ -1,0 +1,205 @@
+"""A cheap load generator: concurrent streaming completions over HTTP/1.1, every event timed.
+
+Both sides of a comparison are asked by this one client. It parses HTTP with httptools and of an event only
+what it must: it is meant to cost microseconds a token, so as not to limit a server that shares its core. It
+knows the two streaming endpoints of OpenAI's interface; nothing of what a server is.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+import orjson
+
+from shared.errors import InternalError
+
+_DONE = b"[DONE]"
+_CONNECT_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server on this machine."""
+
+    port: int
+    model: str
+    key: str = ""
+    path: str = "/v1/completions"
+    host: str = "127.0.0.1"
+
+
+@dataclass
+class Answer:
+    """Of one request. Times are `time.perf_counter()` seconds."""
+
+    sent_s: float
+    event_s: list[float] = field(default_factory=list)
+    """Arrival of every event that carried text."""
+    ended_s: float = 0.0
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    finish_reason: str = ""
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+    @property
+    def first_s(self) -> float:
+        """From sending to the first text. Raises IndexError without one."""
+        return self.event_s[0] - self.sent_s
+
+
+async def complete(target: Target, body: dict[str, Any], deadline_s: float) -> Answer:
+    """One streaming request on a connection of its own. Never raises for what a server does: see `error`."""
+    request = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}, **body}
+    answer = Answer(time.perf_counter())
+    exchange = _Exchange(answer, asyncio.get_running_loop().create_future())
+    transport: asyncio.BaseTransport | None = None
+    try:
+        async with asyncio.timeout(deadline_s):
+            transport, _ = await asyncio.get_running_loop().create_connection(
+                lambda: exchange, target.host, target.port
+            )
+            answer.sent_s = time.perf_counter()
+            exchange.send(_head_and_body(target, orjson.dumps(request)))
+            await exchange.over
+    except TimeoutError:
+        answer.error = f"no end within {deadline_s:g} s"
+    except OSError as error:
+        answer.error = f"connection: {error}"
+    finally:
+        if transport is not None:
+            transport.close()
+    answer.ended_s = time.perf_counter()
+    return answer
+
+
+async def complete_all(target: Target, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Answer]:
+    """All at once; answers in the order of `bodies`."""
+    return list(await asyncio.gather(*(complete(target, body, deadline_s) for body in bodies)))
+
+
+def run_batch(target: Target, bodies: Sequence[dict[str, Any]], deadline_s: float) -> list[Answer]:
+    """`complete_all` in an event loop of its own."""
+    import uvloop
+
+    return uvloop.run(complete_all(target, bodies, deadline_s))
+
+
+async def get(target: Target, path: str, deadline_s: float) -> int:
+    """The status of a GET; raises OSError or TimeoutError when there is none."""
+    async with asyncio.timeout(deadline_s):
+        reader, writer = await asyncio.open_connection(target.host, target.port)
+        try:
+            writer.write(
+                f"GET {path} HTTP/1.1\r\nHost: {target.host}\r\n{_authorization(target)}"
+                "Connection: close\r\n\r\n".encode()
+            )
+            return int((await reader.readline()).split()[1])
+        except (IndexError, ValueError) as error:
+            raise OSError("not an HTTP answer") from error
+        finally:
+            writer.close()
+
+
+def answers(target: Target, path: str = "/health") -> bool:
+    """Whether a GET of `path` succeeds now."""
+    try:
+        return asyncio.run(get(target, path, 2.0)) == 200
+    except (OSError, TimeoutError):
+        return False
+
+
+def check(answers_: Sequence[Answer], tokens: int) -> int:
+    """How many answers failed or are not `tokens` long."""
+    return sum(not one.ok or one.completion_tokens != tokens for one in answers_)
+
+
+def first_error(answers_: Sequence[Answer]) -> str:
+    """Of the first answer that failed; empty when none did."""
+    return next((one.error for one in answers_ if one.error), "")
+
+
+def _authorization(target: Target) -> str:
+    return f"Authorization: Bearer {target.key}\r\n" if target.key else ""
+
+
+def _head_and_body(target: Target, body: bytes) -> bytes:
+    head = (
+        f"POST {target.path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\n{_authorization(target)}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Exchange(asyncio.Protocol):
+    """One request and its stream, until `[DONE]`."""
+
+    def __init__(self, answer: Answer, over: "asyncio.Future[None]") -> None:
+        self.over = over
+        self._answer = answer
+        self._parser = httptools.HttpResponseParser(self)
+        self._buffer = b""
+        self._transport: asyncio.WriteTransport | None = None
+        self._now_s = 0.0
+
+    def send(self, data: bytes) -> None:
+        if self._transport is None:
+            raise InternalError("not connected")
+        self._transport.write(data)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # of a stream connection
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"not HTTP: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(f"connection lost: {error or 'closed before the end'}")
+
+    def on_body(self, body: bytes) -> None:
+        """Called by httptools with each piece of the de-chunked body."""
+        self._buffer += body
+        if self._parser.get_status_code() != 200:
+            return
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._on_event(line[5:].strip())
+
+    def on_message_complete(self) -> None:
+        """Called by httptools at the end of the body."""
+        status = self._parser.get_status_code()
+        text = self._buffer.decode("utf-8", "replace")[:300]
+        self._end(f"status {status}: {text}" if status != 200 else "the stream ended without [DONE]")
+
+    def _on_event(self, data: bytes) -> None:
+        if data == _DONE:
+            self._end("")
+            return
+        event = orjson.loads(data)
+        if "error" in event:
+            self._end(str(event["error"]))
+            return
+        for choice in event["choices"]:
+            text = choice["text"] if "text" in choice else choice["delta"].get("content")
+            if text:
+                self._answer.event_s.append(self._now_s)
+            self._answer.finish_reason = choice["finish_reason"] or self._answer.finish_reason
+        if usage := event.get("usage"):
+            self._answer.completion_tokens = usage["completion_tokens"]
+            self._answer.prompt_tokens = usage["prompt_tokens"]
+
+    def _end(self, error: str) -> None:
+        if not self.over.done():
+            self._answer.error = error
+            self.over.set_result(None)

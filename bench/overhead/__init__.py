@@ -1,0 +1,1 @@
+"""What gateway, bus and scheduler add to the engine."""

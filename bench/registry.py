@@ -1,0 +1,66 @@
+"""The table of benches. One line per bench; a bench's module is imported only when it is asked for.
+
+A bench is a module with
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None   # its own flags
+    def run(context: Context) -> Outcome                         # context.arguments has the flags
+
+`run` may raise KvasirError: its message is shown and the exit code is 1.
+"""
+
+import importlib
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from bench.context import Context
+from bench.outcome import Outcome
+
+
+class BenchModule(Protocol):
+    """What a bench's module has."""
+
+    def add_arguments(self, parser: ArgumentParser, /) -> None: ...
+
+    def run(self, context: Context, /) -> Outcome: ...
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One line of `python -m bench --list`."""
+
+    name: str
+    module: str
+    description: str
+
+    def load(self) -> BenchModule:
+        """Imports it. Raises ImportError where the module needs what is not installed."""
+        return cast(BenchModule, importlib.import_module(self.module))
+
+
+BENCHES: tuple[Bench, ...] = (
+    Bench("engine", "bench.engine.bench", "our engine, served, against vLLM, transformers or llama.cpp"),
+    Bench("vllm-variants", "bench.engine.variants", "which way of running vLLM is its fastest on one core"),
+    Bench("overhead", "bench.overhead.bench", "what gateway, bus and scheduler add to the engine"),
+    Bench("step", "bench.step", "one decode step of the engine alone"),
+    Bench("gpu", "bench.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
+    Bench("experiment", "bench.experiment", "a YAML grid of policies, predictors, traces, rates"),
+    Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
+    Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
+    Bench("sim-check", "bench.sim_check", "the simulator's error against a live run on this machine"),
+    Bench("sim-ecoserve", "bench.sim_ecoserve", "EcoServe and kvasir against their rivals, simulated"),
+    Bench("vllm-client", "bench.vllm_client", "vLLM's own load generator against our gateway"),
+)
+
+
+def names() -> list[str]:
+    """Of every bench, as listed."""
+    return [bench.name for bench in BENCHES]
+
+
+def find(name: str) -> Bench:
+    """Raises KeyError."""
+    for bench in BENCHES:
+        if bench.name == name:
+            return bench
+    raise KeyError(name)

@@ -1,0 +1,94 @@
+"""Measurements that a sweep makes, each a plain picklable request with a function that answers it."""
+
+import math
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from sim.case import Case, latency_within_s, run_case
+from sim.knee import sustained_rate
+from sim.summary import ServiceLevel, measure_level, normalized_latency_s, summarize
+
+LOW_LOAD = 0.1
+"""Of the peer's highest throughput."""
+LATENCY_FACTOR = 3.0
+"""Above the peer's normalized latency at low load a rate is not sustained."""
+DRAIN_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the peer does on one trace: the common yardstick of all sides."""
+
+    capacity_per_s: float
+    """Requests per second when all are there at once."""
+    limit_s: float
+    """Normalized latency up to which a rate counts as sustained."""
+    level: ServiceLevel
+    longest_s: float
+    """Job completion time of the longest request at low load."""
+
+
+@dataclass(frozen=True, slots=True)
+class KneeQuestion:
+    """`case` once for each of `seeds`."""
+
+    label: str
+    case: Case
+    limit_s: float
+    start_rate: float
+    seeds: tuple[int, ...]
+    longest_s: float = math.inf
+    """If finite, the rate has to be *stable* as well: what is left at the last arrival is worked off within
+    this and `DRAIN_SHARE` of the arrivals' duration. A policy that lets long requests starve keeps its mean
+    latency low at any rate, for as long as a finite run lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateQuestion:
+    """One rate, summarized; the mean over `seeds`."""
+
+    label: str
+    case: Case
+    rate_per_s: float
+    level: ServiceLevel
+    seeds: tuple[int, ...]
+
+
+def measure_reference(case: Case) -> Reference:
+    """`case` is the peer's."""
+    saturated = run_case(case.at(math.inf))
+    capacity_per_s = len(saturated.records) / saturated.end_s
+    calm = run_case(case.at(LOW_LOAD * capacity_per_s))
+    return Reference(
+        capacity_per_s,
+        LATENCY_FACTOR * normalized_latency_s(calm.records),
+        measure_level(calm),
+        max(record.jct_s for record in calm.records),
+    )
+
+
+def is_sustained(question: KneeQuestion, rate_per_s: float) -> bool:
+    """Whether the mean over the seeds keeps the limit. Runs are broken off once it cannot."""
+    left_s = question.limit_s * len(question.seeds)
+    drain_s = question.longest_s + DRAIN_SHARE * question.case.requests / rate_per_s
+    for seed in question.seeds:
+        case = replace(question.case, rate_per_s=rate_per_s, seed=seed)
+        latency_s = latency_within_s(case, left_s, drain_s)
+        if latency_s == math.inf:
+            return False
+        left_s -= latency_s
+    return True
+
+
+def answer_knee(question: KneeQuestion) -> float:
+    """The sustained rate, in requests per second."""
+    return sustained_rate(lambda rate: is_sustained(question, rate), question.start_rate)
+
+
+def answer_rate(question: RateQuestion) -> dict[str, float]:
+    """`sim.summary` at that rate, each figure the mean over seeds."""
+    runs = [
+        summarize(run_case(replace(question.case, rate_per_s=question.rate_per_s, seed=seed)), question.level)
+        for seed in question.seeds
+    ]
+    return {name: mean(run[name] for run in runs) for name in runs[0]}

@@ -1,0 +1,114 @@
+"""Turns concurrent questions into one call of the model, in a thread of its own.
+
+While a call runs, questions pile up and make the next one; a question that finds nobody waiting goes alone
+and at once. Everything that touches the model (questions, what it learns, a new version) happens in that one
+thread, in order. Bounded: beyond `queue_limit` a question is refused, and the oldest lesson is forgotten.
+Knows no bus.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from services.predictor.models.base import (
+    LengthModel,
+    LengthQuery,
+    LengthSample,
+    PredictedLength,
+    predict_all,
+)
+from shared.errors import InternalError, Overloaded
+
+Answer = asyncio.Future[PredictedLength]
+
+
+@dataclass
+class Batcher:
+    """`run` has to be running for anything to be answered."""
+
+    model: LengthModel
+    batch_limit: int = 64
+    queue_limit: int = 2048
+    batches: int = 0
+    """Calls of the model so far."""
+    _questions: deque[tuple[LengthQuery, Answer]] = field(default_factory=deque)
+    _lessons: deque[LengthSample] = field(init=False)
+    _orders: deque[Callable[[], None]] = field(default_factory=deque)
+    _work: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._lessons = deque(maxlen=self.queue_limit)
+
+    async def predict(self, query: LengthQuery) -> PredictedLength:
+        """Raises Overloaded, and InternalError when the model fails."""
+        if len(self._questions) >= self.queue_limit:
+            raise Overloaded(f"{self.queue_limit} predictions wait already; go on without one")
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._questions.append((query, answer))
+        self._work.set()
+        return await answer
+
+    def observe(self, sample: LengthSample) -> None:
+        """The model learns it before it answers the next question."""
+        self._lessons.append(sample)
+        self._work.set()
+
+    def call(self, change: Callable[[], None]) -> None:
+        """`change` may touch the model: it is called between two batches."""
+        self._orders.append(change)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Until cancelled; open questions then fail."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
+        try:
+            while True:
+                await self._work.wait()
+                await asyncio.sleep(0)
+                self._work.clear()
+                await self._round(loop, thread)
+        finally:
+            for _, answer in self._questions:
+                answer.cancel()
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _round(self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor) -> None:
+        lessons, orders = list(self._lessons), list(self._orders)
+        self._lessons.clear()
+        self._orders.clear()
+        size = min(self.batch_limit, len(self._questions))
+        asked = [self._questions.popleft() for _ in range(size)]
+        asked = [(query, answer) for query, answer in asked if not answer.done()]
+        if self._questions:
+            self._work.set()
+        queries = [query for query, _ in asked]
+        try:
+            told = await loop.run_in_executor(thread, self._in_thread, lessons, orders, queries)
+        except Exception as error:
+            for _, answer in asked:
+                if not answer.done():
+                    answer.set_exception(InternalError(f"the length model failed: {error}"))
+            return
+        except BaseException:
+            for _, answer in asked:
+                answer.cancel()
+            raise
+        self.batches += bool(queries)
+        for (_, answer), predicted in zip(asked, told, strict=True):
+            if not answer.done():
+                answer.set_result(predicted)
+
+    def _in_thread(
+        self,
+        lessons: list[LengthSample],
+        orders: list[Callable[[], None]],
+        queries: list[LengthQuery],
+    ) -> list[PredictedLength]:
+        for order in orders:
+            order()
+        for sample in lessons:
+            self.model.observe(sample)
+        return predict_all(self.model, queries) if queries else []

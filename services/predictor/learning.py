@@ -1,0 +1,152 @@
+"""Learning in the background: what was served, in a file; now and then a training in a process of its own.
+
+The latest answers are kept, on disk too, so that a restart goes on with them. After every `every_samples` new
+ones a child process, at low priority and with a deadline, trains on the older of them and judges old and new
+on the latest; a version that is better is taken up between two predictions, any other outcome changes
+nothing. No prediction ever waits for any of this. Knows no bus.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.predictor.batching import Batcher
+from services.predictor.models.base import LengthSample
+from services.predictor.samples import read_samples, write_samples
+from shared.errors import KvasirError
+from shared.log import canonical, get_logger
+
+if TYPE_CHECKING:  # both import torch, which the other models do without
+    from services.predictor.models.regressor import RegressorModel
+
+_ROOT = Path(__file__).parents[2]
+_KILL_GRACE_S = 30.0
+_MOST_OUTPUT_BYTES = 65_536
+SAMPLES_FILE = "served.jsonl"
+
+_log = get_logger("predictor")
+
+
+@dataclass(frozen=True)
+class LearningRules:
+    """How often, on how much, for how long."""
+
+    every_samples: int = 1000
+    min_samples: int = 300
+    history_samples: int = 20_000
+    deadline_s: float = 900.0
+
+
+@dataclass
+class Learner:
+    """For one regressor, whose model is touched through the batcher only."""
+
+    model: "RegressorModel"
+    batcher: Batcher
+    directory: Path
+    rules: LearningRules = field(default_factory=LearningRules)
+    trainings: int = 0
+    swaps: int = 0
+    failures: int = 0
+    is_training: bool = False
+    last_verdict: dict[str, Any] = field(default_factory=dict)
+    _fresh: int = 0
+    _due: asyncio.Event = field(default_factory=asyncio.Event)
+    _history: deque[LengthSample] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._history = deque(self._remembered(), maxlen=self.rules.history_samples)
+
+    def observe(self, sample: LengthSample) -> None:
+        self._history.append(sample)
+        self._fresh += 1
+        if self._fresh >= self.rules.every_samples and len(self._history) >= self.rules.min_samples:
+            self._due.set()
+
+    async def run(self) -> None:
+        """Until cancelled; then what was seen is written down, and a training under way is ended."""
+        try:
+            while True:
+                await self._due.wait()
+                self._due.clear()
+                self._fresh = 0
+                await self._learn()
+        finally:
+            if self._fresh:
+                with contextlib.suppress(OSError):
+                    write_samples(self.directory / SAMPLES_FILE, self._history)
+
+    def summary(self) -> dict[str, Any]:
+        """For the status."""
+        shown: dict[str, Any] = {
+            "learned_from": len(self._history),
+            "trainings": self.trainings,
+            "swaps": self.swaps,
+            "failed_trainings": self.failures,
+            "training": self.is_training,
+        }
+        for side in ("old", "new"):
+            report = self.last_verdict.get(side) or {}
+            if "mae_tokens" in report:
+                shown[f"{side}_mae_tokens"] = report["mae_tokens"]
+        return shown
+
+    def _remembered(self) -> list[LengthSample]:
+        """Of an earlier run; a file that cannot be read is as good as none."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            return read_samples(self.directory / SAMPLES_FILE)
+        except KvasirError:
+            return []
+
+    async def _learn(self) -> None:
+        self.trainings += 1
+        self.is_training = True
+        try:
+            await asyncio.to_thread(write_samples, self.directory / SAMPLES_FILE, list(self._history))
+            self.last_verdict = verdict = await self._train()
+            written = verdict.get("written")
+            if written:
+                from services.predictor.models import versions
+
+                trained = await asyncio.to_thread(versions.read, self.directory / written)
+                self.batcher.call(lambda: self.model.adopt(trained))
+                self.swaps += 1
+            canonical(_log, "length model trained", swapped=bool(written), **_maes(verdict))
+        except (OSError, ValueError, KvasirError, TimeoutError) as error:
+            self.failures += 1
+            _log.warning("length model not trained: %s", error)
+        finally:
+            self.is_training = False
+
+    async def _train(self) -> dict[str, Any]:
+        """The child's verdict. Raises TimeoutError, OSError, ValueError."""
+        command = [sys.executable, "-m", "services.predictor", "train", "--json", "--only-if-better"]
+        command += ["--data", str((self.directory / SAMPLES_FILE).resolve())]
+        command += ["--out", str(self.directory.resolve()), "--background", str(os.getpid())]
+        command += ["--deadline-s", str(self.rules.deadline_s), "--seed", str(self.trainings)]
+        pipe = asyncio.subprocess.PIPE
+        child = await asyncio.create_subprocess_exec(*command, cwd=_ROOT, stdout=pipe, stderr=pipe)
+        try:
+            async with asyncio.timeout(self.rules.deadline_s + _KILL_GRACE_S):
+                output, problems = await child.communicate()
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        if child.returncode != 0:
+            lines = problems[-_MOST_OUTPUT_BYTES:].decode(errors="replace").strip().splitlines()
+            raise ValueError(lines[-1] if lines else f"exit code {child.returncode}")
+        verdict: dict[str, Any] = json.loads(output)
+        return verdict
+
+
+def _maes(verdict: dict[str, Any]) -> dict[str, float]:
+    reports = {side: verdict.get(side) or {} for side in ("old", "new")}
+    return {f"{side}_mae": report["mae_tokens"] for side, report in reports.items() if report}

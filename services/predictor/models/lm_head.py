@@ -1,0 +1,185 @@
+"""`lm_head`: a Hugging Face causal language model, LoRA-tuned to say how long the answer will be.
+
+The paper's way (papers/003 §2.3), in one forward pass: after the prompt the model is to emit one token that
+names a bin of lengths. Which token names which bin is arbitrary (the bins take the first ids that are left),
+and their logits at the last position, softmaxed over the bins alone, are the distribution. Prompts are token
+ids, so the base model has to share the tokenizer of the model that is served: best that model itself. Needs
+`transformers` and `peft`; slower by far than the regressor. It does not learn while it serves.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.predictor.files import write_whole
+from services.predictor.models import bins
+from services.predictor.models.base import LengthQuery, LengthSample, ModelSettings, PredictedLength
+from services.predictor.models.distribution import Floats, summarize
+from shared.errors import ConfigError, InvalidRequest
+from shared.messages.sequence import unpack_tokens
+
+CLASSES = 32
+MIN_SAMPLES = 50
+_LONGEST_TOKENS = 8192
+"""Of an answer: what is longer counts as this."""
+_PROMPT_TOKENS = 256
+"""The end of a prompt that is looked at."""
+_FIRST_LABEL = 16
+"""Ids below are special tokens in most vocabularies."""
+_ABOUT = "lm_head.json"
+
+
+def class_edges() -> Floats:
+    """Upper edges of the bins of lengths, geometric: [CLASSES]."""
+    edges: Floats = np.ceil(np.geomspace(4.0, _LONGEST_TOKENS, CLASSES))
+    return edges
+
+
+class LmHeadModel:
+    """A base model with its adapter."""
+
+    name = "lm_head"
+
+    def __init__(self, model: Any, number: int) -> None:
+        self._model = model.eval()
+        self._number = number
+        self._spread = _spread()
+
+    @classmethod
+    def from_settings(cls, settings: ModelSettings) -> "LmHeadModel":
+        """Raises ConfigError where base model or adapter are not there."""
+        if settings.base_model is None or settings.state_dir is None:
+            raise ConfigError(
+                "lm_head needs base_model and state_dir (with a trained adapter)", param="model"
+            )
+        try:
+            about = json.loads((settings.state_dir / _ABOUT).read_text())
+            base = AutoModelForCausalLM.from_pretrained(settings.base_model, dtype=torch.float32)
+            model = PeftModel.from_pretrained(base, settings.state_dir / about["adapter"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"lm_head cannot be loaded: {error}; train it first "
+                "(python -m services.predictor train --model lm_head)",
+                param="model",
+            ) from error
+        return cls(model, int(about["number"]))
+
+    @property
+    def version(self) -> str:
+        return f"lm_head-{self._number}"
+
+    def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
+        return self.predict_batch([LengthQuery(prompt, max_tokens, generated_tokens)])[0]
+
+    def predict_batch(self, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
+        """One forward pass for all of them."""
+        if not queries:
+            return []
+        with torch.inference_mode():
+            logits = _class_logits(self._model, [query.prompt for query in queries])
+        shares = torch.softmax(logits, dim=1).double().numpy() @ self._spread
+        return [
+            summarize(mass, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
+            for mass, query in zip(shares, queries, strict=True)
+        ]
+
+    def observe(self, sample: LengthSample) -> None:
+        """It learns in `train_lm_head` only."""
+
+
+def train_lm_head(
+    samples: Sequence[LengthSample],
+    base_model: Path,
+    directory: Path,
+    *,
+    seed: int = 0,
+    epochs: int = 3,
+    batch: int = 16,
+    learning_rate: float = 2e-3,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """A new adapter in `directory`, which `LmHeadModel` then loads. Cross-entropy over the bins.
+
+    Answers cut by their limit are left out. Raises InvalidRequest (too few samples), ConfigError (no base
+    model), TimeoutError (stopped).
+    """
+    whole = [sample for sample in samples if not sample.censored]
+    if len(whole) < MIN_SAMPLES:
+        raise InvalidRequest(f"{len(whole)} whole answers; at least {MIN_SAMPLES} are needed", param="data")
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    model = get_peft_model(_base(base_model), LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    classes = torch.from_numpy(np.searchsorted(class_edges(), [s.output_tokens for s in whole]))
+    classes = classes.clamp(max=CLASSES - 1)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate)
+    model.train()
+    for _ in range(epochs):
+        order = rng.permutation(len(whole))
+        for start in range(0, len(order), batch):
+            if should_stop():
+                raise TimeoutError("training was stopped")
+            rows = order[start : start + batch]
+            logits = _class_logits(model, [whole[row].prompt for row in rows])
+            loss = torch.nn.functional.cross_entropy(logits, classes[rows])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    _save(model, directory, len(whole))
+
+
+def _base(path: Path) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path.name} is no causal language model: {error}", param="base_model") from error
+
+
+def _save(model: Any, directory: Path, samples: int) -> None:
+    """The adapter under a name of its own, then the note that points to it: no reader sees half of it."""
+
+    directory.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name.split("-")[1]) for path in directory.glob("adapter-*")), default=0)
+    adapter = f"adapter-{number}"
+    model.save_pretrained(directory / adapter)
+    about = {"number": number, "adapter": adapter, "samples": samples}
+    write_whole(directory / _ABOUT, json.dumps(about).encode())
+
+
+def _class_logits(model: Any, prompts: Sequence[bytes]) -> Tensor:
+    """Logits of the tokens that name the bins, at the end of each prompt: [prompts, CLASSES]."""
+    tokens = [unpack_tokens(prompt)[-_PROMPT_TOKENS:] or [0] for prompt in prompts]
+    width = max(map(len, tokens))
+    ids = torch.zeros(len(tokens), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, one in enumerate(tokens):
+        ids[row, width - len(one) :] = torch.tensor(one)
+        mask[row, width - len(one) :] = 1
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, use_cache=False
+    )
+    logits: Tensor = output.logits[:, -1, _FIRST_LABEL : _FIRST_LABEL + CLASSES]
+    return logits.float()
+
+
+def _spread() -> Floats:
+    """How a bin of lengths is spread over the finer `bins`, evenly in logarithms: [CLASSES, bins.COUNT]."""
+    edges = class_edges()
+    upper = np.log(bins.UPPER + 0.5)
+    spread = np.zeros((CLASSES, bins.COUNT))
+    low = math.log(0.5)
+    for row, edge in enumerate(edges):
+        high = math.log(edge + 0.5)
+        below = np.clip((upper - low) / (high - low), 0.0, 1.0)
+        spread[row] = np.diff(below, prepend=0.0)
+        low = high
+    return spread

@@ -1,0 +1,90 @@
+"""How much longer an answer will be, from a prediction of its whole length and what there is already.
+
+Padding raises the expected *remaining* length. An answer that outlives its prediction is expected to go on
+for E[RL − g | RL > g], read off the prediction's quantiles; one that outlives those too, for a quarter of
+what it has. Whatever a predictor says (0, less than there is, more than the limit, nothing), the result is
+between one token and what the limit leaves.
+
+Source: papers/003 §2.3 (padding), §3.2.2 (under-prediction); algorithms.md §1, where the paper's
+"predicted − generated" is replaced, because it is 0 just then.
+"""
+
+from math import ceil
+
+from services.scheduler.policy.ecoserve.calibration import Calibration
+from services.scheduler.policy.ecoserve.options import EcoOptions
+from shared.messages.commands import LengthPrediction
+
+_TAIL = 0.25
+"""An answer beyond everything predicted goes on for this share of its length."""
+
+
+def expected_rest_tokens(prediction: LengthPrediction, generated_tokens: float) -> float:
+    """E[RL − g | RL > g], with mass spread evenly between the quantiles, and 5 % above the last up to
+    1.25 × it."""
+    edges = [0.0]
+    for tokens in (
+        prediction.p50_tokens,
+        prediction.p80_tokens,
+        prediction.p90_tokens,
+        prediction.p95_tokens,
+    ):
+        edges.append(max(edges[-1], float(tokens)))
+    edges.append(edges[-1] * (1 + _TAIL))
+    mass = area = 0.0
+    for low, high, share in zip(edges, edges[1:], (0.5, 0.3, 0.1, 0.05, 0.05), strict=False):
+        if high > generated_tokens:
+            start = max(low, generated_tokens)
+            part = share * (high - start) / (high - low) if high > low else share
+            mass += part
+            area += part * ((start + high) / 2 - generated_tokens)
+    return area / mass if mass > 0 else _TAIL * generated_tokens
+
+
+class Lengths:
+    """Padded remaining lengths under one worker's options."""
+
+    def __init__(
+        self, options: EcoOptions, block_tokens: int, calibration: Calibration | None = None
+    ) -> None:
+        """Without a calibration predictions are taken as they are."""
+        self._options = options
+        self._calibration = calibration
+        self._block_tokens = block_tokens
+
+    def whole_tokens(self, prediction: LengthPrediction | None, max_tokens: int) -> int:
+        """The whole answer as predicted, not padded."""
+        if prediction is None:
+            tokens = self._options.default_tokens
+            if self._calibration is not None:
+                tokens = self._calibration.default_tokens(tokens)
+        else:
+            tokens = round(self._raw_tokens(prediction) * self._factor)
+        return max(1, min(max_tokens, tokens))
+
+    def learn(self, prediction: LengthPrediction | None, generated_tokens: int) -> None:
+        """An answer is over; `prediction` is the first there was."""
+        if self._calibration is not None:
+            raw = None if prediction is None else self._raw_tokens(prediction)
+            self._calibration.learn(raw, generated_tokens)
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self._calibration is None else self._calibration.factor
+
+    def _raw_tokens(self, prediction: LengthPrediction) -> int:
+        name = self._options.length
+        tokens = prediction.rl_tokens if name == "mean" else getattr(prediction, f"{name}_tokens")
+        return max(1, int(tokens))
+
+    def rest_tokens(self, prediction: LengthPrediction | None, generated_tokens: int, max_tokens: int) -> int:
+        """Padded tokens still to come: at least a block's, unless the limit is nearer."""
+        rest: float = self.whole_tokens(prediction, max_tokens) - generated_tokens
+        if rest <= 0:
+            rest = (
+                _TAIL * generated_tokens
+                if prediction is None
+                else self._factor * expected_rest_tokens(prediction, generated_tokens / self._factor)
+            )
+        padded = max(ceil(rest * (1 + self._options.pad)), self._block_tokens)
+        return max(1, min(padded, max_tokens - generated_tokens))

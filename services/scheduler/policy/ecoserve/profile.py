@@ -1,0 +1,92 @@
+"""Usage over time, as predicted: may one more run, so that at no predicted completion there is too little?
+
+Time is counted in decode steps from now, in at most 256 buckets of 32. In each bucket a running sequence
+counts with the blocks it has at the bucket's end or at its own, whichever is first, and no more after
+that; what waits with KV in place counts in every bucket. A set may run iff in every bucket the sum is at
+most the limit. There are no more buckets than the longest of those that run has steps to go.
+
+Source: algorithms.md §1 ("Beyond the paper"): it contains papers/003 §3.4 as a special case.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BUCKET_TOKENS = 32
+MAX_BUCKETS = 256
+Blocks = npt.NDArray[np.int64]
+_STARTS = np.arange(MAX_BUCKETS, dtype=np.int64) * BUCKET_TOKENS
+
+
+class UsageProfile:
+    """One worker's, at one moment."""
+
+    def __init__(
+        self,
+        growing: Sequence[tuple[int, int, int]],
+        constant_blocks: int,
+        limit_blocks: int,
+        block_tokens: int,
+    ) -> None:
+        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs."""
+        self._block_tokens = block_tokens
+        self._limit_blocks = limit_blocks
+        self._constant_blocks = constant_blocks
+        self._peak_blocks = constant_blocks
+        self._usage: Blocks = np.full(1, constant_blocks, dtype=np.int64)
+        if growing:
+            table: Any = np.array(growing, dtype=np.int64)
+            now, end = table[:, 0:1], table[:, 1:2]
+            self._reach(int((end - now).max()))
+            self._usage += self._demand(now, end, table[:, 2:3]).sum(axis=0)
+            self._peak_blocks = int(self._usage.max())
+
+    @property
+    def free_blocks(self) -> int:
+        """What may be taken for good without anybody ever missing it; negative when there is too little."""
+        return self._limit_blocks - self._peak_blocks
+
+    def _reach(self, steps: int) -> None:
+        """As many buckets as that takes."""
+        buckets = min(MAX_BUCKETS, max(1, -(-steps // BUCKET_TOKENS)))
+        missing = buckets - len(self._usage)
+        if missing > 0:
+            self._usage = np.append(self._usage, np.full(missing, self._constant_blocks, dtype=np.int64))
+
+    def _demand(self, now: Any, end: Any, held: Any) -> Any:
+        starts = _STARTS[: len(self._usage)]
+        blocks = -(-np.minimum(end, now + starts + BUCKET_TOKENS) // self._block_tokens)
+        return np.where(starts < np.maximum(end - now, 1), np.maximum(blocks, held), 0)
+
+    def which_fit(self, candidates: Sequence[tuple[int, int, int]]) -> list[bool]:
+        """For each of (tokens now, tokens at the end, blocks held, which so far count for good): whether it
+        alone may run to its end."""
+        table: Any = np.array(candidates, dtype=np.int64)
+        now, end, held = table[:, 0:1], table[:, 1:2], table[:, 2:3]
+        peaks: Any = (self._usage + self._demand(now, end, held)).max(axis=1)
+        last = self._constant_blocks + -(-table[:, 1] // self._block_tokens)
+        steps = table[:, 1] - table[:, 0]
+        peaks = np.where(steps > len(self._usage) * BUCKET_TOKENS, np.maximum(peaks, last), peaks)
+        fits: list[bool] = (peaks - table[:, 2] <= self._limit_blocks).tolist()
+        return fits
+
+    def fits(self, now_tokens: int, end_tokens: int, held_blocks: int) -> bool:
+        """`which_fit` for one."""
+        return self.room_beside(now_tokens, end_tokens, held_blocks) >= 0
+
+    def room_beside(self, now_tokens: int, end_tokens: int, held_blocks: int) -> int:
+        """Blocks that may be taken for good, and this one still fits; negative when it does not."""
+        demand: Blocks = self._demand(now_tokens, end_tokens, held_blocks)
+        peak = int((self._usage + demand).max())
+        if end_tokens - now_tokens > len(self._usage) * BUCKET_TOKENS:
+            peak = max(peak, self._constant_blocks + -(-end_tokens // self._block_tokens))
+        return self._limit_blocks - peak + held_blocks
+
+    def start(self, now_tokens: int, end_tokens: int, held_blocks: int) -> None:
+        """It runs from now; what it held was taken for good so far."""
+        self._reach(end_tokens - now_tokens)
+        self._usage = self._usage + self._demand(now_tokens, end_tokens, held_blocks) - held_blocks
+        self._constant_blocks -= held_blocks
+        self._peak_blocks = int(self._usage.max())

@@ -1,0 +1,132 @@
+"""A waiting queue in slack classes: buckets by time left, a rank within each, and who is long overdue.
+
+The clock moves jobs from class to class, each at a time known when it enters: a heap of those times, never a
+re-sort. What a job is ranked by within its class does not change while it waits.
+
+Source: papers/003 §3.3 (Ordering); algorithms.md §1 (migration, aging).
+"""
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Any
+
+from services.scheduler.policy.ecoserve.jobs import Job, arrival_rank, rank_of
+from services.scheduler.policy.line import Line
+
+Rank = Callable[[Job], tuple[Any, ...]]
+_STALE = 64
+_MOST_MOVES = 32
+
+
+class WaitingQueue:
+    """Jobs of one kind. With no edges there is one class, and nobody is ever overdue."""
+
+    def __init__(self, rank: Rank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
+        """`edges_s` ascending: time left below edges_s[0] is class 0, the most urgent."""
+        self._rank = rank
+        self._edges_s = edges_s
+        self._aging_s = aging_s
+        self._classes: tuple[Line[Job], ...] = tuple(Line(rank_of) for _ in range(len(edges_s) + 1))
+        self._overdue: Line[Job] = Line(arrival_rank)
+        self._clocked: list[tuple[float, int, Job]] = []
+        self._jobs: dict[int, Job] = {}
+        self._stays = 0
+        self._now_s = -inf
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job: Job) -> bool:
+        return self._jobs.get(job.queued_as) is job
+
+    def __iter__(self) -> Iterator[Job]:
+        """In order. The queue must not change meanwhile."""
+        for line in self._classes:
+            yield from line
+
+    @property
+    def classes(self) -> tuple[Line[Job], ...]:
+        """Most urgent first."""
+        return self._classes
+
+    def first(self) -> Job | None:
+        for line in self._classes:
+            if len(line):
+                return line.first()
+        return None
+
+    def oldest_overdue(self) -> Job | None:
+        """Of those that are overdue by more than `aging_s`."""
+        return self._overdue.first()
+
+    def class_of(self, due_s: float) -> int:
+        left_s = due_s - self._now_s
+        return sum(left_s >= edge for edge in self._edges_s)
+
+    def add(self, job: Job, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+        self._stays += 1
+        job.queued_as = self._stays
+        job.rank = self._rank(job)
+        job.slack_class = self.class_of(job.due_s)
+        self._jobs[job.queued_as] = job
+        self._classes[job.slack_class].add(job)
+        self._wind(job)
+
+    def remove(self, job: Job) -> None:
+        """KeyError when it does not wait here."""
+        del self._jobs[job.queued_as]
+        self._classes[job.slack_class].remove(job)
+        self._overdue.discard(job)
+        if len(self._clocked) > 2 * len(self._jobs) + _STALE:
+            self._clocked = [item for item in self._clocked if item[1] in self._jobs]
+            heapify(self._clocked)
+
+    def advance(self, now_s: float) -> None:
+        """The time is `now_s`; a clock that goes back changes nothing. What is due beyond a bound of moves
+        is moved by later calls."""
+        self._now_s = max(self._now_s, now_s)
+        moves = 0
+        while self._clocked and self._clocked[0][0] <= self._now_s and moves < _MOST_MOVES:
+            _, stay, job = heappop(self._clocked)
+            if self._jobs.get(stay) is job:
+                moves += 1
+                self._classes[job.slack_class].remove(job)
+                job.slack_class = self.class_of(job.due_s)
+                self._classes[job.slack_class].add(job)
+                self._wind(job)
+
+    def _wind(self, job: Job) -> None:
+        """The next time at which the clock changes anything about `job`."""
+        if job.due_s == inf or (not self._edges_s and self._aging_s == inf):
+            return
+        if job.slack_class > 0:
+            when_s = job.due_s - self._edges_s[job.slack_class - 1]
+            when_s = when_s if when_s > self._now_s else _after(self._now_s)
+        elif job.due_s + self._aging_s > self._now_s:
+            when_s = job.due_s + self._aging_s
+        else:
+            if job not in self._overdue:
+                self._overdue.add(job)
+            return
+        if when_s < inf:
+            heappush(self._clocked, (when_s, job.queued_as, job))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a job is in no class, two, or the wrong place of one."""
+        assert sum(len(line) for line in self._classes) == len(self._jobs)
+        wound = {stay for _, stay, _ in self._clocked}
+        for stay, job in self._jobs.items():
+            assert job.queued_as == stay and job in self._classes[job.slack_class]
+            if self._edges_s and job.due_s < inf and job not in self._overdue and self._aging_s < inf:
+                assert stay in wound, "a job that the clock has lost"
+        for line in self._classes:
+            line.check_integrity()
+        self._overdue.check_integrity()
+        assert len(self._clocked) <= 2 * len(self._jobs) + _STALE + 1
+
+
+def _after(now_s: float) -> float:
+    """A little later than now: rounding must not stop the clock."""
+    return now_s + max(1e-9, abs(now_s) * 1e-12)

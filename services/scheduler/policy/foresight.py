@@ -1,0 +1,58 @@
+"""Predicted answer lengths as a policy uses them: always above what is there already, never above the limit.
+
+Without a prediction an answer counts as long as it may get. One that outgrew its prediction counts as one
+token longer than it is, and its length is asked for anew, once for each prediction. Knows no policy.
+"""
+
+from collections.abc import Iterable
+
+from services.scheduler.policy.contract import PlannedQuestion, Task
+from services.scheduler.policy.progress import Entry
+from shared.messages.commands import LengthPrediction
+from shared.messages.sequence import SequenceKey
+
+
+class Foresight:
+    """The latest prediction of each sequence of one worker."""
+
+    def __init__(self) -> None:
+        self._length_tokens: dict[SequenceKey, int] = {}
+        self._asked: set[SequenceKey] = set()
+
+    def note_task(self, task: Task) -> None:
+        """What the task brought along."""
+        if task.prediction is not None:
+            self.note(task.key, task.prediction)
+
+    def note(self, key: SequenceKey, prediction: LengthPrediction) -> None:
+        self._length_tokens[key] = prediction.rl_tokens
+        self._asked.discard(key)
+
+    def forget(self, key: SequenceKey) -> None:
+        self._length_tokens.pop(key, None)
+        self._asked.discard(key)
+
+    def length_tokens(self, entry: Entry) -> int:
+        """Of the whole answer; at least one token more than there is, unless it is at its limit."""
+        limit = entry.task.max_tokens
+        predicted = self._length_tokens.get(entry.task.key, limit)
+        return min(max(predicted, entry.generated_tokens + 1), limit)
+
+    def remaining_tokens(self, entry: Entry) -> int:
+        return self.length_tokens(entry) - entry.generated_tokens
+
+    def questions(self, entries: Iterable[Entry]) -> tuple[PlannedQuestion, ...]:
+        """About those that reached their predicted length and are not over."""
+        asked = []
+        for entry in entries:
+            key = entry.task.key
+            predicted = self._length_tokens.get(key)
+            outgrown = predicted is not None and predicted <= entry.generated_tokens < entry.task.max_tokens
+            if outgrown and key not in self._asked:
+                self._asked.add(key)
+                asked.append(PlannedQuestion(key, entry.generated_tokens))
+        return tuple(asked)
+
+    def check_integrity(self, known: Iterable[SequenceKey]) -> None:
+        """Raises AssertionError when it remembers sequences that are gone."""
+        assert self._asked <= self._length_tokens.keys() <= set(known)

@@ -1,0 +1,109 @@
+"""`multires`: whoever's demand comes closest to what is free, in compute and in KV at once.
+
+The demand of a sequence is (tokens of its prompt that this step may compute, blocks of prompt and predicted
+answer); what is free is (the budget left, the blocks left). Both are measured as shares of the whole, and the
+one with the least Euclidean distance that fits starts; then again, until nobody fits. The paper compares
+with every request that waits, O(n) for each start. Here those that wait stand in rows of nearly equal prompts
+(a quarter of an octave), each in the order of blocks; the closest of a row is the largest that fits, so that
+one start costs one search in each row (some 50), and the choice is exact in blocks and, in tokens, up to the
+width of a row. Ties: the earlier arrival.
+
+Nothing ages: a demand that never fits best waits. What has no prediction counts as long as it may get.
+Source: papers/003 §2.1 (MultiRes), algorithms.md §1; allocation and the rest are in `exact.py`.
+"""
+
+from collections.abc import Iterator
+from math import inf, log2
+from typing import Any
+
+from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from services.scheduler.policy.exact import ExactPolicy
+from services.scheduler.policy.first_come import Draft
+from services.scheduler.policy.line import Line
+from services.scheduler.policy.options import read_options
+from services.scheduler.policy.progress import Entry
+from shared.messages.sequence import SequenceKey
+
+_ROWS_PER_OCTAVE = 4
+
+
+class MultiResPolicy(ExactPolicy):
+    """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        read_options("multires", settings.options, {})
+        self._rows: dict[int, Line[SequenceKey]] = {}
+        """Those that wait and can ever fit, by the logarithm of their prompt."""
+        self._places: dict[SequenceKey, tuple[int, int, float, SequenceKey]] = {}
+        """(row, negative of the blocks asked for, arrival, key) of each of them."""
+        super().__init__(shape, settings)
+
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        """Demands are clamped to the capacity: all that wait are placed anew."""
+        waiting = list(self._waiting)
+        for entry in waiting:
+            self._dequeue(entry)
+        super().on_resized(capacity_blocks, now_s)
+        for entry in waiting:
+            self._enqueue(entry)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance."""
+        super().check_integrity()
+        startable = {entry.task.key for entry in self._startable()}
+        assert self._places.keys() == startable
+        assert sum(len(row) for row in self._rows.values()) == len(startable)
+        for number, row in self._rows.items():
+            row.check_integrity()
+            assert len(row) and all(self._places[key][0] == number for key in row)
+
+    def _enqueue(self, entry: Entry) -> None:
+        super()._enqueue(entry)
+        if self._blocks(entry.task.limit_tokens) > self._capacity_blocks:
+            return
+        number = int(log2(max(1, entry.prefill_tokens)) * _ROWS_PER_OCTAVE)
+        key = entry.task.key
+        self._places[key] = (number, -self._exact_blocks(entry), *entry.task.order)
+        self._rows.setdefault(number, Line(self._in_row)).add(key)
+
+    def _dequeue(self, entry: Entry) -> None:
+        super()._dequeue(entry)
+        key = entry.task.key
+        if key in self._places:
+            row = self._rows[self._places[key][0]]
+            row.remove(key)
+            if not len(row):
+                del self._rows[self._places[key][0]]
+            del self._places[key]
+
+    def _in_row(self, key: SequenceKey) -> Any:
+        return self._places[key][1:]
+
+    def _candidates(self, draft: Draft) -> Iterator[Entry]:
+        entry = self._closest(draft)
+        while entry is not None:
+            yield entry
+            entry = self._closest(draft)
+
+    def _closest(self, draft: Draft) -> Entry | None:
+        best: Entry | None = None
+        least: tuple[float, Any] = (inf, None)
+        for row in self._rows.values():
+            for key in row.starting_at((-draft.free_blocks,)):
+                if key in draft.prefills:
+                    continue
+                entry = self._entries[key]
+                found = (self._distance(draft, entry), entry.task.order)
+                if found[0] < inf and (best is None or found < least):
+                    best, least = entry, found
+                break
+        return best
+
+    def _distance(self, draft: Draft, entry: Entry) -> float:
+        """Squared, in shares of the token budget and of the capacity; infinite where it does not fit."""
+        tokens = self._chunk(draft, entry.prefill_tokens)
+        if tokens == 0:
+            return inf
+        budget_share = max(0, draft.budget_tokens - tokens) / self._settings.token_budget
+        blocks_share = (draft.free_blocks - self._exact_blocks(entry)) / self._capacity_blocks
+        return float(budget_share**2 + blocks_share**2)

@@ -1,0 +1,117 @@
+"""`sync_coupled`: those of equal predicted length start together, prompt and answer as one allocation.
+
+Sequences that wait are grouped by their predicted length, in bins of 32 tokens. The group of the earliest
+arrival is next: as many of its members start as the free blocks take, in the order of arrival, and nobody of
+another group before they all have. So a group's members end at about the same time, and the scheduler decides
+once for all of them. A group that does not fit is split; what is left of it waits where its earliest arrival
+stands. Prefill and decode are not decoupled: whatever a member's prompt leaves of the step's budget, only
+further prompts that fit with their whole answers can fill.
+
+Option `group_tokens`: the width of a group. What has no prediction counts as long as it may get. Source:
+papers/003 §2.2 (SyncCoupled), algorithms.md §1; allocation and the rest are in `exact.py`.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from services.scheduler.policy.exact import ExactPolicy
+from services.scheduler.policy.first_come import Draft
+from services.scheduler.policy.line import Line
+from services.scheduler.policy.options import read_options
+from services.scheduler.policy.progress import Entry, Stage
+from shared.messages.sequence import SequenceKey
+
+
+class SyncCoupledPolicy(ExactPolicy):
+    """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        options = read_options("sync_coupled", settings.options, {"group_tokens": 32})
+        self._group_tokens = int(options["group_tokens"])
+        self._groups: dict[int, Line[Entry]] = {}
+        """Those that wait and can ever fit, by predicted length."""
+        self._numbers: dict[SequenceKey, int] = {}
+        """In which group each of them is."""
+        self._heads: Line[int] = Line(self._head_order)
+        """The groups by their earliest arrival."""
+        self._chosen: list[SequenceKey] = []
+        """Members of the latest group that are still to start, in order."""
+        super().__init__(shape, settings)
+
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        """Who can ever fit changes: all that wait are grouped anew."""
+        waiting = list(self._waiting)
+        for entry in waiting:
+            self._dequeue(entry)
+        super().on_resized(capacity_blocks, now_s)
+        for entry in waiting:
+            self._enqueue(entry)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance."""
+        super().check_integrity()
+        startable = {entry.task.key for entry in self._startable()}
+        assert self._numbers.keys() == startable >= set(self._chosen)
+        assert sum(len(group) for group in self._groups.values()) == len(startable)
+        assert sorted(self._heads) == sorted(self._groups)
+        self._heads.check_integrity()
+
+    def _head_order(self, number: int) -> Any:
+        first = self._groups[number].first()
+        assert first is not None
+        return first.task.order
+
+    def _enqueue(self, entry: Entry) -> None:
+        super()._enqueue(entry)
+        if self._blocks(entry.task.limit_tokens) > self._capacity_blocks:
+            return
+        number = -(-self._foresight.remaining_tokens(entry) // self._group_tokens)
+        if number in self._groups:
+            self._heads.remove(number)
+        self._groups.setdefault(number, Line(self._rank)).add(entry)
+        self._heads.add(number)
+        self._numbers[entry.task.key] = number
+
+    def _dequeue(self, entry: Entry) -> None:
+        super()._dequeue(entry)
+        number = self._numbers.pop(entry.task.key, None)
+        if number is None:
+            return
+        if entry.task.key in self._chosen:
+            self._chosen.remove(entry.task.key)
+        self._heads.remove(number)
+        self._groups[number].remove(entry)
+        if len(self._groups[number]):
+            self._heads.add(number)
+        else:
+            del self._groups[number]
+
+    def _candidates(self, draft: Draft) -> Iterator[Entry]:
+        """What is left of the latest group, then group after group; the first that does not fit ends it."""
+        for key in list(self._chosen):
+            yield self._entries[key]
+        for number in list(self._heads):
+            most = len(draft.prefills) + self._settings.max_batch_sequences + 1
+            first = list(islice(self._groups[number], most))
+            open_to = [entry for entry in first if entry.task.key not in draft.prefills]
+            members = self._fitting(draft, open_to)
+            self._chosen += [entry.task.key for entry in members]
+            yield from members
+            if len(members) < len(open_to):
+                return
+
+    def _fitting(self, draft: Draft, group: list[Entry]) -> list[Entry]:
+        """The first of them, as many as what is free and the batch take."""
+        free_blocks = draft.free_blocks
+        running = sum(entry.missing_tokens > 0 for entry in self._running)
+        starting = sum(self._entries[key].stage is Stage.WAITING for key in draft.prefills)
+        places = self._settings.max_batch_sequences - running - starting
+        members: list[Entry] = []
+        for entry in group:
+            free_blocks -= self._exact_blocks(entry)
+            if free_blocks < 0 or len(members) >= places:
+                break
+            members.append(entry)
+        return members

@@ -1,0 +1,170 @@
+"""Who attends for `PagedAttention`: the C++ operator, or plain torch, which is its reference.
+
+Knows one step's spans and all layers' pools; no model, no sequence.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from services.worker.engine import paged
+from services.worker.engine.layout import Layout, PackedSpans, PrefillSpan, Span, build, pack
+from services.worker.engine.native import library as native
+
+Pools = tuple[torch.Tensor, torch.Tensor]
+"""K and V of one layer; see `services.worker.engine.paged`."""
+
+
+class Backend(Protocol):
+    """Who attends: one step at a time, any layer's pools."""
+
+    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None: ...
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: paged.Shape,
+        window_tokens: int | None,
+    ) -> torch.Tensor:
+        """Over what each row sees; `keys`, `values` `[rows, kv_heads, …]` are the step's, written already.
+
+        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
+        """
+        ...
+
+
+class NativeBackend:
+    """The C++ operator."""
+
+    def __init__(self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int) -> None:
+        self._library = library
+        self._pools = [native.describe_pool(*each) for each in pools]
+        self._threads = threads
+        self._packed = pack((), 1)
+        self._spans: dict[int, native.Spans] = {}
+
+    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
+        self._packed = packed
+        self._spans.clear()
+
+    def spans(self, window_tokens: int | None) -> native.Spans:
+        """The present step's, as layers of this window see it."""
+        found = self._spans.get(window_tokens or 0)
+        if found is None:
+            found = self._spans[window_tokens or 0] = native.describe_spans(self._packed, window_tokens)
+        return found
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        native.write(self._library, self._pools[layer], keys, values, slots)
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: paged.Shape,
+        window_tokens: int | None,
+    ) -> torch.Tensor:
+        return native.attend(
+            self._library,
+            self._pools[layer],
+            self.spans(window_tokens),
+            queries,
+            scaling=shape.scaling,
+            softcap=shape.softcap,
+            threads=self._threads,
+        )
+
+
+class TorchBackend:
+    """The reference: blocks are gathered, and torch attends over the copies."""
+
+    def __init__(
+        self, pools: Sequence[Pools], block_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._pools = pools
+        self._block_tokens = block_tokens
+        self._dtype = dtype
+        self._device = device
+        self._scratch = paged.Scratch(device)
+        self._spans: Sequence[Span] = ()
+        self._decodes = 0
+        self._layouts: dict[int | None, Layout] = {}
+
+    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
+        self._spans = spans
+        self._decodes = decodes
+        self._layouts.clear()
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        paged.write(*self._pools[layer], keys, values, slots)
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: paged.Shape,
+        window_tokens: int | None,
+    ) -> torch.Tensor:
+        k_pool, v_pool = self._pools[layer]
+        layout = self._layout(window_tokens)
+        output = queries.new_empty(queries.shape[0], queries.shape[1], values.shape[2])
+        for group in layout.groups:
+            rows = slice(group.start, group.end)
+            output[rows], _ = paged.attend_blocks(
+                queries[rows], k_pool, v_pool, group.tables, group.mask, shape, self._scratch
+            )
+        for span in layout.spans:
+            rows = slice(span.start, span.end)
+            parts = []
+            if span.mask is None:
+                parts.append(paged.attend_chunk(queries[rows], keys[rows], values[rows], shape))
+            if span.context_tokens:
+                parts.append(self._attend_context(queries[rows], k_pool, v_pool, span, shape))
+            output[rows] = parts[0][0] if len(parts) == 1 else _merged(parts)
+        return output
+
+    def _attend_context(
+        self,
+        queries: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        span: PrefillSpan,
+        shape: paged.Shape,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table, context_tokens = span.table, span.context_tokens
+        return paged.attend_context(
+            queries, k_pool, v_pool, table, context_tokens, shape, self._scratch, mask=span.mask
+        )
+
+    def _layout(self, window_tokens: int | None) -> Layout:
+        layout = self._layouts.get(window_tokens)
+        if layout is None:
+            layout = self._layouts[window_tokens] = build(
+                self._spans,
+                self._decodes,
+                block_tokens=self._block_tokens,
+                window_tokens=window_tokens,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        return layout
+
+
+def _merged(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    output, _ = paged.merge(
+        torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
+    )
+    return output

@@ -1,0 +1,223 @@
+"""The Triton kernels as functions on tensors: attention over paged KV, writing to it, what else layers do.
+
+Pools as in `services/worker/engine/native/attention.h`: K `[num_blocks, kv_heads, head_dim, block_tokens]`,
+V `[num_blocks, kv_heads, block_tokens, value_dim]`, contiguous, fp32, bf16 or fp16. Every tensor of a call is
+on one CUDA device; with TRITON_INTERPRET=1 in the environment when this is imported, in host memory (slow;
+for tests). Launches only: no synchronisation and no host copy, so that calls can be captured in a CUDA graph.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from services.worker.engine.gpu.kernels import (
+    attend_kernel,
+    gate_kernel,
+    merge_kernel,
+    rotate_write_kernel,
+    write_kernel,
+)
+from services.worker.engine.gpu.spans import Spans, Tiles
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MIN_LANES = 16
+_GATE_LANES = 1024
+_TILE_BYTES = 16384
+"""Of a tile of keys in shared memory; there are as many for values, times the stages of the pipeline."""
+_DEEP_PIPELINE_BYTES = 160 * 1024
+"""Shared memory of a multiprocessor from which on three stages fit."""
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+def attend_paged(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    spans: Spans,
+    query: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    window_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every row to the keys that it sees.
+
+    `query` `[rows, q_heads, head_dim]`, heads contiguous. Returns (`[rows, q_heads, value_dim]` in the dtype
+    of the query, normalised; log-sum-exp fp32 `[rows, q_heads]`, natural logarithm). A row that sees no key
+    gets zeros and −inf. `spans` must have been packed for this number of query heads per KV head.
+
+    Raises ValueError for tensors that the kernel does not know.
+    """
+    _check(k_pool, v_pool)
+    rows, q_heads, head_dim = query.shape
+    if head_dim != k_pool.shape[2] or q_heads % k_pool.shape[1] or query.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"queries {tuple(query.shape)} of strides {query.stride()} do not fit these pools")
+    output = query.new_empty(rows, q_heads, v_pool.shape[3])
+    lse = query.new_empty(rows, q_heads, dtype=torch.float32)
+    for tiles in spans.tiles:
+        _attend_tiles(k_pool, v_pool, spans, tiles, query, scaling, softcap, window_tokens, output, lse)
+    return output, lse
+
+
+def write_kv(
+    k_pool: torch.Tensor, v_pool: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write K and V `[rows, kv_heads, …]`, heads contiguous, to `slots` (block · block_tokens + offset).
+
+    `slots` is int64 `[rows]`; a row whose slot is below 0 goes nowhere.
+    """
+    _check(k_pool, v_pool)
+    rows, kv_heads, head_dim = key.shape
+    if key.stride()[1:] != (head_dim, 1) or value.stride()[1:] != (value.shape[2], 1):
+        raise ValueError("the heads of keys and values must be contiguous")
+    _launch(
+        write_kernel,
+        (rows, kv_heads),
+        (key, value, k_pool, v_pool, slots, key.stride(0), value.stride(0)),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value.shape[2],
+        HEAD_LANES=_lanes(head_dim),
+        VALUE_LANES=_lanes(value.shape[2]),
+        BLOCK_TOKENS=k_pool.shape[3],
+        num_warps=1,
+    )
+
+
+def rotate_and_write(
+    joined: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+) -> None:
+    """`write_kv` after rotary position embedding, which the queries get in place.
+
+    `joined` `[rows, q_heads + 2 · kv_heads, head_dim]`, contiguous: queries, keys, values. `angles`: cosines,
+    sines, fp32 `[positions, head_dim / 2]`; `positions`, `slots` int64 `[rows]`.
+    """
+    _check(k_pool, v_pool)
+    rows, heads, head_dim = joined.shape
+    kv_heads = k_pool.shape[1]
+    if not joined.is_contiguous() or head_dim != k_pool.shape[2] or head_dim != v_pool.shape[3]:
+        raise ValueError(f"joined heads {tuple(joined.shape)} do not fit these pools")
+    _launch(
+        rotate_write_kernel,
+        (rows, heads),
+        (joined, *angles, positions, slots, k_pool, v_pool),
+        Q_HEADS=heads - 2 * kv_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        HALF_LANES=_lanes(head_dim // 2),
+        BLOCK_TOKENS=k_pool.shape[3],
+        num_warps=1,
+    )
+
+
+def gated(joined: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up of `[rows, 2 · width]`, contiguous."""
+    rows, both = joined.shape
+    output = joined.new_empty(rows, both // 2)
+    grid = (rows, triton.cdiv(both // 2, _GATE_LANES))
+    _launch(gate_kernel, grid, (joined, output), WIDTH=both // 2, LANES=_GATE_LANES, num_warps=4)
+    return output
+
+
+def _attend_tiles(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    spans: Spans,
+    tiles: Tiles,
+    query: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    window_tokens: int | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Rows of other tiles are left as they are."""
+    rows, q_heads, value_dim = output.shape
+    parts, parts_lse = output, lse
+    if tiles.splits > 1:
+        parts = query.new_empty(rows, q_heads, tiles.splits, value_dim, dtype=torch.float32)
+        parts_lse = query.new_empty(rows, q_heads, tiles.splits, dtype=torch.float32)
+    tensors: list[torch.Tensor] = [
+        query,
+        k_pool,
+        v_pool,
+        parts,
+        parts_lse,
+        tiles.span,
+        tiles.row,
+        spans.first_row,
+    ]
+    tensors += (spans.first_position, spans.table_start, spans.table_position, spans.key_end, spans.blocks)
+    _launch(
+        attend_kernel,
+        (tiles.span.shape[0], k_pool.shape[1], tiles.splits),
+        (*tensors, query.stride(0), scaling, softcap or 1.0),
+        HAS_SOFTCAP=bool(softcap),
+        WINDOW=window_tokens or 0,
+        Q_HEADS=q_heads,
+        TILE_ROWS=tiles.rows,
+        TILE_TOKENS=tiles.tokens,
+        SPLITS=tiles.splits,
+        WIDEN=INTERPRETED,
+        **pool_shape(k_pool, v_pool),
+        num_warps=4,
+        num_stages=_stages(query.device),
+    )
+    if tiles.splits > 1:
+        _launch(
+            merge_kernel,
+            (tiles.row.shape[0] * tiles.tokens, q_heads),
+            (parts, parts_lse, output, lse, tiles.span, tiles.row, spans.first_row),
+            VALUE_DIM=value_dim,
+            VALUE_LANES=_lanes(value_dim),
+            TILE_TOKENS=tiles.tokens,
+            Q_HEADS=q_heads,
+            SPLITS=tiles.splits,
+            num_warps=4,
+        )
+
+
+def pool_shape(k_pool: torch.Tensor, v_pool: torch.Tensor) -> dict[str, int]:
+    """What the kernel is compiled for of the pools."""
+    _, kv_heads, head_dim, block_tokens = k_pool.shape
+    head_lanes, value_lanes = _lanes(head_dim), _lanes(v_pool.shape[3])
+    widest = max(head_lanes, value_lanes) * k_pool.dtype.itemsize
+    return {
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": v_pool.shape[3],
+        "HEAD_LANES": head_lanes,
+        "VALUE_LANES": value_lanes,
+        "BLOCK_TOKENS": block_tokens,
+        "TILE_KEYS": min(128, max(16, _TILE_BYTES // widest)),
+    }
+
+
+def _lanes(dim: int) -> int:
+    return max(_MIN_LANES, 1 << (dim - 1).bit_length())
+
+
+@cache
+def _stages(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    properties: Any = torch.cuda.get_device_properties(device)
+    return 3 if properties.shared_memory_per_multiprocessor >= _DEEP_PIPELINE_BYTES else 2
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], **constants: Any) -> None:
+    if all(grid):
+        kernel[grid](*arguments, **constants)
+
+
+def _check(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
+    blocks, kv_heads, _, block_tokens = k_pool.shape
+    if v_pool.shape[:3] != (blocks, kv_heads, block_tokens) or k_pool.dtype != v_pool.dtype:
+        raise ValueError(f"K {tuple(k_pool.shape)} and V {tuple(v_pool.shape)} are not pools of one layer")
+    if k_pool.dtype not in _DTYPES or not (k_pool.is_contiguous() and v_pool.is_contiguous()):
+        raise ValueError("the pools must be contiguous, fp32, bf16 or fp16")

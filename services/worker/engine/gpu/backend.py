@@ -1,0 +1,116 @@
+"""Who attends for `PagedAttention` on a CUDA device: the Triton kernels.
+
+A step is either made from its spans (`begin`), or one whose arrays stand still while their contents change,
+as CUDA graphs need (`fixed`). Knows one step's spans and all layers' pools; no model.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from services.worker.engine.gpu.attention import attend_paged, write_kv
+from services.worker.engine.gpu.spans import Heads, Spans, pack
+from services.worker.engine.layout import PackedSpans, Span
+from services.worker.engine.paged import Shape
+
+Pools = tuple[torch.Tensor, torch.Tensor]
+"""K and V of one layer, as in `services/worker/engine/native/attention.h`."""
+
+
+class Step(Protocol):
+    """The rows of one iteration."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 `[rows]` on the device: where each row's K and V go; below 0: nowhere."""
+        ...
+
+    def spans(self, heads: Heads) -> Spans: ...
+
+
+class TritonBackend:
+    """A `services.worker.engine.backends.Backend` on one device."""
+
+    def __init__(self, pools: Sequence[Pools], block_tokens: int, device: torch.device) -> None:
+        self.pools = pools
+        self.block_tokens = block_tokens
+        self.device = device
+        self.multiprocessors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
+        self.packed: PackedSpans | None = None
+        """The spans of the step, as `begin` was told."""
+        self._step: Step | None = None
+
+    def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
+        """The next calls are about these spans. Nothing is copied to the device yet."""
+        self.packed = packed
+        self._step = None
+
+    @contextmanager
+    def fixed(self, step: Step) -> Iterator[None]:
+        """The calls inside are about `step`, whatever `begin` was told."""
+        before, self._step = self._step, step
+        try:
+            yield
+        finally:
+            self._step = before
+
+    @property
+    def step(self) -> Step:
+        """The step that the calls are about. Raises RuntimeError before the first `begin`."""
+        if self._step is None:
+            if self.packed is None:
+                raise RuntimeError("attention before `begin`")
+            self._step = _PackedStep(self.packed, self.device, self.multiprocessors)
+        return self._step
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """`keys`, `values` `[rows, kv_heads, …]` to the step's slots: `slots` are those of `begin`."""
+        keys, values = _heads_contiguous(keys), _heads_contiguous(values)
+        write_kv(*self.pools[layer], keys, values, self.step.slots)
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: Shape,
+        window_tokens: int | None,
+    ) -> torch.Tensor:
+        """Over what each row sees, its own keys written already.
+
+        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
+        """
+        k_pool, v_pool = self.pools[layer]
+        kv_heads = k_pool.shape[1]
+        spans = self.step.spans(Heads(queries.shape[1] // kv_heads, kv_heads))
+        queries = _heads_contiguous(queries)
+        output, _ = attend_paged(k_pool, v_pool, spans, queries, shape.scaling, shape.softcap, window_tokens)
+        return output
+
+
+class _PackedStep:
+    """A step of any shape: its arrays are made once per kind of layer."""
+
+    def __init__(self, packed: PackedSpans, device: torch.device, multiprocessors: int) -> None:
+        self._packed = packed
+        self._device = device
+        self._multiprocessors = multiprocessors
+        self._spans: dict[Heads, Spans] = {}
+        self.slots = torch.from_numpy(packed.slots).to(device)
+
+    def spans(self, heads: Heads) -> Spans:
+        found = self._spans.get(heads)
+        if found is None:
+            found = pack(self._packed, heads, device=self._device, multiprocessors=self._multiprocessors)
+            self._spans[heads] = found
+        return found
+
+
+def _heads_contiguous(rows: torch.Tensor) -> torch.Tensor:
+    """`[rows, heads, dim]` as the kernels take it; transformers hands out transposed views."""
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()

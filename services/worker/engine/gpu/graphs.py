@@ -1,0 +1,193 @@
+"""CUDA graphs for decodes: a step that is single tokens only replays what was captured for its batch size.
+
+A step is some hundred launches of a few microseconds each; replayed as one graph they follow each other
+without the host. Batches are padded to the sizes captured; a padded row is at position 0, sees no key and
+writes nowhere. All else (chunks, larger batches, rows beyond the tables) runs through the forward as it is.
+
+Knows batches and static arrays; not what is captured: that is a `Capture`.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from services.worker.engine.gpu.backend import TritonBackend
+from services.worker.engine.gpu.spans import DECODE_ROWS, Heads, Spans, Tiles, choose_splits, tile_shape
+from services.worker.engine.layout import PackedSpans, pack
+from services.worker.engine.logits import Logits
+
+_log = logging.getLogger("kvasir.worker.graphs")
+_WARM_UPS = 2
+"""Calls before a capture: kernels are compiled, libraries make their workspaces."""
+
+Compute = Callable[[], torch.Tensor]
+Replay = Callable[[], torch.Tensor]
+
+
+class Computation(Protocol):
+    """`services.worker.engine.forward.Forward` without its wrapping: what can be captured."""
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor: ...
+
+
+class Capture(Protocol):
+    """Turns a computation on static tensors into one that is replayed; its result is static too."""
+
+    def __call__(self, compute: Compute) -> Replay: ...
+
+
+class CudaCapture:
+    """Graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        stream: Any = torch.cuda.Stream
+        self._stream: torch.cuda.Stream = stream()
+
+    def __call__(self, compute: Compute) -> Replay:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                compute()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def batch_sizes(max_batch: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 8 to 64 and doubling: padding costs little, each size costs a capture."""
+    sizes = [1, 2, 4, *range(8, 65, 8)]
+    while sizes[-1] < max_batch:
+        sizes.append(2 * sizes[-1])
+    return [*(size for size in sizes if size < max_batch), max_batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the static arrays have room for."""
+
+    max_batch: int
+    max_blocks: int
+    """Of one sequence, on average over the largest batch."""
+
+
+class DecodeArrays:
+    """Static device arrays for decodes of up to `max_batch` sequences; a smaller batch has slices."""
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        batch = limits.max_batch
+        self.limits = limits
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.slots = torch.full((batch,), -1, dtype=torch.int64, device=device)
+        self.rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self.zeros = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._changing = torch.zeros(batch * (3 + limits.max_blocks) + 1, dtype=torch.int32, device=device)
+
+    def changing(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """First positions, ends of keys, starts of tables, block ids: one array, filled by one copy."""
+        flat = self._changing
+        return flat[:batch], flat[batch : 2 * batch], flat[2 * batch : 3 * batch], flat[3 * batch :]
+
+    def fits(self, packed: PackedSpans) -> bool:
+        """Whether the spans are decodes that there is room for."""
+        count = len(packed.first_position)
+        room = packed.blocks.size <= self.limits.max_batch * self.limits.max_blocks
+        return 0 < count <= self.limits.max_batch and packed.slots.size == count and room
+
+    def fill(self, packed: PackedSpans, batch: int) -> None:
+        """Of the batch size `batch` all that depends on the spans; tokens and positions are the caller's."""
+        count = len(packed.first_position)
+        none = np.zeros(batch - count, np.int32)
+        parts = [packed.first_position, none, packed.key_end, none, packed.table_start[:count], none]
+        flat = torch.from_numpy(np.concatenate([*parts, packed.blocks]))
+        self._changing[: flat.shape[0]].copy_(flat)
+        slots = np.concatenate([packed.slots, np.full(batch - count, -1, np.int64)])
+        self.slots[:batch].copy_(torch.from_numpy(slots))
+
+
+class DecodeStep:
+    """The static arrays as a `Step` of one batch size."""
+
+    def __init__(self, arrays: DecodeArrays, batch: int, block_tokens: int, multiprocessors: int) -> None:
+        self.slots = arrays.slots[:batch]
+        self._arrays = arrays
+        self._batch = batch
+        self._longest_tokens = arrays.limits.max_blocks * block_tokens
+        self._multiprocessors = multiprocessors
+
+    def spans(self, heads: Heads) -> Spans:
+        arrays, batch = self._arrays, self._batch
+        first_position, key_end, table_start, blocks = arrays.changing(batch)
+        rows, _ = tile_shape(DECODE_ROWS, heads.group)
+        splits = choose_splits(batch, heads.kv_heads, self._longest_tokens, self._multiprocessors)
+        each = arrays.rows[:batch]
+        return Spans(
+            first_row=arrays.rows[: batch + 1],
+            first_position=first_position,
+            table_start=table_start,
+            table_position=arrays.zeros[:batch],
+            key_end=key_end,
+            blocks=blocks,
+            tiles=(Tiles(each, each, tokens=1, rows=rows, splits=splits),),
+        )
+
+
+class DecodeGraphs:
+    """A `Forward` that replays decodes and computes everything else as it comes."""
+
+    def __init__(
+        self, forward: Computation, backend: TritonBackend, limits: Limits, capture: Capture
+    ) -> None:
+        """Captures nothing yet: see `capture_all`."""
+        self._forward = forward
+        self._backend = backend
+        self._capture = capture
+        self._sizes = batch_sizes(limits.max_batch)
+        self._arrays = DecodeArrays(limits, backend.device)
+        self._kept = torch.arange(limits.max_batch, device=backend.device)
+        self._replays: dict[int, Replay] = {}
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Largest first, so that the smaller ones fit into its memory. Until then nothing is replayed."""
+        for batch in reversed(self._sizes):
+            self._arrays.fill(pack((), self._backend.block_tokens), batch)
+            self._replays[batch] = self._captured(batch)
+        _log.info("captured decodes of %s sequences as CUDA graphs", ", ".join(map(str, self._sizes)))
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+        """See `services.worker.engine.forward.Forward`. The logits are valid until the next call."""
+        packed = self._backend.packed
+        if packed is None or not self._replays or not self._arrays.fits(packed):
+            return Logits(self._forward(tokens, positions, kept))
+        rows = len(packed.first_position)
+        batch = next(size for size in self._sizes if size >= rows)
+        self._arrays.fill(packed, batch)
+        # Tokens and positions of padded rows are an earlier step's: valid, and nobody reads the result.
+        self._arrays.tokens[:rows].copy_(tokens)
+        self._arrays.positions[:rows].copy_(positions)
+        logits = self._replays[batch]()
+        return Logits(logits[:rows] if kept.shape[0] == rows else logits[kept])
+
+    def _captured(self, batch: int) -> Replay:
+        arrays = self._arrays
+        step = DecodeStep(arrays, batch, self._backend.block_tokens, self._backend.multiprocessors)
+        tokens, positions, kept = arrays.tokens[:batch], arrays.positions[:batch], self._kept[:batch]
+
+        def compute() -> torch.Tensor:
+            with self._backend.fixed(step):
+                return self._forward(tokens, positions, kept)
+
+        return self._capture(compute)

@@ -1,0 +1,300 @@
+# A kernel is Triton's language in Python's syntax: its values are none of Python's types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Triton kernels over paged KV. `services.worker.engine.gpu.attention` launches them.
+
+The contract is that of `services/worker/engine/native/attention.h`. One kernel serves decode and chunked
+prefill: a program holds a tile of (token, query head) pairs that share a KV head, so that each key and value
+is read once for the whole group and the products have the 16 rows that tensor cores want. Online softmax over
+tiles of keys (FlashAttention-2); for small batches the keys are divided between programs and a second kernel
+merges (flash-decoding; the arithmetic of Infinite-LLM §4's DistAttention). Reductions have a fixed order: a
+call gives the same bits every time.
+
+Knows pools, spans and tiles; no model, no step, no launch sizes.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """softcap · tanh(scores / softcap), without an exponential that can overflow."""
+    small = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E / softcap))
+    size = softcap * (1.0 - small) / (1.0 + small)
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def attend_kernel(
+    query,  # [rows, Q_HEADS, HEAD_DIM], `query_stride` elements between rows
+    key_pool,  # [num_blocks, KV_HEADS, HEAD_DIM, BLOCK_TOKENS]
+    value_pool,  # [num_blocks, KV_HEADS, BLOCK_TOKENS, VALUE_DIM]
+    output,  # [rows, Q_HEADS, SPLITS, VALUE_DIM]
+    lse,  # fp32 [rows, Q_HEADS, SPLITS]
+    tile_span,  # int32 [tiles]: the span that a tile's tokens are of
+    tile_row,  # int32 [tiles]: its first token's packed row
+    first_row,  # int32 [spans + 1], and the rest as in attention.h
+    first_position,
+    table_start,
+    table_position,
+    key_end,
+    blocks,
+    query_stride,
+    scaling,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,  # tokens; 0: everything
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_LANES: tl.constexpr,  # HEAD_DIM rounded up to what a product can take
+    VALUE_LANES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,  # at most TILE_ROWS // (Q_HEADS // KV_HEADS)
+    TILE_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDEN: tl.constexpr,  # multiply in fp32: Triton's interpreter cannot multiply bf16
+):
+    """Programs (tile, KV head, split): one tile of rows over one of SPLITS parts of the keys they see."""
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    span = tl.load(tile_span + tile)
+    row_0 = tl.load(tile_row + tile)
+    end_row = tl.load(first_row + span + 1)
+    position_0 = tl.load(first_position + span) + row_0 - tl.load(first_row + span)
+    base = tl.load(table_position + span)
+    end = tl.load(key_end + span)
+    table = blocks + tl.load(table_start + span)
+    lane = tl.arange(0, TILE_ROWS)
+    token = lane // GROUP
+    head = kv_head * GROUP + lane % GROUP
+    row = (row_0 + token).to(tl.int64)
+    real = (token < TILE_TOKENS) & (row < end_row)
+    position = position_0 + token
+    high = tl.minimum(position + 1, end)
+    tokens = tl.minimum(end_row - row_0, TILE_TOKENS)
+    tile_high = tl.minimum(position_0 + tokens, end)
+    if WINDOW > 0:
+        low = tl.maximum(position - WINDOW + 1, base)
+        tile_low = tl.maximum(position_0 - WINDOW + 1, base)
+    else:
+        low = tl.zeros([TILE_ROWS], tl.int32) + base
+        tile_low = base
+    dim = tl.arange(0, HEAD_LANES)
+    value_dim = tl.arange(0, VALUE_LANES)
+    q = tl.load(
+        query + row[:, None] * query_stride + head[:, None] * HEAD_DIM + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    q = q.to(key_pool.dtype.element_ty)
+    if WIDEN:
+        q = q.to(tl.float32)
+    first_tile = (tile_low - base) // TILE_KEYS
+    end_tile = tl.maximum(tl.cdiv(tile_high - base, TILE_KEYS), first_tile)
+    share = tl.cdiv(end_tile - first_tile, SPLITS)
+    begin = first_tile + split * share
+    finish = tl.minimum(begin + share, end_tile)
+    highest = tl.full([TILE_ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    sums = tl.zeros([TILE_ROWS, VALUE_LANES], tl.float32)
+    key_lane = tl.arange(0, TILE_KEYS)
+    for index in range(begin, finish):
+        offset = index * TILE_KEYS + key_lane
+        key_position = base + offset
+        wanted = (key_position >= tile_low) & (key_position < tile_high)
+        block = (
+            tl.load(table + offset // BLOCK_TOKENS, mask=wanted, other=0).to(tl.int64) * KV_HEADS + kv_head
+        )
+        slot = offset % BLOCK_TOKENS
+        k = tl.load(
+            key_pool
+            + block[None, :] * (HEAD_DIM * BLOCK_TOKENS)
+            + dim[:, None] * BLOCK_TOKENS
+            + slot[None, :],
+            mask=wanted[None, :] & (dim < HEAD_DIM)[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            value_pool + (block * BLOCK_TOKENS + slot)[:, None] * VALUE_DIM + value_dim[None, :],
+            mask=wanted[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, k, input_precision="ieee") * scaling
+        if HAS_SOFTCAP:
+            scores = _capped(scores, softcap)
+        seen = (key_position[None, :] >= low[:, None]) & (key_position[None, :] < high[:, None])
+        scores = tl.where(seen, scores * _LOG2_E, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - reference[:, None])
+        decay = tl.exp2(highest - reference)
+        total = total * decay + tl.sum(weights, 1)
+        sums = sums * decay[:, None]
+        sums = tl.dot(weights.to(v.dtype), v, acc=sums, input_precision="ieee")
+        highest = new_highest
+    any_seen = total > 0
+    divisor = tl.where(any_seen, total, 1.0)
+    place = (row * Q_HEADS + head) * SPLITS + split
+    tl.store(lse + place, tl.where(any_seen, (highest + tl.log2(divisor)) * _LN_2, -float("inf")), mask=real)
+    tl.store(
+        output + place[:, None] * VALUE_DIM + value_dim[None, :],
+        (sums / divisor[:, None]).to(output.dtype.element_ty),
+        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def merge_kernel(
+    partial,  # fp32 [rows, Q_HEADS, SPLITS, VALUE_DIM]
+    partial_lse,  # fp32 [rows, Q_HEADS, SPLITS]
+    output,  # [rows, Q_HEADS, VALUE_DIM]
+    lse,  # fp32 [rows, Q_HEADS]
+    tile_span,  # as attend_kernel's: only the rows of its tiles are merged
+    tile_row,
+    first_row,
+    VALUE_DIM: tl.constexpr,
+    VALUE_LANES: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two
+):
+    """Programs (token of a tile, head): the parts over a partition of the keys, joined."""
+    tile = tl.program_id(0) // TILE_TOKENS
+    row = tl.load(tile_row + tile) + tl.program_id(0) % TILE_TOKENS
+    real = row < tl.load(first_row + tl.load(tile_span + tile) + 1)
+    pair = row.to(tl.int64) * Q_HEADS + tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    value_dim = tl.arange(0, VALUE_LANES)
+    inside = (value_dim < VALUE_DIM) & real
+    parts = tl.load(partial_lse + pair * SPLITS + split, mask=(split < SPLITS) & real, other=-float("inf"))
+    highest = tl.max(parts, 0)
+    reference = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp2((parts - reference) * _LOG2_E)
+    total = tl.sum(weights, 0)
+    divisor = tl.where(total > 0, total, 1.0)
+    outputs = tl.load(
+        partial + (pair * SPLITS + split)[:, None] * VALUE_DIM + value_dim[None, :],
+        mask=(weights > 0)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(outputs * weights[:, None], 0) / divisor
+    tl.store(output + pair * VALUE_DIM + value_dim, merged.to(output.dtype.element_ty), mask=inside)
+    tl.store(lse + pair, tl.where(total > 0, reference + tl.log2(divisor) * _LN_2, -float("inf")), mask=real)
+
+
+@triton.jit
+def write_kernel(
+    key,  # [rows, KV_HEADS, HEAD_DIM], `key_stride` elements between rows
+    value,  # [rows, KV_HEADS, VALUE_DIM]
+    key_pool,
+    value_pool,
+    slots,  # int64 [rows]; below 0: nowhere
+    key_stride,
+    value_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_LANES: tl.constexpr,
+    VALUE_LANES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Programs (row, KV head): K and V of one token to their slot."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    slot = tl.load(slots + row)
+    dim = tl.arange(0, HEAD_LANES)
+    value_dim = tl.arange(0, VALUE_LANES)
+    block = (slot // BLOCK_TOKENS) * KV_HEADS + kv_head
+    offset = slot % BLOCK_TOKENS
+    wanted = (dim < HEAD_DIM) & (slot >= 0)
+    k = tl.load(key + row * key_stride + kv_head * HEAD_DIM + dim, mask=wanted, other=0.0)
+    tl.store(
+        key_pool + (block * HEAD_DIM + dim) * BLOCK_TOKENS + offset,
+        k.to(key_pool.dtype.element_ty),
+        mask=wanted,
+    )
+    wanted = (value_dim < VALUE_DIM) & (slot >= 0)
+    v = tl.load(value + row * value_stride + kv_head * VALUE_DIM + value_dim, mask=wanted, other=0.0)
+    tl.store(
+        value_pool + (block * BLOCK_TOKENS + offset) * VALUE_DIM + value_dim,
+        v.to(value_pool.dtype.element_ty),
+        mask=wanted,
+    )
+
+
+@triton.jit
+def rotate_write_kernel(
+    joined,  # [rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM]: queries, keys, values; queries are rotated in place
+    cosine,  # fp32 [positions, HEAD_DIM / 2]
+    sine,
+    positions,  # int64 [rows]
+    slots,  # int64 [rows]; below 0: keys and values go nowhere
+    key_pool,
+    value_pool,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # HEAD_DIM / 2
+    HALF_LANES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Programs (row, head): rotary position embedding of queries and keys; keys and values to their slot."""
+    HEADS: tl.constexpr = Q_HEADS + 2 * KV_HEADS
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    half = tl.arange(0, HALF_LANES)
+    inside = half < HALF
+    source = joined + (row * HEADS + head) * (2 * HALF)
+    low = tl.load(source + half, mask=inside, other=0.0)
+    high = tl.load(source + HALF + half, mask=inside, other=0.0)
+    slot = tl.load(slots + row)
+    wanted = inside & (slot >= 0)
+    block = slot // BLOCK_TOKENS
+    offset = slot % BLOCK_TOKENS
+    if head < Q_HEADS + KV_HEADS:
+        angle = tl.load(positions + row) * HALF + half
+        cos = tl.load(cosine + angle, mask=inside, other=0.0)
+        sin = tl.load(sine + angle, mask=inside, other=0.0)
+        turned_low = low.to(tl.float32) * cos - high.to(tl.float32) * sin
+        turned_high = high.to(tl.float32) * cos + low.to(tl.float32) * sin
+        if head < Q_HEADS:
+            tl.store(source + half, turned_low.to(joined.dtype.element_ty), mask=inside)
+            tl.store(source + HALF + half, turned_high.to(joined.dtype.element_ty), mask=inside)
+        else:
+            place = (block * KV_HEADS + head - Q_HEADS) * (2 * HALF * BLOCK_TOKENS) + offset
+            target = key_pool + place + half * BLOCK_TOKENS
+            tl.store(target, turned_low.to(key_pool.dtype.element_ty), mask=wanted)
+            tl.store(target + HALF * BLOCK_TOKENS, turned_high.to(key_pool.dtype.element_ty), mask=wanted)
+    else:
+        place = (block * KV_HEADS + head - Q_HEADS - KV_HEADS) * BLOCK_TOKENS + offset
+        target = value_pool + place * (2 * HALF) + half
+        tl.store(target, low.to(value_pool.dtype.element_ty), mask=wanted)
+        tl.store(target + HALF, high.to(value_pool.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def gate_kernel(
+    joined,  # [rows, 2 * WIDTH]: gate, up
+    output,  # [rows, WIDTH]
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Programs (row, piece): silu(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = column < WIDTH
+    gate = tl.load(joined + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    small = tl.exp2(-tl.abs(gate) * _LOG2_E)
+    share = tl.where(gate < 0, small, 1.0) / (1.0 + small)
+    tl.store(output + row * WIDTH + column, (gate * share * up).to(output.dtype.element_ty), mask=inside)

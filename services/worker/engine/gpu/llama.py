@@ -1,0 +1,130 @@
+"""A plain Llama on a CUDA device: nine launches a layer, all of which a CUDA graph can hold.
+
+Queries, keys and values come from one matrix product, gate and up projection from another; rotation and
+writing to the pools are one kernel; residuals are added by the product that makes what is added. Weights are
+the module's own, which become views of the joined ones. Knows transformers' names for a Llama's parts; no
+sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from services.worker.engine.gpu.attention import attend_paged, gated, rotate_and_write
+from services.worker.engine.gpu.backend import TritonBackend
+from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, Limits
+from services.worker.engine.gpu.spans import Heads
+
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Rotations that depend on the position alone, not on how long the longest sequence is."""
+MAX_BATCH = 128
+"""Decodes replayed at once, unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer's weights; matrices as `[out, in]`."""
+
+    input_norm: torch.Tensor
+    query_key_value: torch.Tensor
+    output: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def is_computable(module: Any) -> bool:
+    """Whether a `LlamaForCausalLM` uses nothing that `CudaLlama` leaves out."""
+    config = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    fixed = rope.get("rope_type", "default") in _FIXED_ROTATIONS and not rope.get("partial_rotary_factor")
+    biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
+    return config.hidden_act == "silu" and not biased and fixed
+
+
+def with_graphs(
+    module: Any, backend: TritonBackend, max_positions: int, *, max_batch: int = MAX_BATCH
+) -> DecodeGraphs:
+    """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured."""
+    limits = Limits(max_batch, -(-max_positions // backend.block_tokens))
+    llama = CudaLlama(module, backend, max_positions)
+    graphs = DecodeGraphs(llama, backend, limits, CudaCapture())
+    graphs.capture_all()
+    return graphs
+
+
+class CudaLlama:
+    """Logits of the packed rows that the backend's step is about."""
+
+    def __init__(self, module: Any, backend: TritonBackend, max_positions: int) -> None:
+        config, attention = module.config, module.model.layers[0].self_attn
+        self._backend = backend
+        self._head_dim: int = attention.head_dim
+        self._heads = Heads(
+            config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads
+        )
+        self._q_heads: int = config.num_attention_heads
+        self._scaling: float = attention.scaling
+        self._eps: float = config.rms_norm_eps
+        self._embedding = module.model.embed_tokens.weight
+        self._norm = module.model.norm.weight
+        self._head = module.lm_head.weight
+        self._layers = [_join(layer) for layer in module.model.layers]
+        self._angles = _angles(module.model.rotary_emb, max_positions, self._embedding.device)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → logits `[kept, vocabulary]`."""
+        hidden = functional.embedding(tokens, self._embedding)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(index, layer, hidden, positions)
+            hidden = torch.addmm(hidden, attended, layer.output.t())
+            gate_up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up)
+            hidden = torch.addmm(hidden, gated(gate_up), layer.down.t())
+        return functional.linear(self._normed(hidden[kept], self._norm), self._head)
+
+    def _attend(
+        self, index: int, layer: _Layer, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
+        joined = projected.view(hidden.shape[0], -1, self._head_dim)
+        step, (k_pool, v_pool) = self._backend.step, self._backend.pools[index]
+        rotate_and_write(joined, self._angles, positions, step.slots, k_pool, v_pool)
+        queries = joined[:, : self._q_heads]
+        output, _ = attend_paged(k_pool, v_pool, step.spans(self._heads), queries, self._scaling)
+        return output.flatten(1)
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+
+
+def _angles(rotary: Any, max_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all positions, fp32 `[positions, head_dim / 2]`: both halves of a head have the same angles."""
+    positions = torch.arange(max_positions, device=device)
+    with torch.inference_mode():
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions[None])
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+def _join(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        input_norm=layer.input_layernorm.weight,
+        query_key_value=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
+        output=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _joined(linears: Sequence[Any]) -> torch.Tensor:
+    """One matrix of several linear layers. Their own weights become views of it: nothing is held twice."""
+    joined = torch.cat([linear.weight.data for linear in linears])
+    parts = joined.split([linear.weight.shape[0] for linear in linears])  # type: ignore[no-untyped-call]
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight.data = part
+    return joined

@@ -1,0 +1,144 @@
+"""Which rows see which keys, as device arrays for the kernels. Knows positions and blocks; no pool, no model.
+
+The arrays are those of `Spans` in `services/worker/engine/native/attention.h`, and the division of the rows
+into tiles beside them. All of a step's go to the device in one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine.layout import PackedSpans
+
+DECODE_ROWS = 16
+"""Of a decode's tile: what tensor cores take at least."""
+PREFILL_ROWS = 64
+_MAX_SPLITS = 64
+_MIN_SPLIT_TOKENS = 128
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A launch: rows that are divided alike."""
+
+    span: torch.Tensor
+    """int32 `[tiles]`: the span that a tile's tokens are of."""
+    row: torch.Tensor
+    """int32 `[tiles]`: its first token's packed row."""
+    tokens: int
+    """At most, of one tile."""
+    rows: int
+    """(token, query head) pairs of a tile: a power of two."""
+    splits: int
+    """Parts that a tile's keys are divided into; 1: no merging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Consecutive packed rows of one sequence each; int32 device arrays, see attention.h."""
+
+    first_row: torch.Tensor
+    first_position: torch.Tensor
+    table_start: torch.Tensor
+    table_position: torch.Tensor
+    key_end: torch.Tensor
+    blocks: torch.Tensor
+    tiles: tuple[Tiles, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of the layers that a division into tiles is for."""
+
+    group: int
+    """Query heads that share a KV head."""
+    kv_heads: int
+
+
+def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiprocessors: int) -> Spans:
+    """The arrays on the device, and the rows divided into tiles; partial tables are `packed`'s to say."""
+    rows = packed.first_row.tolist()
+    longest = int(np.max(packed.key_end - packed.table_position, initial=0))
+    single = [index for index, (start, end) in enumerate(pairwise(rows)) if end - start == 1]
+    chunks = [index for index, (start, end) in enumerate(pairwise(rows)) if end - start != 1]
+    divisions = [
+        _divide(rows, chosen, tile_rows, heads, longest, multiprocessors)
+        for chosen, tile_rows in ((single, DECODE_ROWS), (chunks, PREFILL_ROWS))
+        if chosen
+    ]
+    parts: list[npt.ArrayLike] = [
+        packed.first_row,
+        packed.first_position,
+        packed.table_start[: len(rows) - 1],
+    ]
+    parts += [packed.table_position, packed.key_end]
+    for division in divisions:
+        parts += [division.span, division.row]
+    views = upload([*parts, packed.blocks], device)
+    return Spans(
+        first_row=views[0],
+        first_position=views[1],
+        table_start=views[2],
+        table_position=views[3],
+        key_end=views[4],
+        blocks=views[-1],
+        tiles=tuple(
+            Tiles(views[5 + 2 * index], views[6 + 2 * index], division.tokens, division.rows, division.splits)
+            for index, division in enumerate(divisions)
+        ),
+    )
+
+
+def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.Tensor]:
+    """int32 device arrays of several arrays or lists, in one copy."""
+    arrays = [np.asarray(part, dtype=np.int32) for part in parts]
+    # One more: an array of no blocks is still one with an address.
+    on_device = torch.from_numpy(np.concatenate([*arrays, np.zeros(1, np.int32)])).to(device)
+    starts = [0, *accumulate(each.size for each in arrays)]
+    return [on_device[start:end] for start, end in pairwise(starts)]
+
+
+def tile_shape(tile_rows: int, group: int) -> tuple[int, int]:
+    """Rows, a power of two and at least one token's heads, and tokens of a tile."""
+    rows = max(tile_rows, 1 << (group - 1).bit_length())
+    return rows, rows // group
+
+
+def choose_splits(tiles: int, kv_heads: int, longest_tokens: int, multiprocessors: int) -> int:
+    """Parts that fill the device and are no shorter than a few tiles; a power of two: each is compiled."""
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(1, tiles * kv_heads)
+    most = min(wanted, -(-longest_tokens // _MIN_SPLIT_TOKENS), _MAX_SPLITS)
+    return 1 << (max(1, most).bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    span: list[int]
+    row: list[int]
+    tokens: int
+    rows: int
+    splits: int
+
+
+def _divide(
+    first_rows: Sequence[int],
+    chosen: Sequence[int],
+    tile_rows: int,
+    heads: Heads,
+    longest_tokens: int,
+    multiprocessors: int,
+) -> _Division:
+    rows, tokens = tile_shape(tile_rows, heads.group)
+    of_span: list[int] = []
+    first: list[int] = []
+    for index in chosen:
+        starts = range(first_rows[index], first_rows[index + 1], tokens)
+        of_span += [index] * len(starts)
+        first += starts
+    splits = choose_splits(len(first), heads.kv_heads, longest_tokens, multiprocessors)
+    return _Division(of_span, first, tokens, rows, splits)

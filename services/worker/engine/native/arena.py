@@ -1,0 +1,27 @@
+"""One stretch of memory for a model's packed weights, in large pages where the system has them."""
+
+import mmap
+
+import torch
+
+_PAGE_BYTES = 2 << 20
+_FLOAT_BYTES = 4
+
+
+class Arena:
+    """Float32 tensors cut from one mapping, one after the other. Every tensor keeps the mapping alive."""
+
+    def __init__(self, floats: int) -> None:
+        memory = mmap.mmap(-1, max(floats * _FLOAT_BYTES, 1) + _PAGE_BYTES)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.float32)
+        start = -whole.data_ptr() % _PAGE_BYTES // _FLOAT_BYTES
+        self._free = whole[start : start + floats]
+
+    def take(self, floats: int) -> torch.Tensor:
+        """The next `[floats]`, zero until written. Raises ValueError when there are no more."""
+        if floats > len(self._free):
+            raise ValueError(f"{floats} floats wanted of {len(self._free)}")
+        taken, self._free = self._free[:floats], self._free[floats:]
+        return taken

@@ -1,0 +1,412 @@
+// The operator of attention.h: flash-style online softmax over columns of sixteen slots.
+//
+// A tile is the query heads that share one KV head, over one or several rows of a span. It walks over its keys in
+// chunks of columns: scores of the chunk, softmax against the running maximum, values weighted into the output. Each
+// phase prefetches what the next one reads: blocks lie scattered, and hardware prefetching ends with a page.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+
+namespace {
+
+using namespace kvasir;
+
+constexpr int CHUNK_COLUMNS = 8;
+constexpr int CHUNK = CHUNK_COLUMNS * LANES;  // scores of one query and chunk
+constexpr int CHUNK_BYTES = 16384;            // of keys: chunk and prefetched chunk share the first-level cache
+constexpr int TILE = 32;                      // queries of a tile
+constexpr int ROWS = 4;                       // queries of a register tile
+constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
+
+// Up to sixteen consecutive slots of one block. Offsets in elements, of KV head 0.
+struct Column {
+  int64_t key;
+  int64_t value;
+  int32_t position;
+  int32_t lanes;
+};
+
+struct Tile {
+  int32_t span;
+  int32_t row;  // the first, packed
+  int32_t rows;
+  int32_t head;  // the first of the query heads of one KV head
+  int32_t heads;
+};
+
+// What one thread works in; kept between calls.
+struct Workspace {
+  std::vector<Column> columns;
+  std::vector<float> memory;
+  const Tile* tile = nullptr;
+  float *query, *output, *scores, *highest, *total, *decay;
+
+  void reserve(int head_dim, int value_stride) {
+    size_t needed = TILE * (size_t)(head_dim + value_stride + CHUNK + 3) + 6 * LANES;
+    if (memory.size() < needed) memory.resize(needed);
+    auto aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63);
+    query = reinterpret_cast<float*>(aligned);
+    output = query + (TILE * head_dim + 15) / 16 * 16;
+    scores = output + TILE * value_stride;
+    highest = scores + TILE * CHUNK;
+    total = highest + TILE;
+    decay = total + TILE;
+  }
+};
+
+// Scores of `M` queries against `N` columns. `COUNT` accumulators at least keep the multiply-add units busy.
+template <class T, int M, int N, bool PARTIAL>
+inline void score_columns(const float* query, int head_dim, const T* const* keys, int64_t stride, int lanes,
+                          const T* const* ahead, float* scores) {
+  constexpr int SPLIT = M * N >= 4 ? 1 : 4 / (M * N);
+  Vec sum[SPLIT][M][N] = {};
+  auto step = [&](int d, int part) __attribute__((always_inline)) {
+    Vec key[N];
+    for (int n = 0; n < N; n++) {
+      const T* from = keys[n] + d * stride;
+      key[n] = PARTIAL ? load_some(from, lanes) : load(from);
+      if (!PARTIAL) prefetch(ahead[n] + d * LANES);
+    }
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++) sum[part][m][n] += query[m * head_dim + d] * key[n];
+  };
+  int d = 0;
+  for (; d + SPLIT <= head_dim; d += SPLIT)
+    for (int part = 0; part < SPLIT; part++) step(d + part, part);
+  for (; d < head_dim; d++) step(d, 0);
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) {
+      for (int part = 1; part < SPLIT; part++) sum[0][m][n] += sum[part][m][n];
+      store(scores + m * CHUNK + n * LANES, sum[0][m][n]);
+    }
+}
+
+template <class T, int M>
+void score_chunk(const float* query, int head_dim, const Column* columns, int count, const T* keys, const T* values,
+                 int64_t stride, float* scores) {
+  const T *key[WIDE], *ahead[WIDE];
+  for (int done = 0; done < count;) {
+    int full = 0;
+    for (; full < WIDE && done + full < count && columns[done + full].lanes == LANES; full++) {
+      key[full] = keys + columns[done + full].key;
+      ahead[full] = values + columns[done + full].value;
+    }
+    float* to = scores + done * LANES;
+    switch (full) {
+      case 0:
+        key[0] = keys + columns[done].key;
+        score_columns<T, M, 1, true>(query, head_dim, key, stride, columns[done].lanes, ahead, to);
+        full = 1;
+        break;
+      case 1: score_columns<T, M, 1, false>(query, head_dim, key, stride, LANES, ahead, to); break;
+#if WIDE_COLUMNS >= 4
+      case 2: score_columns<T, M, 2, false>(query, head_dim, key, stride, LANES, ahead, to); break;
+      case 3: score_columns<T, M, 3, false>(query, head_dim, key, stride, LANES, ahead, to); break;
+      default: score_columns<T, M, 4, false>(query, head_dim, key, stride, LANES, ahead, to);
+#endif
+    }
+    done += full;
+  }
+}
+
+// Weigh the values of a chunk into `N` vectors of the outputs of `M` queries; `tail` lanes in the last, 0 for all.
+template <class T, int M, int N, bool TAIL>
+inline void weigh_columns(const float* weights, const float* decay, const Column* columns, int count, const T* values,
+                          int value_dim, int tail, const T* const* ahead, int64_t ahead_step, float* output,
+                          int output_stride) {
+  Vec sum[M][N];
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) sum[m][n] = load(output + m * output_stride + n * LANES) * decay[m];
+  for (int c = 0; c < count; c++) {
+    const T* from = values + columns[c].value;
+    const T* next = ahead[c];
+    for (int slot = 0; slot < columns[c].lanes; slot++, from += value_dim) {
+      Vec value[N];
+      for (int n = 0; n < N; n++) {
+        value[n] = TAIL && n == N - 1 ? load_some(from + n * LANES, tail) : load(from + n * LANES);
+        if (next) prefetch(next + n * ahead_step);
+      }
+      if (next) next += N * ahead_step;
+      for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) sum[m][n] += weights[m * CHUNK + c * LANES + slot] * value[n];
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) store(output + m * output_stride + n * LANES, sum[m][n]);
+}
+
+template <class T, int M>
+void weigh_chunk(const float* weights, const float* decay, const Column* columns, int count, const T* values,
+                 int value_dim, const T* const* ahead, int64_t ahead_step, float* output, int output_stride) {
+  static const T* const nothing[CHUNK_COLUMNS] = {};
+  int vectors = (value_dim + LANES - 1) / LANES, strips = (vectors + WIDE - 1) / WIDE;
+  const T* shifted[CHUNK_COLUMNS];
+  for (int strip = 0, first = 0; strip < strips; strip++) {
+    int width = (vectors - first) / (strips - strip);
+    int tail = strip == strips - 1 ? value_dim % LANES : 0;
+    for (int c = 0; c < count; c++) shifted[c] = ahead[c] ? ahead[c] + first * LANES * ahead_step : nullptr;
+    const T* from = values + first * LANES;
+    float* to = output + first * LANES;
+    const T* const* next = ahead == nothing ? nothing : shifted;
+#define WEIGH(N)                                                                                                     \
+  if (tail)                                                                                                          \
+    weigh_columns<T, M, N, true>(weights, decay, columns, count, from, value_dim, tail, next, ahead_step, to,        \
+                                 output_stride);                                                                     \
+  else                                                                                                               \
+    weigh_columns<T, M, N, false>(weights, decay, columns, count, from, value_dim, 0, next, ahead_step, to,          \
+                                  output_stride)
+    switch (width) {
+      case 1: WEIGH(1); break;
+#if WIDE_COLUMNS >= 4
+      case 2: WEIGH(2); break;
+      case 3: WEIGH(3); break;
+      default: WEIGH(4);
+#endif
+    }
+#undef WEIGH
+    first += width;
+  }
+}
+
+struct Operator {
+  const KvPool& pool;
+  const Spans& spans;
+  const AttendCall& call;
+  int group;         // query heads of one KV head
+  int value_stride;  // of an output row in the workspace
+
+  int64_t head_stride_key() const { return (int64_t)pool.head_dim * pool.block_tokens; }
+  int64_t head_stride_value() const { return (int64_t)pool.block_tokens * pool.value_dim; }
+
+  int position(const Tile& tile, int row) const {
+    return spans.first_position[tile.span] + (tile.row + row - spans.first_row[tile.span]);
+  }
+  int first_key(const Tile& tile, int row) const {
+    int first = spans.table_position[tile.span];
+    return spans.window_tokens ? std::max(first, position(tile, row) - spans.window_tokens + 1) : first;
+  }
+  int end_key(const Tile& tile, int row) const {
+    return std::min(position(tile, row) + 1, spans.key_end[tile.span]);
+  }
+
+  // The slots that any row of the tile sees.
+  void find_columns(const Tile& tile, std::vector<Column>& columns) const {
+    columns.clear();
+    const int end = end_key(tile, tile.rows - 1), tokens = pool.block_tokens;
+    const int32_t* table = spans.blocks + spans.table_start[tile.span];
+    for (int key = first_key(tile, 0); key < end;) {
+      int from_table = key - spans.table_position[tile.span], offset = from_table % tokens;
+      int lanes = std::min({LANES, tokens - offset, end - key});
+      int64_t block = (int64_t)table[from_table / tokens] * pool.kv_heads;
+      columns.push_back({block * head_stride_key() + offset,
+                         block * head_stride_value() + (int64_t)offset * pool.value_dim, key, lanes});
+      key += lanes;
+    }
+  }
+
+  void load_queries(const Tile& tile, Workspace& work) const {
+    const int dim = pool.head_dim, size = tile.heads * dim;
+    for (int row = 0; row < tile.rows; row++) {
+      const float* from = call.query + (tile.row + row) * call.query_stride + (int64_t)tile.head * dim;
+      float* to = work.query + row * size;
+      for (int i = 0; i < size; i++) to[i] = from[i] * call.scaling;
+    }
+    const int queries = tile.rows * tile.heads;
+    std::fill_n(work.output, queries * value_stride, 0.0f);
+    std::fill_n(work.highest, queries, NEGATIVE_INFINITY);
+    std::fill_n(work.total, queries, 0.0f);
+  }
+
+  // Scores to weights, relative to the highest score so far.
+  void soften(const Tile& tile, const Column* columns, int count, int query, Workspace& work) const {
+    float* scores = work.scores + query * CHUNK;
+    const int row = query / tile.heads, first = first_key(tile, row), end = end_key(tile, row);
+    Vec highest = broadcast(NEGATIVE_INFINITY);
+    for (int c = 0; c < count; c++) {
+      Vec score = load(scores + c * LANES);
+      if (call.softcap != 0) score = call.softcap * tanh(score * (1 / call.softcap));
+      int from = first - columns[c].position, until = std::min(columns[c].lanes, end - columns[c].position);
+      if (from > 0 || until < LANES) score = within(score, from, until, NEGATIVE_INFINITY);
+      store(scores + c * LANES, score);
+      highest = larger(highest, score);
+    }
+    const float before = work.highest[query], now = std::max(before, largest(highest));
+    // Nothing seen yet: any finite reference makes weights of zero, and keeps a NaN one.
+    const float reference = now == NEGATIVE_INFINITY ? 0.0f : now;
+    Vec total = {};
+    for (int c = 0; c < count; c++) {
+      Vec weight = exp(load(scores + c * LANES) - reference);
+      store(scores + c * LANES, weight);
+      total += weight;
+    }
+    const float decay = now == before ? 1.0f : std::exp(before - now);
+    work.highest[query] = now;
+    work.decay[query] = decay;
+    work.total[query] = work.total[query] * decay + added(total);
+  }
+
+  void store_outputs(const Tile& tile, const Workspace& work) const {
+    for (int query = 0; query < tile.rows * tile.heads; query++) {
+      const int64_t row = tile.row + query / tile.heads, head = tile.head + query % tile.heads;
+      const float total = work.total[query], factor = total == 0 ? 0 : 1 / total;
+      const float* from = work.output + query * value_stride;
+      float* to = call.output + (row * call.q_heads + head) * pool.value_dim;
+      for (int i = 0; i < pool.value_dim; i++) to[i] = from[i] * factor;
+      if (call.lse) {
+        call.lse[row * call.q_heads + head] =
+            total == 0 ? NEGATIVE_INFINITY : work.highest[query] + std::log(total);
+      }
+    }
+  }
+
+  template <class T>
+  void attend_tile(const Tile& tile, Workspace& work) const {
+    if (work.tile == nullptr || work.tile->row != tile.row) find_columns(tile, work.columns);
+    work.tile = &tile;
+    load_queries(tile, work);
+    const int kv_head = tile.head / group, queries = tile.rows * tile.heads;
+    const T* keys = static_cast<const T*>(pool.key) + kv_head * head_stride_key();
+    const T* values = static_cast<const T*>(pool.value) + kv_head * head_stride_value();
+    const int by_size = CHUNK_BYTES / (int)(pool.head_dim * LANES * sizeof(T));
+    const int step = std::clamp(by_size, 2, CHUNK_COLUMNS), columns = (int)work.columns.size();
+    for (int done = 0; done < columns; done += step) {
+      const Column* chunk = work.columns.data() + done;
+      const int count = std::min(step, columns - done);
+      const T* ahead[CHUNK_COLUMNS];
+      for (int c = 0; c < count; c++) {
+        const int next = done + step + c;
+        // After the last chunk the next KV head begins, with the same blocks.
+        ahead[c] = next < columns ? keys + work.columns[next].key : keys + head_stride_key() + work.columns[c].key;
+      }
+      for (int query = 0; query < queries; query += ROWS) {
+        const float* from = work.query + query * pool.head_dim;
+        float* to = work.scores + query * CHUNK;
+        with_rows(queries - query, [&](auto rows) {
+          score_chunk<T, rows.value>(from, pool.head_dim, chunk, count, keys, values, pool.block_tokens, to);
+        });
+      }
+      for (int query = 0; query < queries; query++) soften(tile, chunk, count, query, work);
+      for (int query = 0; query < queries; query += ROWS) {
+        float* to = work.output + query * value_stride;
+        with_rows(queries - query, [&](auto rows) {
+          weigh_chunk<T, rows.value>(work.scores + query * CHUNK, work.decay + query, chunk, count, values,
+                                     pool.value_dim, ahead, pool.block_tokens, to, value_stride);
+        });
+        std::fill_n(ahead, count, nullptr);
+      }
+    }
+    store_outputs(tile, work);
+  }
+
+  template <int N>
+  struct Rows {
+    static constexpr int value = N;
+  };
+  template <class F>
+  static void with_rows(int rows, F&& run) {
+    switch (rows) {
+      case 1: return run(Rows<1>{});
+      case 2: return run(Rows<2>{});
+      case 3: return run(Rows<3>{});
+      default: return run(Rows<4>{});
+    }
+  }
+};
+
+bool well_formed(const KvPool& pool) {
+  return (pool.dtype == KV_FP32 || pool.dtype == KV_BF16) && pool.num_blocks > 0 && pool.block_tokens > 0 &&
+         pool.kv_heads > 0 && pool.head_dim > 0 && pool.value_dim > 0;
+}
+
+// Whether every block that a span's rows see exists.
+bool blocks_exist(const KvPool& pool, const Spans& spans) {
+  for (int s = 0; s < spans.count; s++) {
+    const int rows = spans.first_row[s + 1] - spans.first_row[s];
+    if (rows < 0 || spans.table_position[s] < 0 || spans.table_position[s] % pool.block_tokens) return false;
+    const int end = std::min(spans.first_position[s] + rows, spans.key_end[s]) - spans.table_position[s];
+    const int32_t* table = spans.blocks + spans.table_start[s];
+    int first = spans.first_position[s] - spans.window_tokens + 1 - spans.table_position[s];
+    first = spans.window_tokens ? std::max(0, first) : 0;
+    for (int block = first / pool.block_tokens; block * pool.block_tokens < end; block++)
+      if (table[block] < 0 || table[block] >= pool.num_blocks) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+extern "C" int32_t kv_attend(const KvPool* pool, const Spans* spans, const AttendCall* call) {
+  if (!well_formed(*pool)) return -1;
+  if (call->q_heads <= 0 || call->q_heads % pool->kv_heads) return -2;
+  if (!blocks_exist(*pool, *spans)) return -3;
+  const int group = call->q_heads / pool->kv_heads;
+  const int value_stride = (pool->value_dim + LANES - 1) / LANES * LANES;
+  const Operator op{*pool, *spans, *call, group, value_stride};
+  static thread_local std::vector<Tile> kept;
+  std::vector<Tile>& tiles = kept;
+  tiles.clear();
+  const int heads = std::min(group, TILE), rows = std::max(1, TILE / group);
+  for (int s = 0; s < spans->count; s++)
+    for (int row = spans->first_row[s]; row < spans->first_row[s + 1]; row += rows) {
+      const int in_tile = std::min(rows, spans->first_row[s + 1] - row);
+      for (int kv_head = 0; kv_head < pool->kv_heads; kv_head++)
+        for (int head = 0; head < group; head += heads)
+          tiles.push_back({s, row, in_tile, kv_head * group + head, std::min(heads, group - head)});
+    }
+  const int count = (int)tiles.size(), threads = std::max(1, call->threads);
+  (void)threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    static thread_local Workspace work;
+    work.reserve(pool->head_dim, value_stride);
+    work.tile = nullptr;
+#pragma omp for schedule(dynamic, 4)
+    for (int i = 0; i < count; i++) {
+      if (pool->dtype == KV_FP32)
+        op.attend_tile<float>(tiles[i], work);
+      else
+        op.attend_tile<uint16_t>(tiles[i], work);
+    }
+  }
+  return 0;
+}
+
+namespace {
+
+template <class T>
+void write_rows(const KvPool& pool, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
+                const int64_t* slots, int rows) {
+  const int tokens = pool.block_tokens;
+  for (int row = 0; row < rows; row++) {
+    const int64_t block = slots[row] / tokens, offset = slots[row] % tokens;
+    for (int head = 0; head < pool.kv_heads; head++) {
+      const int64_t at = block * pool.kv_heads + head;
+      T* to_key = static_cast<T*>(pool.key) + at * pool.head_dim * tokens + offset;
+      T* to_value = static_cast<T*>(pool.value) + (at * tokens + offset) * pool.value_dim;
+      const float* from_key = key + row * key_stride + (int64_t)head * pool.head_dim;
+      const float* from_value = value + row * value_stride + (int64_t)head * pool.value_dim;
+      for (int d = 0; d < pool.head_dim; d++) put(to_key + (int64_t)d * tokens, from_key[d]);
+      for (int d = 0; d < pool.value_dim; d++) put(to_value + d, from_value[d]);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" int32_t kv_write(const KvPool* pool, const float* key, int64_t key_stride, const float* value,
+                            int64_t value_stride, const int64_t* slots, int32_t rows) {
+  if (!well_formed(*pool)) return -1;
+  for (int row = 0; row < rows; row++)
+    if (slots[row] < 0 || slots[row] >= (int64_t)pool->num_blocks * pool->block_tokens) return -3;
+  if (pool->dtype == KV_FP32)
+    write_rows<float>(*pool, key, key_stride, value, value_stride, slots, rows);
+  else
+    write_rows<uint16_t>(*pool, key, key_stride, value, value_stride, slots, rows);
+  return 0;
+}

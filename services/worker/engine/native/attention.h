@@ -1,0 +1,58 @@
+// Attention over paged KV: one contract for decode, chunked prefill and partial (remote, merged) attention.
+//
+// Pools of one layer: K [num_blocks, kv_heads, head_dim, block_tokens], V [num_blocks, kv_heads, block_tokens,
+// value_dim], fp32 or bf16. Queries fp32 [rows, q_heads, head_dim]; query head h reads KV head
+// h / (q_heads / kv_heads). Output fp32 [rows, q_heads, value_dim], normalised; log-sum-exp fp32
+// [rows, q_heads]: ln sum exp(scaling * q.k), natural logarithm. A row that sees no key gets zeros and -inf.
+#pragma once
+#include <cstdint>
+
+#define KVASIR_API __attribute__((visibility("default")))
+
+extern "C" {
+
+enum KvDtype : int32_t { KV_FP32 = 0, KV_BF16 = 1 };
+
+struct KvPool {
+  void* key;
+  void* value;
+  int32_t dtype;  // KvDtype
+  int32_t num_blocks;
+  int32_t block_tokens;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t value_dim;
+};
+
+// Consecutive packed rows of one sequence each. Span s has rows [first_row[s], first_row[s + 1]); row i of it
+// stands at position first_position[s] + i and sees keys at positions
+//   [max(table_position[s], position - window_tokens + 1 if window_tokens), min(position + 1, key_end[s])).
+struct Spans {
+  int32_t count;
+  const int32_t* first_row;       // [count + 1]
+  const int32_t* first_position;  // [count]
+  const int32_t* table_start;     // [count]: where the span's block ids begin in `blocks`
+  const int32_t* table_position;  // [count]: position of the first slot of the first block, a multiple of block_tokens
+  const int32_t* key_end;         // [count]: one past the last position whose key is in the table
+  const int32_t* blocks;          // block ids
+  int32_t window_tokens;          // 0: everything
+};
+
+struct AttendCall {
+  const float* query;
+  int64_t query_stride;  // elements between rows; heads are contiguous
+  int32_t q_heads;
+  float scaling;
+  float softcap;  // 0: none
+  float* output;  // [rows, q_heads, value_dim], contiguous
+  float* lse;     // [rows, q_heads], or null
+  int32_t threads;
+};
+
+// 0, or a negative number for arguments the operator does not know (see library.py). Reads no slot that no row sees.
+KVASIR_API int32_t kv_attend(const KvPool* pool, const Spans* spans, const AttendCall* call);
+
+// Write K and V [rows, kv_heads, dim] (fp32, row strides in elements) to their slots (block * block_tokens + offset).
+KVASIR_API int32_t kv_write(const KvPool* pool, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
+                 const int64_t* slots, int32_t rows);
+}

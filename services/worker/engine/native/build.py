@@ -1,0 +1,165 @@
+"""Compile this folder's C++ to one shared library, once for each source, compiler and CPU.
+
+`python -m services.worker.engine.native.build` does it at setup and prints the path; a worker that finds no
+library does it at its start. Any number may build at once: each in a folder of its own, and the first renames
+it to where everybody looks. Knows compilers; nothing of what is in the library.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+SOURCES = Path(__file__).parent
+BUILDS = SOURCES.parents[3] / "build" / "native"
+LIBRARY = "libkvasir_native.so"
+_NOTE = "made_for"
+"""Beside a library: the digest of its sources and CPU, without the compiler."""
+FLAGS = (
+    "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fPIC -Wno-psabi -fvisibility=hidden"
+).split()
+"""No -ffast-math: −inf is the score of what a query does not see."""
+_OPENMP = "-fopenmp"
+_COMPILERS = ("c++", "g++", "clang++")
+_COMPILE_DEADLINE_S = 300.0
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: the environment's CXX, or the first of the usual names."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else _COMPILERS
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+def build(folder: Path = BUILDS) -> Path:
+    """Path of the library, compiled unless it is there already.
+
+    Raises ConfigError when there is neither compiler nor library, or with its words when it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        made = _made_elsewhere(folder)
+        if made is not None:
+            return made
+        raise ConfigError(f"no C++ compiler: install one of {', '.join(_COMPILERS)}, or name one in CXX")
+    home = folder / _digest(compiler)
+    if not (home / LIBRARY).exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
+                _compile(compiler, Path(scratch) / "out")
+                _publish(Path(scratch) / "out", home)
+        except OSError as error:
+            raise ConfigError(f"the native library cannot be written below {folder}: {error}") from error
+    return home / LIBRARY
+
+
+def _made_elsewhere(folder: Path) -> Path | None:
+    """A library of the same sources for the same CPU, whoever compiled it: how a container image has one."""
+    for note in sorted(folder.glob(f"*/{_NOTE}")):
+        if note.read_text() == _digest():
+            return note.parent / LIBRARY
+    return None
+
+
+def _publish(made: Path, home: Path) -> None:
+    try:
+        made.rename(home)
+    except OSError:
+        if not (home / LIBRARY).exists():
+            raise
+
+
+def _compile(compiler: str, out: Path) -> None:
+    out.mkdir()
+    flags = [*FLAGS, _OPENMP] if _has_openmp(compiler, out) else [*FLAGS]
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = [out / f"{source.stem}.o" for source in sources]
+    commands = [
+        [compiler, *flags, "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    _run_all(commands)
+    _run_all([[compiler, *flags, "-shared", *map(str, objects), "-o", str(out / LIBRARY)]])
+    for made in objects:
+        made.unlink()
+    (out / _NOTE).write_text(_digest())
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """All at once. Raises ConfigError with what the first failing one said."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        for command, process in zip(commands, running, strict=True):
+            _, said = process.communicate(timeout=_COMPILE_DEADLINE_S)
+            if process.returncode:
+                raise ConfigError(f"{' '.join(command)} failed: {said.strip()[-2000:]}")
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"the compiler was not done after {_COMPILE_DEADLINE_S:.0f} s") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def _has_openmp(compiler: str, folder: Path) -> bool:
+    probe = folder / "probe.cc"
+    probe.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
+    made = folder / "probe.so"
+    command = [compiler, _OPENMP, "-fPIC", "-shared", str(probe), "-o", str(made)]
+    try:
+        _run_all([command])
+    except ConfigError:
+        return False
+    finally:
+        probe.unlink()
+        made.unlink(missing_ok=True)
+    return True
+
+
+def _digest(compiler: str | None = None) -> str:
+    """Names everything that the library depends on, the compiler included if it is given."""
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    made_by = () if compiler is None else (compiler, _version(compiler))
+    for part in (*FLAGS, _OPENMP, *made_by, _cpu()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _version(compiler: str) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{compiler} --version failed: {error}") from error
+    return done.stdout
+
+
+def _cpu() -> str:
+    """Model and instruction sets: what -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    named = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(named)}))
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except ConfigError as error:
+        sys.exit(f"native library not built, plain torch is used instead: {error.message}")

@@ -1,0 +1,126 @@
+// See draw.h.
+#include "draw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "vector.h"
+
+namespace {
+
+using namespace panels;
+
+constexpr int kDigits = 3;
+constexpr int kShift[kDigits] = {20, 10, 0};
+constexpr int kBits[kDigits] = {12, 10, 10};
+constexpr int kBuckets = 1 << 12;
+constexpr int kBlock = 64;
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+float value_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// weights = e^((logits - highest) / temperature), 0 below `floor`. Returns their sum.
+double weigh(const float* logits, float highest, const Draw& draw, int32_t vocabulary, float* weights) {
+  const float scale = 1.0f / std::max(draw.temperature, 1e-5f), floor = std::max(draw.min_p, 2e-38f);
+  double total = 0;
+  for (int32_t first = 0; first < vocabulary; first += kLanes) {
+    const int32_t lanes = std::min(kLanes, vocabulary - first);
+    Vec weight = broadcast(-INFINITY);
+    std::memcpy(&weight, logits + first, sizeof(float) * lanes);
+    weight = exponential((weight - highest) * scale);
+    weight = weight >= floor ? weight : Vec{};
+    std::memcpy(weights + first, &weight, sizeof(float) * lanes);
+    total += sum(weight);
+  }
+  return total;
+}
+
+// How much of an ordered row lies above a value: its rank, its mass.
+struct Above {
+  int64_t count = 0;
+  double mass = 0;
+};
+
+// The weight of the token with which, from the likeliest on, `count` tokens or `mass` are reached; 0 when never.
+// `above` becomes what is strictly above that weight.
+float threshold(const float* weights, int32_t vocabulary, int64_t count, double mass, Above* above) {
+  static thread_local int32_t counts[kBuckets];
+  static thread_local double masses[kBuckets];
+  uint32_t prefix = 0;
+  *above = {};
+  for (int digit = 0; digit < kDigits; ++digit) {
+    const int shift = kShift[digit], buckets = 1 << kBits[digit];
+    std::fill_n(counts, buckets, 0);
+    std::fill_n(masses, buckets, 0.0);
+    for (int32_t token = 0; token < vocabulary; ++token) {
+      const uint32_t bits = bits_of(weights[token]);
+      if (digit && bits >> kShift[digit - 1] != prefix) continue;
+      const uint32_t bucket = bits >> shift & (buckets - 1);
+      ++counts[bucket];
+      masses[bucket] += weights[token];
+    }
+    int bucket = buckets - 1;
+    for (; bucket > 0; --bucket) {
+      if (above->count + counts[bucket] >= count || (counts[bucket] && above->mass + masses[bucket] >= mass)) break;
+      above->count += counts[bucket];
+      above->mass += masses[bucket];
+    }
+    prefix = prefix << kBits[digit] | static_cast<uint32_t>(bucket);
+  }
+  return value_of(prefix);
+}
+
+// The least weight that top-k and top-p leave.
+float least_kept(const float* weights, int32_t vocabulary, double total, const Draw& draw) {
+  Above above;
+  float least = 0;
+  if (draw.top_k > 0 && draw.top_k < vocabulary) {
+    least = threshold(weights, vocabulary, draw.top_k, INFINITY, &above);
+    total = above.mass + static_cast<double>(draw.top_k - above.count) * least;
+  }
+  if (draw.top_p < 1)
+    least = std::max(least, threshold(weights, vocabulary, INT64_MAX, draw.top_p * total, &above));
+  return least;
+}
+
+// The first token at which the running sum of the weights from `least` on exceeds the share `uniform` of all.
+int64_t invert(const float* weights, int32_t vocabulary, float least, double uniform) {
+  double total = 0;
+  for (int32_t token = 0; token < vocabulary; ++token)
+    if (weights[token] >= least) total += weights[token];
+  const double target = uniform * total;
+  double reached = 0;
+  int64_t last = 0;
+  for (int32_t token = 0; token < vocabulary; ++token) {
+    if (weights[token] < least || weights[token] == 0) continue;
+    reached += weights[token];
+    last = token;
+    if (reached > target) return token;
+  }
+  return last;
+}
+
+}  // namespace
+
+extern "C" {
+
+void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, float* scratch, Draw* draws,
+                 int32_t count) {
+  for (Draw* draw = draws; draw < draws + count; ++draw) {
+    const float* row = logits + draw->row * vocabulary;
+    const double total = weigh(row, highest[draw->row], *draw, vocabulary, scratch);
+    const float least = least_kept(scratch, vocabulary, total, *draw);
+    draw->token = invert(scratch, vocabulary, least, draw->uniform);
+  }
+}
+}

@@ -1,0 +1,24 @@
+// One token for a row of logits: temperature, min-p, top-k, top-p, inverse CDF. What the torch sampler does
+// (sampler.py), without putting anything in order: thresholds are found digit by digit in histograms.
+#pragma once
+#include <cstdint>
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+struct Draw {
+  int64_t row;         // of the logits
+  float temperature;   // above 0
+  float min_p;         // 0: none
+  float top_p;         // 1 or more: none
+  int32_t top_k;       // 0: none
+  double uniform;      // in [0, 1)
+  int64_t token;       // the answer
+};
+
+// `logits` [rows, vocabulary] with their highest values [rows], finite (a row that has others gets any token);
+// `scratch` [vocabulary] floats.
+void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, float* scratch, Draw* draws,
+                 int32_t count);
+}
+#pragma GCC visibility pop

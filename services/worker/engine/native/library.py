@@ -1,0 +1,207 @@
+"""The native library in this process, and its attention operator on torch tensors (`attention.h`).
+
+Calls go through ctypes, which lets other Python threads run meanwhile. Knows pools and spans; no model.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from services.worker.engine.layout import PackedSpans
+from services.worker.engine.native.build import build
+from shared.errors import ConfigError, InternalError
+
+AttentionMode = Literal["auto", "native", "torch"]
+
+_log = logging.getLogger("kvasir.worker.native")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_REFUSALS = {
+    -1: "pools of a kind it does not know",
+    -2: "query heads that are no multiple of the KV heads",
+    -3: "a block or slot that does not exist",
+}
+
+
+class KvPool(ctypes.Structure):
+    """`attention.h`. Holds addresses: the tensors must live longer."""
+
+    _fields_ = (
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("num_blocks", ctypes.c_int32),
+        ("block_tokens", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+    )
+
+
+class Spans(ctypes.Structure):
+    """`attention.h`. Holds addresses: the arrays must live longer."""
+
+    _fields_ = (
+        ("count", ctypes.c_int32),
+        ("first_row", ctypes.c_void_p),
+        ("first_position", ctypes.c_void_p),
+        ("table_start", ctypes.c_void_p),
+        ("table_position", ctypes.c_void_p),
+        ("key_end", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("window_tokens", ctypes.c_int32),
+    )
+
+
+class _AttendCall(ctypes.Structure):
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_stride", ctypes.c_int64),
+        ("q_heads", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("output", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("threads", ctypes.c_int32),
+    )
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, compiled when this machine has none yet. Raises ConfigError when it cannot be had."""
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be loaded: {error}; remove it to have it built again") from error
+    pool, pointer, wide, whole = ctypes.POINTER(KvPool), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    library.kv_attend.argtypes = (pool, ctypes.POINTER(Spans), ctypes.POINTER(_AttendCall))
+    library.kv_attend.restype = whole
+    library.kv_write.argtypes = (pool, pointer, wide, pointer, wide, pointer, whole)
+    library.kv_write.restype = whole
+    return library
+
+
+@cache
+def _load_or_warn() -> ctypes.CDLL | None:
+    try:
+        return load()
+    except ConfigError as error:
+        _log.warning("attention runs in plain torch, which is slower: %s", error.message)
+        return None
+
+
+def choose(mode: AttentionMode, *, device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The library, or None where plain torch is to compute.
+
+    Raises ConfigError when the mode is "native" and there is no library for such a device and dtype.
+    """
+    fits = device.type == "cpu" and dtype in _DTYPES
+    if mode == "torch" or (mode == "auto" and not fits):
+        return None
+    if mode == "auto":
+        return _load_or_warn()
+    if not fits:
+        raise ConfigError(f"native attention knows no {dtype} on {device}: set auto", param="attention")
+    try:
+        return load()
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; or set auto or torch", param="attention") from error
+
+
+def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor) -> KvPool:
+    """K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[…, block_tokens, value_dim]`, contiguous."""
+    num_blocks, kv_heads, head_dim, block_tokens = k_pool.shape
+    if (num_blocks, kv_heads, block_tokens) != tuple(v_pool.shape[:3]) or k_pool.dtype != v_pool.dtype:
+        raise InternalError(f"K {tuple(k_pool.shape)} and V {tuple(v_pool.shape)} are no pools of one layer")
+    if not (k_pool.is_contiguous() and v_pool.is_contiguous()):
+        raise InternalError("KV pools must be contiguous")
+    return KvPool(
+        key=k_pool.data_ptr(),
+        value=v_pool.data_ptr(),
+        dtype=_DTYPES[k_pool.dtype],
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=v_pool.shape[3],
+    )
+
+
+def describe_spans(packed: PackedSpans, window_tokens: int | None = None) -> Spans:
+    """Valid as long as `packed` lives."""
+    return Spans(
+        count=len(packed.first_position),
+        first_row=packed.first_row.ctypes.data,
+        first_position=packed.first_position.ctypes.data,
+        table_start=packed.table_start.ctypes.data,
+        table_position=packed.table_position.ctypes.data,
+        key_end=packed.key_end.ctypes.data,
+        blocks=packed.blocks.ctypes.data,
+        window_tokens=window_tokens or 0,
+    )
+
+
+def write(
+    library: ctypes.CDLL, pool: KvPool, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset."""
+    keys, values = _rows_of_heads(keys), _rows_of_heads(values)
+    _check(
+        library.kv_write(
+            pool,
+            keys.data_ptr(),
+            keys.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            slots.data_ptr(),
+            keys.shape[0],
+        )
+    )
+
+
+def attend(
+    library: ctypes.CDLL,
+    pool: KvPool,
+    spans: Spans,
+    queries: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    threads: int = 1,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`, in the dtype of the queries.
+
+    `lse`, fp32 `[rows, q_heads]` and contiguous, is filled when given. A row that sees no key gets zeros and
+    −inf.
+    """
+    flat = _rows_of_heads(queries)
+    rows, q_heads, _ = flat.shape
+    output = torch.empty(rows, q_heads, pool.value_dim)
+    call = _AttendCall(
+        query=flat.data_ptr(),
+        query_stride=flat.stride(0),
+        q_heads=q_heads,
+        scaling=scaling,
+        softcap=softcap or 0.0,
+        output=output.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(),
+        threads=threads,
+    )
+    _check(library.kv_attend(pool, spans, call))
+    return output.to(queries.dtype)
+
+
+def _rows_of_heads(rows: torch.Tensor) -> torch.Tensor:
+    """fp32, heads contiguous in each row; a view where it can be."""
+    rows = rows.float()
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+
+
+def _check(answer: Any) -> None:
+    if answer:
+        reason = _REFUSALS.get(answer, "an unknown reason")
+        raise InternalError(f"the native attention operator refused: {reason} ({answer})")

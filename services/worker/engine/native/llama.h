@@ -1,0 +1,85 @@
+// One step of a Llama in fp32: packed rows of tokens in, logits of the rows that are kept out.
+//
+// llama_forward is llama_embed, then for every layer llama_layer_qkv, llama_layer_attend and llama_layer_rest, then
+// llama_logits: the parts are there for callers that have something to do between them (a layer whose KV is still on
+// its way, attention computed elsewhere). Nothing is allocated and nothing is kept between calls.
+#pragma once
+#include <cstdint>
+
+#include "attention.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+struct LlamaLayer {
+  const float* input_norm;       // [hidden]
+  const float* query_key_value;  // packed [(q_heads + 2 * kv_heads) * head_dim, hidden]
+  const float* output;           // packed [hidden, q_heads * head_dim]
+  const float* post_norm;        // [hidden]
+  const float* gate_up;          // packed as a pair [intermediate, hidden]
+  const float* down;             // packed [hidden, intermediate]
+  KvPool pool;
+};
+
+struct LlamaModel {
+  int32_t layers;
+  int32_t hidden;
+  int32_t intermediate;
+  int32_t q_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t vocabulary;
+  int32_t positions;  // rows of cosine and sine
+  int32_t threads;
+  float eps;
+  float scaling;           // of attention scores
+  const float* embedding;  // [vocabulary, hidden], or null: the rows of `head` (tied)
+  const float* final_norm;
+  const float* head;    // packed [vocabulary, hidden]
+  const float* cosine;  // [positions, head_dim / 2], scaled as the model's rotary embedding has it
+  const float* sine;
+  const LlamaLayer* layer;
+};
+
+struct LlamaStep {
+  int32_t rows;
+  int32_t kept;
+  const int64_t* tokens;     // [rows]
+  const int64_t* positions;  // [rows]
+  const int64_t* slots;      // [rows]: where K and V go
+  const int64_t* kept_rows;  // [kept]
+  const Spans* spans;
+  // Scratch, [max(rows, kept), …] each, contiguous:
+  float* hidden;    // … hidden: the residual stream
+  float* normed;    // … hidden
+  float* heads;     // … (q_heads + 2 * kv_heads) * head_dim: queries, keys, values
+  float* attended;  // … q_heads * head_dim
+  float* gated;     // … intermediate
+  // Results:
+  float* logits;       // [kept, vocabulary]
+  int64_t* likeliest;  // [kept]: the first token of the highest logit
+  float* highest;      // [kept]: that logit; NaN if any is
+};
+
+enum LlamaError : int32_t { LLAMA_BAD_TOKEN = -101, LLAMA_BAD_POSITION = -102, LLAMA_BAD_KEPT_ROW = -103 };
+
+// hidden = embedding of the tokens. 0, or a LlamaError for what `step` refers to and there is not.
+int32_t llama_embed(const LlamaModel* model, const LlamaStep* step);
+
+// heads = rotated queries and keys, and values, of the normed hidden; keys and values into the layer's pool.
+// What kv_write answers.
+int32_t llama_layer_qkv(const LlamaModel* model, int32_t layer, const LlamaStep* step);
+
+// attended = attention of the queries in heads over the layer's pool. What kv_attend answers.
+int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaStep* step);
+
+// hidden += output projection of attended, then hidden += MLP of the normed hidden.
+void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* step);
+
+// logits, likeliest and highest of the kept rows.
+void llama_logits(const LlamaModel* model, const LlamaStep* step);
+
+// All of it. 0, or the first other answer of a part.
+int32_t llama_forward(const LlamaModel* model, const LlamaStep* step);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,242 @@
+"""A plain fp32 Llama in C++ (`llama.h`): weights packed once at load, one call for a whole step.
+
+Knows transformers' names for a Llama's settings and where a step's spans lie; samples nothing.
+"""
+
+import ctypes
+from typing import Any, Protocol
+
+import torch
+
+from services.worker.engine.logits import Logits
+from services.worker.engine.native.library import KvPool, Spans
+from services.worker.engine.native.prototypes import declare
+from services.worker.engine.native.weights import ModelWeights, pack
+from shared.errors import InternalError
+
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Rotations that depend on the position alone, not on how long the longest sequence is."""
+
+
+class PagedKv(Protocol):
+    """Where keys and values are, and which of them the rows of the present step see."""
+
+    slots: torch.Tensor
+    """Int64 `[rows]`: where each row's key and value go."""
+
+    @property
+    def native_spans(self) -> Spans: ...
+
+    def native_pool(self, layer: int) -> KvPool: ...
+
+
+class LlamaLayer(ctypes.Structure):
+    """`llama.h`."""
+
+    _fields_ = (
+        ("input_norm", ctypes.c_void_p),
+        ("query_key_value", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("post_norm", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("pool", KvPool),
+    )
+
+
+class LlamaModel(ctypes.Structure):
+    """`llama.h`."""
+
+    _fields_ = (
+        ("layers", ctypes.c_int32),
+        ("hidden", ctypes.c_int32),
+        ("intermediate", ctypes.c_int32),
+        ("q_heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("vocabulary", ctypes.c_int32),
+        ("positions", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("scaling", ctypes.c_float),
+        ("embedding", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+        ("head", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+        ("layer", ctypes.POINTER(LlamaLayer)),
+    )
+
+
+class LlamaStep(ctypes.Structure):
+    """`llama.h`."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int32),
+        ("kept", ctypes.c_int32),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("kept_rows", ctypes.c_void_p),
+        ("spans", ctypes.POINTER(Spans)),
+        ("hidden", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+        ("attended", ctypes.c_void_p),
+        ("gated", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("likeliest", ctypes.c_void_p),
+        ("highest", ctypes.c_void_p),
+    )
+
+
+_MODEL, _STEP = ctypes.POINTER(LlamaModel), ctypes.POINTER(LlamaStep)
+_PROTOTYPES = {
+    "llama_embed": (ctypes.c_int32, (_MODEL, _STEP)),
+    "llama_layer_qkv": (ctypes.c_int32, (_MODEL, ctypes.c_int32, _STEP)),
+    "llama_layer_attend": (ctypes.c_int32, (_MODEL, ctypes.c_int32, _STEP)),
+    "llama_layer_rest": (None, (_MODEL, ctypes.c_int32, _STEP)),
+    "llama_logits": (None, (_MODEL, _STEP)),
+    "llama_forward": (ctypes.c_int32, (_MODEL, _STEP)),
+}
+
+
+def is_computable(module: Any) -> bool:
+    """Whether a plain fp32 LlamaForCausalLM's rotation is one that a table holds."""
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    fixed = rope.get("rope_type", "default") in _FIXED_ROTATIONS and not rope.get("partial_rotary_factor")
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    return fixed and on_cpu and module.model.layers[0].self_attn.head_dim % 2 == 0
+
+
+class Scratch:
+    """Tensors that a step writes to, by name; made anew only when a step has more rows than any before."""
+
+    def __init__(self, widths: dict[str, tuple[int, torch.dtype]]) -> None:
+        self._widths = widths
+        self._rows = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def grow(self, rows: int) -> bool:
+        """Room for `rows` in every tensor. Whether they moved."""
+        if rows <= self._rows:
+            return False
+        self._rows = max(rows, self._rows * 3 // 2)
+        self._tensors.clear()
+        for name, (width, dtype) in self._widths.items():
+            self._tensors[name] = torch.zeros(self._rows, width, dtype=dtype)
+        return True
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def point(self, step: LlamaStep) -> None:
+        """Let the step's fields of these names point here."""
+        for name, tensor in self._tensors.items():
+            setattr(step, name, tensor.data_ptr())
+
+
+class NativeLlama:
+    """A `Forward` for a plain `LlamaForCausalLM`; see `is_computable`.
+
+    With `release` the module's own matrices are given up: it can compute no more. `model` and what `prepare`
+    returns are what the functions of `llama.h` take, for callers with something to do between two layers.
+    """
+
+    def __init__(
+        self, module: Any, kv: PagedKv, library: ctypes.CDLL, *, threads: int, release: bool
+    ) -> None:
+        declare(library, _PROTOTYPES)
+        self._library = library
+        self._kv = kv
+        config = module.config
+        self._vocabulary = module.lm_head.weight.shape[0]
+        self.model = _describe(module, threads)
+        self._weights = pack(library, module, config.max_position_embeddings, release=release)
+        self._layers = _layers(self._weights, kv)
+        self._point_at_weights()
+        self._step = LlamaStep()
+        hidden, query = config.hidden_size, self.model.q_heads * self.model.head_dim
+        joined = query + 2 * self.model.kv_heads * self.model.head_dim
+        self._scratch = Scratch(
+            {
+                "hidden": (hidden, torch.float32),
+                "normed": (hidden, torch.float32),
+                "heads": (joined, torch.float32),
+                "attended": (query, torch.float32),
+                "gated": (config.intermediate_size, torch.float32),
+            }
+        )
+        self._results = Scratch(
+            {
+                "logits": (self._vocabulary, torch.float32),
+                "likeliest": (1, torch.int64),
+                "highest": (1, torch.float32),
+            }
+        )
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+        """See `services.worker.engine.forward.Forward`."""
+        step = self.prepare(tokens, positions, kept)
+        answer = self._library.llama_forward(self.model, step)
+        if answer:
+            raise InternalError(
+                f"the native Llama refused a step of {len(tokens)} rows: {answer} (see llama.h)"
+            )
+        return self.logits(len(kept))
+
+    def logits(self, kept: int) -> Logits:
+        """What the last step, whole or in parts, left for its `kept` rows."""
+        results = self._results
+        return Logits(
+            results["logits"][:kept],
+            results["highest"].view(-1)[:kept],
+            results["likeliest"].view(-1)[:kept],
+        )
+
+    def prepare(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> LlamaStep:
+        """The step's description. It points at the tensors given, and holds for the present spans."""
+        step, rows = self._step, len(tokens)
+        if self._scratch.grow(max(rows, len(kept))):
+            self._scratch.point(step)
+        if self._results.grow(max(1, len(kept))):
+            self._results.point(step)
+        step.rows, step.kept = rows, len(kept)
+        step.tokens, step.positions = tokens.data_ptr(), positions.data_ptr()
+        step.slots, step.kept_rows = self._kv.slots.data_ptr(), kept.data_ptr()
+        step.spans = ctypes.pointer(self._kv.native_spans)
+        return step
+
+    def _point_at_weights(self) -> None:
+        model, weights = self.model, self._weights
+        model.embedding = None if weights.embedding is None else weights.embedding.data_ptr()
+        model.final_norm = weights.final_norm.data_ptr()
+        model.head = weights.head.data_ptr()
+        model.cosine, model.sine = weights.cosine.data_ptr(), weights.sine.data_ptr()
+        model.positions = weights.cosine.shape[0]
+        model.layer = self._layers
+
+
+def _describe(module: Any, threads: int) -> LlamaModel:
+    config, attention = module.config, module.model.layers[0].self_attn
+    return LlamaModel(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        q_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        vocabulary=module.lm_head.weight.shape[0],
+        threads=threads,
+        eps=config.rms_norm_eps,
+        scaling=attention.scaling,
+    )
+
+
+def _layers(weights: ModelWeights, kv: PagedKv) -> "ctypes.Array[LlamaLayer]":
+    layers = (LlamaLayer * len(weights.layers))()
+    for index, layer in enumerate(weights.layers):
+        for name in layer.__slots__:
+            setattr(layers[index], name, getattr(layer, name).data_ptr())
+        layers[index].pool = kv.native_pool(index)
+    return layers

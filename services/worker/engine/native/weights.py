@@ -1,0 +1,109 @@
+"""A transformers Llama's weights in the form that `llama.h` takes them: matrices packed into panels.
+
+What is packed is held once: with `release` the module gives its own copies up and can compute no more.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.worker.engine.native.arena import Arena
+from services.worker.engine.native.gemm import Gemm
+
+_ROTARY_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; all but the norms packed."""
+
+    input_norm: torch.Tensor
+    query_key_value: torch.Tensor
+    output: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """Everything that a step reads but the KV."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: torch.Tensor | None
+    """`[vocabulary, hidden]`, or None: tied to the head, whose panels hold it."""
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    cosine: torch.Tensor
+    """`[positions, head_dim / 2]`, like `sine`."""
+    sine: torch.Tensor
+
+
+def pack(library: ctypes.CDLL, module: Any, positions: int, *, release: bool) -> ModelWeights:
+    """The weights of a plain LlamaForCausalLM, and its rotation up to `positions`."""
+    body, head = module.model, module.lm_head.weight
+    tied = body.embed_tokens.weight.data_ptr() == head.data_ptr()
+    gemm = Gemm(library)
+    arena = Arena(_floats(gemm, module))
+    cosine, sine = rotation(module, positions)
+    layers = tuple(_layer(gemm, arena, layer, release) for layer in body.layers)
+    weights = ModelWeights(
+        layers=layers,
+        embedding=None if tied else body.embed_tokens.weight.detach().contiguous(),
+        final_norm=body.norm.weight.detach(),
+        head=gemm.pack([head], arena),
+        cosine=cosine,
+        sine=sine,
+    )
+    if release:
+        _release([module.lm_head, body.embed_tokens] if tied else [module.lm_head])
+    return weights
+
+
+def rotation(module: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines as the module's rotary embedding has them, `[positions, head_dim / 2]` each."""
+    like = torch.empty(1, dtype=torch.float32)
+    parts = []
+    for first in range(0, positions, _ROTARY_CHUNK):
+        chunk = torch.arange(first, min(first + _ROTARY_CHUNK, positions))[None]
+        cosine, sine = module.model.rotary_emb(like, chunk)
+        half = cosine.shape[-1] // 2
+        parts.append((cosine[0, :, :half], sine[0, :, :half]))
+    return torch.cat([part[0] for part in parts]).contiguous(), torch.cat([part[1] for part in parts])
+
+
+def _floats(gemm: Gemm, module: Any) -> int:
+    attention, mlp = module.model.layers[0].self_attn, module.model.layers[0].mlp
+    joined = sum(linear.weight.shape[0] for linear in _projections(attention))
+    layer = gemm.packed_floats(joined, attention.q_proj.weight.shape[1])
+    layer += gemm.packed_floats(*attention.o_proj.weight.shape)
+    layer += gemm.packed_pair_floats(*mlp.gate_proj.weight.shape)
+    layer += gemm.packed_floats(*mlp.down_proj.weight.shape)
+    return layer * len(module.model.layers) + gemm.packed_floats(*module.lm_head.weight.shape)
+
+
+def _projections(attention: Any) -> tuple[Any, Any, Any]:
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _layer(gemm: Gemm, arena: Arena, layer: Any, release: bool) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    weights = LayerWeights(
+        input_norm=layer.input_layernorm.weight.detach(),
+        query_key_value=gemm.pack([linear.weight for linear in _projections(attention)], arena),
+        output=gemm.pack([attention.o_proj.weight], arena),
+        post_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=gemm.pack_pair(mlp.gate_proj.weight, mlp.up_proj.weight, arena),
+        down=gemm.pack([mlp.down_proj.weight], arena),
+    )
+    if release:
+        _release([*_projections(attention), attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj])
+    return weights
+
+
+def _release(linears: Sequence[Any]) -> None:
+    for linear in linears:
+        linear.weight.data = torch.empty(0)

@@ -1,0 +1,3 @@
+"""A discrete-event simulator around the same policy objects that the live scheduler runs
+(`docs/simulator.md`).
+"""

@@ -1,0 +1,157 @@
+"""What one simulated worker physically holds, and the laws no plan may break.
+
+Every plan is checked before it runs, by what really is there and not by what its policy believes: blocks
+within the capacity, chunks that continue where the last one ended, decodes of sequences whose prefill is
+over, enough blocks for every token, token budget and batch size. A plan that breaks one raises `PlanError`,
+with the policy's name for it nowhere in sight: the simulator trusts none. Knows nothing of time.
+"""
+
+from dataclasses import dataclass
+
+from services.scheduler.policy.contract import (
+    PlannedBatch,
+    PlannedDecode,
+    PlannedPrefill,
+    PolicySettings,
+    WorkerShape,
+)
+from shared.messages.sequence import SequenceKey
+from sim.requests import RequestRecord
+
+
+class PlanError(AssertionError):
+    """A policy's plan contradicts what is at the worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One sequence at the worker, as it really is."""
+
+    record: RequestRecord
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    allocated_blocks: int = 0
+    is_decoding: bool = False
+    was_evicted: bool = False
+    """Its next prefill repeats what was computed before."""
+    has_decoded: bool = False
+    ran_until_s: float = -1.0
+    """End of the last step it took part in; -1 before the first."""
+
+    @property
+    def remaining_tokens(self) -> int:
+        """To its true end."""
+        return self.record.request.output_tokens - self.generated_tokens
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.record.request.prompt_tokens + self.generated_tokens
+
+
+@dataclass(slots=True)
+class WorkerBooks:
+    """The sequences of one worker, and sums over them."""
+
+    shape: WorkerShape
+    settings: PolicySettings
+    held: dict[SequenceKey, Held]
+    over: set[SequenceKey]
+    """Ended; late plan items for them are skipped."""
+    allocated_blocks: int = 0
+    computed_tokens: int = 0
+
+    def apply(self, batch: PlannedBatch) -> tuple[list[tuple[Held, PlannedPrefill]], list[Held]]:
+        """Check the plan, give out its blocks; returns the prefills and decodes to run. Raises PlanError."""
+        self._check_form(batch)
+        for preemption in batch.preemptions:
+            self._evict(preemption.key)
+        over = self.over
+        prefills = [(self._take_prefill(item), item) for item in batch.prefills if item.key not in over]
+        decodes = [self._take_decode(item, batch.steps) for item in batch.decodes if item.key not in over]
+        if self.allocated_blocks > self.shape.capacity_blocks:
+            raise PlanError(f"{self.allocated_blocks} blocks given out of {self.shape.capacity_blocks}")
+        return prefills, decodes
+
+    def _check_form(self, batch: PlannedBatch) -> None:
+        items = [item.key for part in (batch.preemptions, batch.prefills, batch.decodes) for item in part]
+        if len(set(items)) != len(items):
+            raise PlanError("a sequence is in two items of one plan")
+        if batch.steps < 1:
+            raise PlanError(f"a plan of {batch.steps} steps")
+        if len(batch.prefills) + len(batch.decodes) > self.settings.max_batch_sequences:
+            raise PlanError(f"{len(batch.prefills)} prefills and {len(batch.decodes)} decodes in one batch")
+        chunks = [item.end_token - item.first_token for item in batch.prefills]
+        is_whole_prompt = not self.settings.chunked_prefill and len(chunks) == 1
+        if sum(chunks) + len(batch.decodes) > self.settings.token_budget and chunks and not is_whole_prompt:
+            raise PlanError(
+                f"{sum(chunks)} + {len(batch.decodes)} tokens, budget {self.settings.token_budget}"
+            )
+
+    def _find(self, key: SequenceKey) -> Held:
+        held = self.held.get(key)
+        if held is None:
+            raise PlanError(f"{key} is not at this worker")
+        return held
+
+    def _allocate(self, held: Held, blocks: int, tokens: int) -> None:
+        if blocks * self.shape.block_tokens < tokens:
+            raise PlanError(f"{held.record.request.key}: {blocks} blocks for {tokens} tokens")
+        if blocks < held.allocated_blocks:
+            raise PlanError(f"{held.record.request.key}: {held.allocated_blocks} blocks shrink to {blocks}")
+        self.allocated_blocks += blocks - held.allocated_blocks
+        held.allocated_blocks = blocks
+
+    def _take_prefill(self, item: PlannedPrefill) -> Held:
+        held = self._find(item.key)
+        is_chunk = held.computed_tokens == item.first_token < item.end_token <= held.prefill_tokens
+        if held.is_decoding or not is_chunk:
+            raise PlanError(
+                f"{item.key}: chunk [{item.first_token}, {item.end_token}) of {held.prefill_tokens}, "
+                f"{held.computed_tokens} computed, decoding: {held.is_decoding}"
+            )
+        self._allocate(held, item.allocated_blocks, item.end_token)
+        return held
+
+    def _take_decode(self, item: PlannedDecode, steps: int) -> Held:
+        held = self._find(item.key)
+        if not held.is_decoding:
+            raise PlanError(f"{item.key}: decoded before its prefill is over")
+        left = held.record.request.max_tokens - held.generated_tokens
+        if item.tokens != min(steps, left):
+            raise PlanError(f"{item.key}: {item.tokens} tokens in {steps} steps, {left} to its limit")
+        self._allocate(held, item.allocated_blocks, held.computed_tokens + item.tokens)
+        return held
+
+    def _evict(self, key: SequenceKey) -> None:
+        if key in self.over:
+            return
+        held = self._find(key)
+        if held.ran_until_s < 0 and not held.allocated_blocks:
+            raise PlanError(f"{key}: preempted before it ran")
+        held.record.evictions += 1
+        self._free(held)
+        held.is_decoding, held.was_evicted = False, True
+
+    def _free(self, held: Held) -> None:
+        self.allocated_blocks -= held.allocated_blocks
+        self.computed_tokens -= held.computed_tokens
+        held.allocated_blocks = held.computed_tokens = 0
+
+    def compute(self, held: Held, computed_tokens: int, new_tokens: int) -> None:
+        """So many tokens have KV now, and so many more are generated."""
+        self.computed_tokens += computed_tokens - held.computed_tokens
+        held.computed_tokens = computed_tokens
+        held.generated_tokens += new_tokens
+
+    def end(self, held: Held) -> None:
+        key = held.record.request.key
+        self._free(held)
+        del self.held[key]
+        self.over.add(key)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the sums are wrong."""
+        assert self.allocated_blocks == sum(held.allocated_blocks for held in self.held.values())
+        assert self.computed_tokens == sum(held.computed_tokens for held in self.held.values())
+        for held in self.held.values():
+            assert held.computed_tokens <= held.allocated_blocks * self.shape.block_tokens

@@ -1,0 +1,123 @@
+"""One case of a sweep: plain data that names everything, so that any process can run it and get the same.
+
+Knows no files but the trace's, and no parallelism (`sim/sweep.py`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from sim.costs import find_cost
+from sim.predictors import find_predictor
+from sim.requests import RequestRecord, SimRequest
+from sim.routers import find_router
+from sim.simulation import Outcome, Setup, Simulation
+from sim.workloads import Source, poisson_requests, trace_requests, training_requests
+
+TRAINING_REQUESTS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of worker. The defaults are papers/003's OPT-13B on an A100 with 12 GB for KV: 15,360 tokens
+    in blocks of 32; forwards of 1024 tokens reach 90 % of peak there (DistServe)."""
+
+    cost: str = "opt-13b-a100"
+    block_tokens: int = 32
+    capacity_blocks: int = 480
+    token_budget: int = 1024
+    max_batch_sequences: int = 256
+    max_steps: int = 16
+
+    @property
+    def shape(self) -> WorkerShape:
+        return WorkerShape(self.block_tokens, self.capacity_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A policy on a machine, with a predictor, against a workload."""
+
+    source: Source
+    policy: str = "vllm"
+    predictor: str = "histogram"
+    machine: Machine = field(default_factory=Machine)
+    rate_per_s: float | None = 1.0
+    """Poisson; infinity lets all arrive at once; None takes the trace's own arrivals."""
+    requests: int = 1000
+    seed: int = 0
+    chunked_prefill: bool = True
+    batch_sequences: int | None = None
+    """Overrides the machine's, as papers/003 does for orca and fastserve (8)."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """The policy's own."""
+    workers: int = 1
+    placement: str = "least_work"
+    outstanding_steps: int = 2
+    prediction_delay_s: float = 0.0
+
+    @property
+    def settings(self) -> PolicySettings:
+        return PolicySettings(
+            chunked_prefill=self.chunked_prefill,
+            max_batch_sequences=self.batch_sequences or self.machine.max_batch_sequences,
+            token_budget=self.machine.token_budget,
+            max_steps=self.machine.max_steps,
+            start_tokens=1 << 30,
+            options=dict(self.options),
+        )
+
+    def at(self, rate_per_s: float) -> "Case":
+        return replace(self, rate_per_s=rate_per_s)
+
+
+def requests_of(case: Case) -> list[SimRequest]:
+    if case.rate_per_s is None:
+        return trace_requests(case.source, count=case.requests)
+    return poisson_requests(case.source, count=case.requests, rate_per_s=case.rate_per_s, seed=case.seed)
+
+
+class OverLimitError(Exception):
+    """The run is known to exceed its latency limit before it is over."""
+
+
+def run_case(
+    case: Case, *, is_checked: bool = False, on_end: Callable[[RequestRecord], None] | None = None
+) -> Outcome:
+    """Raises ConfigError for names that do not exist, PlanError and WedgeError for a policy's faults."""
+    is_trained = case.predictor in ("histogram", "histogram_online", "trace")
+    train = training_requests(case.source, count=TRAINING_REQUESTS, seed=case.seed) if is_trained else []
+    setup = Setup(
+        policy=case.policy,
+        shape=case.machine.shape,
+        settings=case.settings,
+        cost=find_cost(case.machine.cost),
+        predictor=find_predictor(case.predictor, seed=case.seed, train=train),
+        workers=case.workers,
+        router=find_router(case.placement),
+        outstanding_steps=case.outstanding_steps,
+        prediction_delay_s=case.prediction_delay_s,
+        is_checked=is_checked,
+    )
+    return Simulation(setup, requests_of(case), on_end).run()
+
+
+def latency_within_s(case: Case, limit_s: float, longest_drain_s: float = math.inf) -> float:
+    """The run's normalized latency; infinity as soon as it is certain to exceed `limit_s`, and where the
+    queue that the last arrival leaves takes longer than `longest_drain_s` to be worked off."""
+    bound_s, total_s = limit_s * case.requests, 0.0
+    last_s = max(request.arrival_s for request in requests_of(case))
+
+    def add(record: RequestRecord) -> None:
+        nonlocal total_s
+        total_s += record.normalized_s
+        if total_s > bound_s or record.end_s > last_s + longest_drain_s:
+            raise OverLimitError
+
+    try:
+        outcome = run_case(case, on_end=add)
+    except OverLimitError:
+        return math.inf
+    return total_s / len(outcome.records)

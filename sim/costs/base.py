@@ -1,0 +1,25 @@
+"""What a step costs: the seam between the simulated worker and whatever was fitted to real ones."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class CostModel(Protocol):
+    """Seconds that one iteration takes. Deterministic."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Where its numbers come from."""
+        ...
+
+    def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
+        """One step that prefills the token ranges `chunks` ([first, end) each) and decodes `decodes`
+        sequences.
+
+        `context_tokens` is the sum of the decodes' contexts, the tokens being computed included. With
+        nothing to do it is 0.
+        """
+        ...

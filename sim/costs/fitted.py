@@ -1,0 +1,83 @@
+"""Closed forms with fitted numbers: a fixed part, a part per token, a part per token of context.
+
+Mixed batches (a rule of ours, as DistServe measured prefill and decode apart): weights are read once and
+kernels are launched once, so the fixed part is the larger of the two; the marginal parts of prefill and
+decode add up. A chunk [a, b) pays the quadratic part of b less that of a.
+Source: DistServe, simdistserve/estimators/profile_data (Apache-2.0), fits on A100-80G with vLLM's kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """`fixed_ms + context_ms·Σcontext + sequence_ms·B`."""
+
+    fixed_ms: float
+    context_ms: float
+    sequence_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCost:
+    """Implements `base.CostModel`. From `large_batch` sequences on, `large` holds."""
+
+    name: str
+    source: str
+    prefill_fixed_ms: float
+    prefill_token_ms: float
+    prefill_square_ms: float
+    small: DecodePart
+    large: DecodePart
+    large_batch: int
+    overhead_ms: float = 0.0
+    """Of every step: what the driver adds around the kernels."""
+
+    def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
+        if not chunks and not decodes:
+            return 0.0
+        fixed_ms = total_ms = 0.0
+        if chunks:
+            fixed_ms = self.prefill_fixed_ms
+            for first, end in chunks:
+                total_ms += self.prefill_token_ms * (end - first)
+                total_ms += self.prefill_square_ms * (end * end - first * first)
+        if decodes:
+            part = self.small if decodes < self.large_batch else self.large
+            fixed_ms = max(fixed_ms, part.fixed_ms)
+            total_ms += part.context_ms * context_tokens + part.sequence_ms * decodes
+        return (self.overhead_ms + fixed_ms + total_ms) / 1000.0
+
+
+_DISTSERVE = "DistServe@82831f1 simdistserve profile_data, vLLM kernels, A100-80G"
+OPT_13B_A100 = FittedCost(
+    name="opt-13b-a100",
+    source=_DISTSERVE,
+    prefill_fixed_ms=22.052204789310185,
+    prefill_token_ms=0.14050923870128956,
+    prefill_square_ms=8.076584822611088e-06,
+    small=DecodePart(23.475041008414784, 0.000592934466077393, 0.060726861260369455),
+    large=DecodePart(20.206356173691958, 0.0004907727036234946, 0.1200031385587413),
+    large_batch=95,
+)
+OPT_13B_A100_TP2 = FittedCost(
+    name="opt-13b-a100-tp2",
+    source=_DISTSERVE,
+    prefill_fixed_ms=27.440806247810684,
+    prefill_token_ms=0.0905453268062731,
+    prefill_square_ms=8.452054313246025e-06,
+    small=DecodePart(24.54058424191086, 0.00022440145424035404, 0.08715787269447899),
+    large=DecodePart(17.947769467112806, 0.0004570851465217072, 0.11179075830699213),
+    large_batch=95,
+)
+OPT_66B_A100_TP4 = FittedCost(
+    name="opt-66b-a100-tp4",
+    source=_DISTSERVE,
+    prefill_fixed_ms=42.965489361973944,
+    prefill_token_ms=0.2128658422785494,
+    prefill_square_ms=4.601017396226869e-05,
+    small=DecodePart(39.58178936012414, 0.0006945721692406896, 0.13580868185596764),
+    large=DecodePart(40.859718006896806, 0.0004264871259058686, 0.19508372547790553),
+    large_batch=95,
+)

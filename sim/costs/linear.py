@@ -1,0 +1,64 @@
+"""A linear cost, fitted to the steps of a live run: fixed part, tokens prefilled, sequences decoded.
+
+Knows nothing of contexts: a live worker does not report them, and at a tiny model's lengths they cost little
+beside the rest. Fitted to relative errors, so that short steps count as much as long ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEAST_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step of a live worker."""
+
+    prefilled_tokens: int
+    decoded_tokens: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """Implements `base.CostModel`."""
+
+    name: str
+    source: str
+    fixed_s: float
+    prefill_token_s: float
+    sequence_s: float
+
+    def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
+        if not chunks and not decodes:
+            return 0.0
+        tokens = sum(end - first for first, end in chunks)
+        return self.fixed_s + self.prefill_token_s * tokens + self.sequence_s * decodes
+
+
+def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 0.0) -> LinearCost:
+    """Least squares over relative errors, slopes not negative; `overhead_s` is added to every step.
+
+    Raises ValueError for fewer than `LEAST_STEPS` steps.
+    """
+    if len(steps) < LEAST_STEPS:
+        raise ValueError(f"{len(steps)} steps are too few to fit a cost to; {LEAST_STEPS} are needed")
+    took_s = np.array([step.step_s for step in steps])
+    columns = np.array([(1.0, step.prefilled_tokens, step.decoded_tokens) for step in steps])
+    used = [0, 1, 2]
+    while True:
+        solved, *_ = np.linalg.lstsq(columns[:, used] / took_s[:, None], np.ones(len(steps)), rcond=None)
+        negative = [index for index, value in zip(used, solved, strict=True) if value < 0]
+        if not negative:
+            break
+        used = [index for index in used if index not in negative]
+    parts = dict(zip(used, (float(value) for value in solved), strict=True))
+    return LinearCost(
+        name,
+        f"least squares over {len(steps)} live steps",
+        parts.get(0, 0.0) + overhead_s,
+        parts.get(1, 0.0),
+        parts.get(2, 0.0),
+    )

@@ -1,0 +1,96 @@
+"""What is measured at one simulated worker: where time and memory went, and what planning cost.
+
+Also plays the live worker's speed meter: it tells the policy prefill and decode speeds, as heartbeats would.
+Changes records, decides nothing.
+"""
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
+from sim.books import Held, WorkerBooks
+
+TELL_INTERVAL_S = 0.25
+"""Of simulated time, as between heartbeats."""
+_WEIGHT = 0.1
+_LEAST_PREFILL_TOKENS = 16
+
+
+@dataclass(slots=True)
+class WorkerMeter:
+    """Sums over the run. `busy_s` is simulated; `planning_s` is this process's own."""
+
+    busy_s: float = 0.0
+    steps: int = 0
+    stretches: int = 0
+    forward_tokens: int = 0
+    allocated_block_s: float = 0.0
+    computed_token_s: float = 0.0
+    plans: int = 0
+    planning_s: float = 0.0
+    longest_plan_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    told_s: float = -1.0
+
+    def time_plan(self, policy: BatchPolicy, now_s: float) -> PlannedBatch | None:
+        start_s = perf_counter()
+        batch = policy.plan(now_s)
+        took_s = perf_counter() - start_s
+        self.planning_s += took_s
+        self.longest_plan_s = max(self.longest_plan_s, took_s)
+        self.plans += 1
+        return batch
+
+    def on_stretch(
+        self, books: WorkerBooks, chunk_tokens: int, decodes: int, steps: int, took_s: float
+    ) -> None:
+        """`steps` equal steps are over; the books are as before them."""
+        self.busy_s += took_s
+        self.steps += steps
+        self.stretches += 1
+        self.forward_tokens += chunk_tokens + decodes * steps
+        self.allocated_block_s += books.allocated_blocks * took_s
+        self.computed_token_s += (books.computed_tokens + decodes * (steps - 1) / 2) * took_s
+        step_s = took_s / steps
+        if not chunk_tokens:
+            self.decode_step_s = _blend(self.decode_step_s, step_s)
+        elif chunk_tokens >= _LEAST_PREFILL_TOKENS:
+            prefill_s = max(step_s - (self.decode_step_s if decodes else 0.0), 0.1 * step_s)
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, chunk_tokens / prefill_s)
+
+    def tell(self, policy: BatchPolicy, now_s: float) -> None:
+        """Measured speeds, as often as a heartbeat would bring them."""
+        if now_s - self.told_s >= TELL_INTERVAL_S:
+            self.told_s = now_s
+            policy.on_measured(self.prefill_tokens_per_s, self.decode_step_s, now_s)
+
+    def on_prefill(self, held: Held, start_s: float, end_s: float, is_over: bool) -> None:
+        """A chunk ran; the wait before it counts to the part that it belongs to."""
+        record = held.record
+        if held.ran_until_s < 0:
+            record.queue_s = start_s - record.request.arrival_s
+            record.prefill_s += end_s - start_s
+        elif held.was_evicted:
+            record.preempted_s += end_s - held.ran_until_s
+        else:
+            record.prefill_s += end_s - held.ran_until_s
+        held.ran_until_s = end_s
+        if is_over and record.first_token_s < 0:
+            record.first_token_s = end_s
+
+    def on_decode(self, held: Held, start_s: float, end_s: float) -> None:
+        record = held.record
+        idle_s = start_s - held.ran_until_s
+        if not held.has_decoded:
+            held.has_decoded = True
+            record.gt_wait_s += idle_s
+        else:
+            record.preempted_s += idle_s
+            record.pauses += idle_s > 1e-9 and not held.was_evicted
+        record.decode_s += end_s - start_s
+        held.ran_until_s = end_s
+
+
+def _blend(old: float, new: float) -> float:
+    return new if old == 0.0 else (1 - _WEIGHT) * old + _WEIGHT * new

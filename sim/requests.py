@@ -1,0 +1,65 @@
+"""A request as the simulator knows it: what a trace says, true answer length included.
+
+No policy ever sees `output_tokens`, except through the oracle predictor.
+"""
+
+from dataclasses import dataclass
+
+from shared.messages.sequence import SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """`output_tokens` counts the end token; `max_tokens` is the limit that policies see."""
+
+    index: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    predicted_tokens: int | None = None
+    """A prediction that the trace brings along, for the predictor `trace`."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:
+            raise ValueError(
+                f"request {self.index}: prompt of {self.prompt_tokens} tokens, answer of "
+                f"{self.output_tokens}, limit {self.max_tokens}; write prompt >= 1 and 1 <= answer <= limit"
+            )
+
+    @property
+    def key(self) -> SequenceKey:
+        return (f"{self.index:08d}", 0)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request. Times in seconds; the five parts sum to `end_s - arrival_s`."""
+
+    request: SimRequest
+    worker: int = 0
+    first_token_s: float = -1.0
+    end_s: float = -1.0
+    queue_s: float = 0.0
+    """Arrival to the first chunk of its prompt."""
+    prefill_s: float = 0.0
+    """First chunk to the end of its first prefill, waits between chunks included."""
+    gt_wait_s: float = 0.0
+    """Between the end of its prefill and its first decode."""
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    """Later waits, and prefills after an eviction."""
+    evictions: int = 0
+    """Its KV was given up, to be computed again."""
+    pauses: int = 0
+    """Its decoding was interrupted while its KV stayed."""
+
+    @property
+    def jct_s(self) -> float:
+        """Job completion time: arrival to end."""
+        return self.end_s - self.request.arrival_s
+
+    @property
+    def normalized_s(self) -> float:
+        """Latency per answer token."""
+        return self.jct_s / self.request.output_tokens

@@ -1,0 +1,133 @@
+"""Reads traces: lengths, and arrivals where there are any. Formats are told apart by their column names.
+
+CSV `arrival_s,prompt_tokens,output_tokens[,predicted_tokens]` (our own), Azure's
+`TIMESTAMP,ContextTokens,GeneratedTokens`, `num_prefill_tokens,num_decode_tokens` (Vidur, Sarathi),
+`in_llama,out_llama` (Alpaca lengths); JSONL `timestamp,input_length,output_length` (Mooncake, milliseconds).
+A folder of texts is cut into chunks, as papers/003 §2.1 does with BookCorpus. Knows no workload by name.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+
+CHARACTERS_PER_TOKEN = 4.0
+"""Of English prose, roughly, with the vocabularies of 2022."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One line. `arrival_s` counts from the first line; None where a trace has only lengths."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None
+    predicted_tokens: int | None = None
+
+
+Row = Mapping[str, Any]
+
+
+def _ours(row: Row) -> TraceRow:
+    predicted = row.get("predicted_tokens") or None
+    return TraceRow(
+        int(row["prompt_tokens"]),
+        int(row["output_tokens"]),
+        float(row["arrival_s"]) if row.get("arrival_s") not in (None, "") else None,
+        int(predicted) if predicted is not None else None,
+    )
+
+
+def _azure(row: Row) -> TraceRow:
+    at = datetime.fromisoformat(str(row["TIMESTAMP"])[:26] + "+00:00")
+    return TraceRow(int(row["ContextTokens"]), int(row["GeneratedTokens"]), at.timestamp())
+
+
+def _vidur(row: Row) -> TraceRow:
+    return TraceRow(int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])))
+
+
+def _alpaca(row: Row) -> TraceRow:
+    return TraceRow(int(row["in_llama"]), int(row["out_llama"]))
+
+
+def _mooncake(row: Row) -> TraceRow:
+    return TraceRow(int(row["input_length"]), int(row["output_length"]), float(row["timestamp"]) / 1000.0)
+
+
+FORMATS: dict[str, tuple[set[str], Callable[[Row], TraceRow]]] = {
+    "kvasir": ({"prompt_tokens", "output_tokens"}, _ours),
+    "azure": ({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}, _azure),
+    "vidur": ({"num_prefill_tokens", "num_decode_tokens"}, _vidur),
+    "alpaca": ({"in_llama", "out_llama"}, _alpaca),
+    "mooncake": ({"timestamp", "input_length", "output_length"}, _mooncake),
+}
+
+
+def read_trace(path: Path) -> list[TraceRow]:
+    """All usable rows of `path`, in their order, arrivals counted from the first. Raises ConfigError."""
+    if path.is_dir():
+        return chunk_texts(path)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as lines:
+            rows: Iterable[Row]
+            is_csv = path.suffix.lower() == ".csv"
+            rows = csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines if line.strip())
+            return _from_first_arrival(_parse(rows, path.name))
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror}", param="trace") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"trace {path.name} has a line that cannot be read: {error!r}", param="trace"
+        ) from error
+
+
+def _parse(rows: Iterable[Row], name: str) -> list[TraceRow]:
+    parse: Callable[[Row], TraceRow] | None = None
+    found = []
+    for row in rows:
+        if parse is None:
+            columns = {str(column) for column in row}
+            parse = next((made for needed, made in FORMATS.values() if needed <= columns), None)
+            if parse is None:
+                known = "; ".join(",".join(sorted(needed)) for needed, _ in FORMATS.values())
+                raise ConfigError(
+                    f"trace {name}: columns {sorted(columns)}; write one of: {known}", param="trace"
+                )
+        found.append(parse(row))
+    usable = [row for row in found if row.prompt_tokens >= 1 and row.output_tokens >= 1]
+    if not usable:
+        raise ConfigError(f"trace {name} has no request with a prompt and an answer", param="trace")
+    return usable
+
+
+def _from_first_arrival(rows: list[TraceRow]) -> list[TraceRow]:
+    arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
+    if len(arrivals) < len(rows):
+        return [TraceRow(r.prompt_tokens, r.output_tokens, None, r.predicted_tokens) for r in rows]
+    first_s = min(arrivals)
+    return [
+        TraceRow(row.prompt_tokens, row.output_tokens, at_s - first_s, row.predicted_tokens)
+        for row, at_s in zip(rows, arrivals, strict=True)
+    ]
+
+
+def chunk_texts(folder: Path, chunk_tokens: int = 2048, least_tokens: int = 18) -> list[TraceRow]:
+    """Prompts of `chunk_tokens` from the chapters of every text in `folder`; answers of 1 token, to be
+    replaced, as books have none."""
+    lengths: list[int] = []
+    for path in sorted(folder.glob("*.txt")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for chapter in re.split(r"\n\s*(?=(?:CHAPTER|Chapter|BOOK|PART) )", text):
+            tokens = int(len(chapter) / CHARACTERS_PER_TOKEN)
+            lengths += [chunk_tokens] * (tokens // chunk_tokens)
+            lengths += [tokens % chunk_tokens] if tokens % chunk_tokens >= least_tokens else []
+    if not lengths:
+        raise ConfigError(f"{folder} has no text", param="trace")
+    return [TraceRow(tokens, 1) for tokens in lengths]

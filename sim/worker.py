@@ -1,0 +1,210 @@
+"""One simulated worker: runs plans step by step, in as few events as the plan and the true answers allow.
+
+Plans are made ahead and cut short by the rules of the live scheduler (`services/scheduler/planning.py`): the
+next plan is asked for while fewer than `outstanding_steps` steps are left, so with 2, the live value, a plan
+does not know of the ends of the step that runs while it is made. 1 plans at step boundaries, with
+everything known.
+
+A *stretch* is a run of equal steps of one plan in which no answer ends: one event, however many steps. Knows
+nothing of arrivals, predictors and other workers.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPrefill
+from sim.books import Held, WorkerBooks
+from sim.costs.base import CostModel
+from sim.meters import WorkerMeter
+
+MAX_OUTSTANDING_PLANS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A plan at work."""
+
+    batch: PlannedBatch
+    prefills: list[tuple[Held, PlannedPrefill]]
+    decodes: list[Held]
+    steps_done: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """Steps that are computed as one event."""
+
+    start_s: float
+    ends_s: list[float]
+    """End of each step."""
+    serial: int
+
+
+@dataclass(slots=True, eq=False)
+class SimWorker:
+    """Books, plans and the policy that makes them. The driver calls `advance` at each stretch's end."""
+
+    policy: BatchPolicy
+    books: WorkerBooks
+    cost: CostModel
+    meter: WorkerMeter
+    outstanding_steps: int = 2
+    is_urgent: bool = False
+    """Something arrived: a long plan may be cut for it."""
+    _plans: deque[PlannedBatch] = field(default_factory=deque)
+    _running: Running | None = None
+    _stretch: Stretch | None = None
+    _serial: int = 0
+    _cut: bool = False
+    """The running plan ends at the next step's end; the newest plan follows."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self._running is None
+
+    def stretch_end(self) -> tuple[float, int] | None:
+        """When the present stretch ends, and its serial number: an older one is void."""
+        return None if self._stretch is None else (self._stretch.ends_s[-1], self._stretch.serial)
+
+    def is_current(self, serial: int) -> bool:
+        return self._stretch is not None and self._stretch.serial == serial
+
+    def next_plans(self, now_s: float) -> list[PlannedBatch]:
+        """Ask the policy until enough steps are outstanding; start the first plan if none runs."""
+        made = []
+        while not self._cut and len(self._plans) + (self._running is not None) < MAX_OUTSTANDING_PLANS:
+            steps = self._outstanding(now_s)
+            cuttable = self.is_urgent and self._can_cut(steps)
+            if steps >= self.outstanding_steps and not cuttable:
+                break
+            self.is_urgent = False
+            batch = self.meter.time_plan(self.policy, now_s)
+            if batch is None:
+                break
+            made.append(batch)
+            if cuttable and batch.prefills and not batch.preemptions:
+                self._supersede(batch, now_s)
+            else:
+                self._plans.append(batch)
+        if self._running is None:
+            self._start_plan(now_s)
+        return made
+
+    def _outstanding(self, now_s: float) -> int:
+        steps = sum(batch.steps for batch in self._plans)
+        if self._running is not None and self._stretch is not None:
+            done = bisect_left(self._stretch.ends_s, now_s) if now_s > self._stretch.start_s else 0
+            steps += self._running.batch.steps - self._running.steps_done - done
+        return steps
+
+    def _can_cut(self, steps: int) -> bool:
+        batches = [*self._plans, *([self._running.batch] if self._running else [])]
+        return steps > self.outstanding_steps and all(batch.decodes_only for batch in batches)
+
+    def _supersede(self, batch: PlannedBatch, now_s: float) -> None:
+        """The running plan ends with the step that runs; plans between it and `batch` never run."""
+        assert self._running is not None
+        assert self._stretch is not None
+        ends_s = self._stretch.ends_s
+        kept = bisect_left(ends_s, now_s) + 1 if now_s > self._stretch.start_s else 1
+        self._stretch.ends_s = ends_s[: min(kept, len(ends_s))]
+        self._renew_serial(self._stretch)
+        self._cut = True
+        self._plans.append(batch)
+
+    def _renew_serial(self, stretch: Stretch) -> None:
+        self._serial += 1
+        stretch.serial = self._serial
+
+    def _start_plan(self, now_s: float) -> None:
+        """The next plan whose items are not all void; one that only preempts takes no time."""
+        while self._plans:
+            batch = self._plans.popleft()
+            prefills, decodes = self.books.apply(batch)
+            if prefills or decodes:
+                self._running = Running(batch, prefills, decodes)
+                self._start_stretch(now_s)
+                return
+
+    def _start_stretch(self, now_s: float) -> None:
+        """As many steps as are alike; a plan's last step stands alone, as the next plan is made in it."""
+        running = self._running
+        assert running is not None
+        left = running.batch.steps - running.steps_done
+        steps = 1
+        if not running.prefills and left > 1:
+            steps = min(left - 1, *(held.remaining_tokens for held in running.decodes))
+        chunks = [(item.first_token, item.end_token) for _, item in running.prefills]
+        count = len(running.decodes)
+        context_tokens = sum(held.computed_tokens for held in running.decodes) + count
+        durations_s = [
+            self.cost.step_s(chunks, count, context_tokens + step * count) for step in range(steps)
+        ]
+        ends_s = list(accumulate(durations_s, initial=now_s))[1:]
+        self._serial += 1
+        self._stretch = Stretch(now_s, ends_s, self._serial)
+
+    def advance(self, now_s: float) -> list[Held]:
+        """The present stretch is over: who ended with it. The policy hears of the ends first, then of the
+        steps that a cut plan did not run."""
+        running, stretch = self._running, self._stretch
+        assert running is not None
+        assert stretch is not None
+        steps = len(stretch.ends_s)
+        chunk_tokens = sum(item.end_token - item.first_token for _, item in running.prefills)
+        self.meter.on_stretch(self.books, chunk_tokens, len(running.decodes), steps, now_s - stretch.start_s)
+        ended = self._account(running, stretch.start_s, now_s, steps)
+        for held in ended:
+            self.books.end(held)
+            self.policy.on_ended(held.record.request.key, now_s)
+        running.steps_done += steps
+        self.meter.tell(self.policy, now_s)
+        self._after_stretch(running, now_s)
+        return ended
+
+    def _account(self, running: Running, start_s: float, now_s: float, steps: int) -> list[Held]:
+        ended = []
+        for held, item in running.prefills:
+            is_over = item.end_token == held.prefill_tokens
+            self.meter.on_prefill(held, start_s, now_s, is_over)
+            self.books.compute(held, item.end_token, 1 if is_over else 0)
+            if is_over:
+                held.is_decoding, held.was_evicted = True, False
+                if held.remaining_tokens == 0:
+                    ended.append(held)
+        for held in running.decodes:
+            self.meter.on_decode(held, start_s, now_s)
+            self.books.compute(held, held.computed_tokens + steps, steps)
+            if held.remaining_tokens == 0:
+                ended.append(held)
+        for held in ended:
+            held.record.end_s = now_s
+        return ended
+
+    def _after_stretch(self, running: Running, now_s: float) -> None:
+        """Go on with this plan, or with the next. Only first steps have prefills."""
+        running.prefills = []
+        running.decodes = [held for held in running.decodes if held.remaining_tokens > 0]
+        self._stretch = None
+        if self._cut:
+            self._report_cut(running, now_s)
+        elif running.decodes and running.steps_done < running.batch.steps:
+            self._start_stretch(now_s)
+            return
+        self._running = None
+        self._start_plan(now_s)
+
+    def _report_cut(self, running: Running, now_s: float) -> None:
+        """Only the newest plan is left; what the others did not do the policy learns."""
+        self._cut = False
+        newest = self._plans.pop()
+        dropped = [(running.batch, running.steps_done), *((batch, 0) for batch in self._plans)]
+        self._plans.clear()
+        self._plans.append(newest)
+        for batch, steps_done in dropped:
+            for item in batch.decodes:
+                missing_tokens = item.tokens - min(item.tokens, steps_done)
+                if missing_tokens:
+                    self.policy.on_short(item.key, missing_tokens, now_s)

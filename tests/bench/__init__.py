@@ -1,0 +1,1 @@
+"""Tests of the benches: their arithmetic, their processes, and short runs of them."""

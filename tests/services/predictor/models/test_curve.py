@@ -1,0 +1,51 @@
+"""Distributions from a few quantiles."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.predictor.models.base import LengthQuery
+from services.predictor.models.curve import LEVELS, mass_of, predict_from
+from services.predictor.models.distribution import summarize
+
+lengths_of = st.lists(st.floats(0.1, 1e5), min_size=len(LEVELS), max_size=len(LEVELS))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=lengths_of, max_tokens=st.integers(1, 5000), generated=st.integers(0, 6000))
+def test_everything_told_is_possible(lengths: list[float], max_tokens: int, generated: int) -> None:
+    (p,) = predict_from(np.array([lengths]), [LengthQuery(b"", max_tokens, generated)])
+    values = (p.p50_tokens, p.p80_tokens, p.p90_tokens, p.p95_tokens)
+    assert list(values) == sorted(values)
+    for value in (*values, p.rl_tokens):
+        assert min(generated + 1, max_tokens) <= value <= max_tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.floats(3, 3000), min_size=len(LEVELS), max_size=len(LEVELS)))
+def test_the_expectation_agrees_with_that_of_the_bins(lengths: list[float]) -> None:
+    lengths.sort()
+    for limit in (50, 500, 100_000):
+        (told,) = predict_from(np.array([lengths]), [LengthQuery(b"", limit)])
+        binned = summarize(mass_of(np.array(lengths)), max_tokens=limit)
+        assert told.rl_tokens == pytest.approx(binned.rl_tokens, rel=0.03, abs=2)
+
+
+def test_quantiles_are_told_as_they_were_predicted_and_each_query_has_its_own() -> None:
+    rows = np.array([[10, 20, 30, 41, 50, 61, 70, 81], [1, 2, 3, 400, 500, 600, 700, 800]], dtype=float)
+    first, second = predict_from(rows, [LengthQuery(b"", 1000), LengthQuery(b"", 650)])
+    assert (first.p50_tokens, first.p80_tokens, first.p90_tokens, first.p95_tokens) == (41, 61, 70, 81)
+    assert (second.p50_tokens, second.p80_tokens, second.p90_tokens, second.p95_tokens) == (
+        400,
+        600,
+        650,
+        650,
+    )
+    assert mass_of(rows[0]).sum() == pytest.approx(1.0)
+
+
+def test_what_is_there_already_raises_the_rest() -> None:
+    rows = np.array([[10, 20, 30, 40, 50, 60, 70, 80]], dtype=float)
+    (told,) = predict_from(rows, [LengthQuery(b"", 1000, generated_tokens=65)])
+    assert 66 <= told.p50_tokens <= told.rl_tokens + 10 <= 95

@@ -1,0 +1,32 @@
+"""Predictions from bins."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.predictor.models import bins
+from services.predictor.models.distribution import longer_than, summarize
+
+
+def mass_at(*lengths: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    mass = np.zeros(bins.COUNT)
+    for length in lengths:
+        mass[bins.bin_of(length)] += 1 / len(lengths)
+    return mass
+
+
+@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=9), floor=st.integers(0, 6000))
+def test_what_is_left_above_a_floor_sums_to_one(lengths: list[int], floor: int) -> None:
+    left = longer_than(mass_at(*lengths), floor)
+    assert left.sum() == pytest.approx(1.0)
+    assert left[floor >= bins.UPPER].sum() == 0
+
+
+def test_quantiles_and_expectation_of_a_few_lengths() -> None:
+    told = summarize(mass_at(10, 20, 30, 40), max_tokens=1000)
+    assert (told.rl_tokens, told.p50_tokens, told.p80_tokens, told.p95_tokens) == (25, 20, 40, 40)
+    later = summarize(mass_at(10, 20, 30, 40), max_tokens=1000, generated_tokens=25)
+    assert (later.rl_tokens, later.p50_tokens) == (35, 30)
+    cut = summarize(mass_at(10, 20, 30, 40), max_tokens=22)
+    assert (cut.rl_tokens, cut.p80_tokens) == (19, 22)

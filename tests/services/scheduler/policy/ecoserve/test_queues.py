@@ -1,0 +1,110 @@
+"""Slack classes: the clock moves jobs at the right time, like a full re-sort would."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.policy.contract import Task
+from services.scheduler.policy.ecoserve.jobs import Job
+from services.scheduler.policy.ecoserve.queues import WaitingQueue
+
+EDGES_S = (0.2, 0.5, 2.0)
+
+
+def job_of(number: int, due_s: float = float("inf"), size: int = 0) -> Job:
+    return Job(Task((f"r{number}", 0), 1 + size, 10, float(number)), 0, None, due_s=due_s)
+
+
+def rank(job: Job) -> tuple[Any, ...]:
+    return (-job.task.prompt_tokens, *job.task.order)
+
+
+def test_classes_first_then_rank_then_arrival() -> None:
+    queue = WaitingQueue(rank, EDGES_S)
+    jobs = [job_of(0, 10.0, 5), job_of(1, 1.0), job_of(2, 10.0, 9), job_of(3, 1.0), job_of(4, -3.0)]
+    for job in jobs:
+        queue.add(job, 0.0)
+    assert [job.task.key[0] for job in queue] == ["r4", "r1", "r3", "r2", "r0"]
+    first = queue.first()
+    assert first is not None and first.task.key[0] == "r4"
+    queue.advance(9.0)
+    queue.check_integrity()
+    assert [job.slack_class for job in jobs] == [2, 0, 2, 0, 0]
+    assert [job.task.key[0] for job in queue] == ["r1", "r3", "r4", "r2", "r0"]
+
+
+def test_overdue_ones_are_found_oldest_first() -> None:
+    queue = WaitingQueue(rank, EDGES_S, aging_s=5.0)
+    old, young = job_of(1, 2.0), job_of(2, 1.0)
+    for job in (young, old, job_of(3, 100.0)):
+        queue.add(job, 0.0)
+    queue.advance(5.9)
+    assert queue.oldest_overdue() is None
+    queue.advance(6.1)
+    assert queue.oldest_overdue() is young
+    queue.advance(7.1)
+    assert queue.oldest_overdue() is old
+    queue.remove(old)
+    assert queue.oldest_overdue() is young
+    queue.check_integrity()
+
+
+def test_a_queue_without_classes_is_first_come_first_served() -> None:
+    queue = WaitingQueue(lambda job: job.task.order)
+    for number in (3, 1, 2):
+        queue.add(job_of(number, 1.0), 0.0)
+    queue.advance(1e9)
+    assert [job.task.key[0] for job in queue] == ["r1", "r2", "r3"]
+    assert queue.oldest_overdue() is None
+
+
+steps_of = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "wait"]), st.floats(0, 8), st.integers(0, 5)), max_size=60
+)
+
+
+@given(steps=steps_of)
+def test_it_is_always_as_if_sorted_anew(steps: list[tuple[str, float, int]]) -> None:
+    queue = WaitingQueue(rank, EDGES_S, aging_s=1.0)
+    now_s, alive = 0.0, []
+    for number, (step, value, size) in enumerate(steps):
+        if step == "add":
+            alive.append(job_of(number, now_s + value - 2, size))
+            queue.add(alive[-1], now_s)
+        elif step == "remove" and alive:
+            queue.remove(alive.pop(size % len(alive)))
+        else:
+            now_s += value / 4
+            queue.advance(now_s)
+        queue.check_integrity()
+        queue.advance(now_s)
+        for job in alive:
+            left_s = job.due_s - now_s
+            nearest = min(abs(left_s - edge) for edge in EDGES_S)
+            assert nearest < 1e-6 or job.slack_class == sum(left_s >= edge for edge in EDGES_S)
+        assert list(queue) == sorted(alive, key=lambda job: (job.slack_class, rank(job)))
+        overdue = [job for job in alive if now_s > job.due_s + 1.0 + 1e-6]
+        oldest = queue.oldest_overdue()
+        assert not overdue or (oldest is not None and oldest.task.order <= overdue[0].task.order)
+
+
+def test_one_call_moves_a_bounded_number() -> None:
+    queue = WaitingQueue(rank, EDGES_S)
+    for number in range(1000):
+        queue.add(job_of(number, 10.0), 0.0)
+    queue.advance(9.9)
+    urgent = len(queue.classes[0])
+    assert 0 < urgent < 100
+    for _ in range(100):
+        queue.advance(9.9)
+    assert len(queue.classes[0]) == 1000
+
+
+def test_left_behind_times_do_not_pile_up() -> None:
+    queue = WaitingQueue(rank, EDGES_S, aging_s=1.0)
+    for number in range(2000):
+        job = job_of(number, 1000.0)
+        queue.add(job, 0.0)
+        queue.remove(job)
+        queue.check_integrity()

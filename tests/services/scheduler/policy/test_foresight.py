@@ -1,0 +1,64 @@
+"""Predicted lengths as policies use them."""
+
+import pytest
+
+from services.scheduler.policy.contract import Task
+from services.scheduler.policy.foresight import Foresight
+from services.scheduler.policy.progress import Entry
+from shared.messages.commands import LengthPrediction
+
+KEY = ("a", 0)
+
+
+def says(tokens: int) -> LengthPrediction:
+    """A prediction all of whose quantiles are the same."""
+    return LengthPrediction(
+        rl_tokens=tokens,
+        p50_tokens=tokens,
+        p80_tokens=tokens,
+        p90_tokens=tokens,
+        p95_tokens=tokens,
+        model_version="test-1",
+    )
+
+
+def entry(generated_tokens: int) -> Entry:
+    return Entry(Task(KEY, 8, 50, 0.0), generated_tokens)
+
+
+def test_without_a_prediction_an_answer_counts_as_long_as_it_may_get() -> None:
+    assert Foresight().length_tokens(entry(3)) == 50
+
+
+@pytest.mark.parametrize(
+    ("predicted", "generated", "length"), [(20, 0, 20), (20, 30, 31), (90, 0, 50), (20, 50, 50)]
+)
+def test_a_length_is_above_what_is_there_and_within_the_limit(
+    predicted: int, generated: int, length: int
+) -> None:
+    foresight = Foresight()
+    foresight.note(KEY, says(predicted))
+    assert foresight.length_tokens(entry(generated)) == length
+    assert foresight.remaining_tokens(entry(generated)) == length - generated
+
+
+def test_an_outgrown_prediction_is_asked_for_once_until_there_is_a_new_one() -> None:
+    foresight = Foresight()
+    foresight.note(KEY, says(20))
+    assert foresight.questions([entry(19)]) == ()
+    (question,) = foresight.questions([entry(20)])
+    assert (question.key, question.generated_tokens) == (KEY, 20)
+    assert foresight.questions([entry(21)]) == ()
+    foresight.note(KEY, says(30))
+    assert len(foresight.questions([entry(30)])) == 1
+    assert foresight.questions([entry(50)]) == (), "over"
+
+
+def test_what_is_forgotten_is_gone() -> None:
+    foresight = Foresight()
+    foresight.note(KEY, says(20))
+    foresight.questions([entry(20)])
+    with pytest.raises(AssertionError):
+        foresight.check_integrity([])
+    foresight.forget(KEY)
+    foresight.check_integrity([])

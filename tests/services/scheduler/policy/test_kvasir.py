@@ -1,0 +1,171 @@
+"""`kvasir`: least work first, admitted by the profile, and nobody starves."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.vllm import VllmPolicy
+from tests.services.scheduler.policy.batch_rig import (
+    BLOCK_TOKENS,
+    BatchRig,
+    Jobs,
+    guesses_of,
+    in_turn,
+    jobs_of,
+    play,
+    predicted,
+    rig,
+    settings_of,
+    truth,
+)
+
+ONE_AT_A_TIME = PolicySettings(max_batch_sequences=1, max_steps=1)
+
+
+def arriving(policy: KvasirPolicy, *tasks: tuple[str, int, int, float]) -> None:
+    """(name, prompt tokens, predicted answer, deadline)"""
+    for name, prompt, answer, deadline_s in tasks:
+        policy.on_arrival(
+            Task((name, 0), prompt, 200, 0.0, deadline_s=deadline_s, prediction=predicted(answer)), 0.0
+        )
+
+
+def policy_with(policy_settings: PolicySettings, blocks: int = 100) -> KvasirPolicy:
+    return KvasirPolicy(WorkerShape(BLOCK_TOKENS, blocks), policy_settings)
+
+
+def starts(batch: PlannedBatch | None) -> list[str]:
+    assert batch is not None
+    return [item.key[0] for item in batch.prefills if item.first_token == 0]
+
+
+def test_the_least_remaining_work_goes_first_prefill_included() -> None:
+    policy = policy_with(ONE_AT_A_TIME)
+    policy.on_measured(100.0, 0.01, 0.0)
+    arriving(policy, ("long", 10, 90, 99.0), ("wordy", 100, 5, 99.0), ("short", 10, 20, 99.0))
+    order = []
+    for turn in range(3):
+        started = starts(policy.plan(0.1 * turn))
+        order += started
+        policy.on_ended((started[0], 0), 0.1 * turn)
+    assert order == ["short", "long", "wordy"]
+
+
+def test_what_is_late_anyway_lets_others_pass() -> None:
+    policy = policy_with(ONE_AT_A_TIME)
+    policy.on_measured(1000.0, 0.01, 0.0)
+    arriving(policy, ("late", 10, 50, 0.1), ("timely", 10, 90, 99.0))
+    assert starts(policy.plan(0.0)) == ["timely"]
+
+
+def test_a_request_starts_where_as_predicted_there_will_be_enough_until_its_end() -> None:
+    bench = rig(KvasirPolicy, PolicySettings(max_steps=1), blocks=60, lag=0)
+    bench.predict = truth
+    bench.arrive("long", 4, 200, 200)
+    bench.arrive("guest", 4, 60, 200)
+    bench.arrive("other", 4, 190, 200)
+    bench.turn()
+    assert starts(bench.batches[0]) == ["guest", "other"], (
+        "least work first; the longest would not fit beside"
+    )
+    bench.finish()
+    assert not any(batch.preemptions for batch in bench.batches)
+
+
+def test_one_that_does_not_fit_is_passed_over() -> None:
+    policy = policy_with(PolicySettings(), 100)
+    arriving(policy, ("a", 20, 100, 99.0), ("b", 200, 110, 99.0), ("c", 4, 150, 99.0), ("d", 8, 30, 99.0))
+    assert starts(policy.plan(0.0)) == ["d", "a", "c"]
+
+
+def test_when_blocks_run_out_the_one_with_the_most_left_gives_up_its_own() -> None:
+    bench = rig(KvasirPolicy, PolicySettings(max_steps=1), blocks=18, lag=0)
+    bench.predict = lambda job, generated: predicted({"a": 8, "b": 30}[job.task.key[0]])
+    bench.arrive("a", 8, 60, 60)
+    bench.arrive("b", 8, 30, 60)
+    bench.finish()
+    assert any(batch.preemptions for batch in bench.batches)
+    assert any(batch.questions for batch in bench.batches)
+
+
+def test_it_finishes_more_in_time_than_first_come_first_served() -> None:
+    """One long answer arrives first, short ones after it, in memory for two or three."""
+
+    def mean_wait(bench: BatchRig) -> float:
+        bench.predict = truth
+        bench.arrive("long", 40, 100, 100)
+        bench.arrive("long too", 40, 100, 100)
+        for number in range(10):
+            bench.arrive(f"short {number}", 8, 6, 100)
+        waits = []
+        while bench.unfinished:
+            before = len(bench.unfinished)
+            bench.turn()
+            waits += [bench.now_s] * (before - len(bench.unfinished))
+        return sum(waits) / len(waits)
+
+    mine = mean_wait(rig(KvasirPolicy, PolicySettings(max_batch_sequences=2), blocks=70))
+    theirs = mean_wait(rig(VllmPolicy, PolicySettings(max_batch_sequences=2), blocks=70))
+    assert mine < 0.7 * theirs
+
+
+def starved(aging_s: float) -> bool:
+    """Whether a long one still waits after 400 steps of short ones that never stop coming."""
+    policy_settings = PolicySettings(max_batch_sequences=1, max_steps=1, options={"aging_s": aging_s})
+    bench = rig(KvasirPolicy, policy_settings, blocks=60)
+    bench.predict = truth
+    bench.policy.on_measured(10_000.0, 0.001, 0.0)
+    patient = bench.arrive("patient", 30, 40, 60)
+    for number in range(400):
+        bench.arrive(f"r{number:03}", 4, 2, 60)
+        bench.turn()
+    return not patient.over
+
+
+def test_nobody_starves_under_aging() -> None:
+    assert starved(1e9)
+    assert not starved(0.1)
+
+
+def test_lengths_that_are_always_wrong_are_corrected() -> None:
+    """Four times too long: after some have ended, as many run at once as with the truth."""
+
+    def running(predict_factor: int) -> int:
+        bench = rig(KvasirPolicy, PolicySettings(max_steps=1), blocks=100)
+        bench.predict = lambda job, generated: predicted(predict_factor * job.length)
+        for number in range(200):
+            bench.arrive(f"r{number:03}", 4, 20, 390)
+        most = 0
+        while len(bench.unfinished) > 60:
+            bench.turn()
+            most = max(most, len(bench.batches[-1].decodes) if len(bench.unfinished) < 120 else 0)
+        return most
+
+    assert running(4) >= 0.6 * running(1) > 0
+
+
+def test_adopted_ones_resume_before_any_prompt_starts() -> None:
+    policy = policy_with(ONE_AT_A_TIME)
+    arriving(policy, ("a", 4, 4, 99.0))
+    task = Task(("there", 0), 8, 100, 5.0, generated_tokens=1, prediction=predicted(90))
+    policy.on_adopted(task, Holding(8, 2, decoding=True), 5.0)
+    batch = policy.plan(5.0)
+    assert batch is not None and [item.key[0] for item in batch.decodes] == ["there"] and not batch.prefills
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs=jobs_of, policy_settings=settings_of, guesses=guesses_of, blocks=st.integers(24, 60))
+def test_own_blocks_are_those_held(
+    jobs: Jobs, policy_settings: PolicySettings, guesses: list[int | None], blocks: int
+) -> None:
+    bench = rig(KvasirPolicy, policy_settings, blocks=blocks)
+    bench.predict = in_turn(guesses)
+
+    def check(batch: PlannedBatch) -> None:
+        policy = bench.policy
+        assert isinstance(policy, KvasirPolicy)
+        assert all(job.own_blocks == job.held_blocks for job in policy._jobs.values())
+
+    bench.on_batch = check
+    play(bench, jobs)

@@ -1,0 +1,1 @@
+"""Tests of the engine's parts for CUDA devices: interpreted here, compiled where there is a device."""

@@ -1,0 +1,89 @@
+"""Compiles the kernels for a compute capability, without a device, and prints what came of it as JSON.
+
+`python -m tests.services.worker.engine.gpu.compiling 90`
+"""
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from services.worker.engine.gpu import kernels
+from services.worker.engine.gpu.attention import pool_shape
+from services.worker.engine.gpu.spans import DECODE_ROWS, PREFILL_ROWS
+
+Q_HEADS, KV_HEADS, DIM, BLOCK_TOKENS = 32, 8, 128, 16
+ARRAYS = (
+    "first_row",
+    "first_position",
+    "table_start",
+    "table_position",
+    "key_end",
+    "blocks",
+    "tile_span",
+    "tile_row",
+)
+TYPES = dict.fromkeys(ARRAYS, "*i32") | {
+    "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "slots": "*i64", "query_stride": "i32",
+    "key_stride": "i32", "value_stride": "i32", "scaling": "fp32", "softcap": "fp32",
+}  # fmt: skip
+
+
+def compiled(
+    kernel: Any, capability: int, data: str, constants: dict[str, Any], **options: int
+) -> dict[str, Any]:
+    """`data` is the type of pools, queries and outputs, as Triton writes it."""
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else TYPES.get(name, f"*{data}") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if types[name].startswith("*") or name.endswith("_stride")
+    }
+    source = ASTSource(kernel, types, constants, aligned)
+    made: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = made.asm["ptx"]
+    return {
+        "shared_bytes": made.metadata.shared,
+        "wide_copies": bool(re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)),
+        "tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
+    }
+
+
+def attending(capability: int, dtype: torch.dtype, data: str, rows: int, splits: int) -> dict[str, Any]:
+    k_pool = torch.empty(1, KV_HEADS, DIM, BLOCK_TOKENS, dtype=dtype)
+    v_pool = torch.empty(1, KV_HEADS, BLOCK_TOKENS, DIM, dtype=dtype)
+    constants: dict[str, Any] = dict(pool_shape(k_pool, v_pool)) | {
+        "HAS_SOFTCAP": True,
+        "WINDOW": 4096,
+        "WIDEN": False,
+    }
+    constants |= {"Q_HEADS": Q_HEADS, "SPLITS": splits}
+    constants |= {"TILE_ROWS": rows, "TILE_TOKENS": rows * KV_HEADS // Q_HEADS}
+    return compiled(kernels.attend_kernel, capability, data, constants, num_warps=4, num_stages=3)
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    k_pool = torch.empty(1, KV_HEADS, DIM, BLOCK_TOKENS)
+    shape = pool_shape(k_pool, torch.empty(1, KV_HEADS, BLOCK_TOKENS, DIM))
+    written = {key: value for key, value in shape.items() if key != "TILE_KEYS"}
+    merged = {key: shape[key] for key in ("VALUE_DIM", "VALUE_LANES")}
+    merged |= {"TILE_TOKENS": 1, "Q_HEADS": Q_HEADS, "SPLITS": 64}
+    found = {
+        "decode": attending(capability, torch.bfloat16, "bf16", DECODE_ROWS, 16),
+        "prefill": attending(capability, torch.bfloat16, "bf16", PREFILL_ROWS, 1),
+        "decode fp32": attending(capability, torch.float32, "fp32", DECODE_ROWS, 16),
+        "merge": compiled(kernels.merge_kernel, capability, "bf16", merged, num_warps=4),
+        "write": compiled(kernels.write_kernel, capability, "bf16", written, num_warps=1),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Without a CUDA device Triton's interpreter runs the kernels in host memory."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Read where a kernel is defined: before the first import of one.
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernels run: the interpreter's host memory, or a device."""
+    wanted = torch.device(request.param)
+    if (wanted.type == "cuda") != torch.cuda.is_available():
+        pytest.skip("no CUDA device here" if wanted.type == "cuda" else "kernels are compiled for the device")
+    return wanted

@@ -1,0 +1,169 @@
+"""The kernels against attention's definition: every shape, partial tables, parts, and nothing read beyond."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.services.worker.engine.gpu.reference import Problem, expected, problem
+
+pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
+
+from services.worker.engine import layout
+from services.worker.engine.gpu.attention import attend_paged, write_kv
+from services.worker.engine.gpu.spans import Heads, Spans, pack
+from services.worker.engine.paged import merge
+
+ONE, MANY = 1, 1 << 16
+"""Multiprocessors: no splitting, and as much as the context allows."""
+SOME = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def packed(made: Problem, multiprocessors: int = ONE, **partial: list[int]) -> Spans:
+    heads = Heads(made.query.shape[1] // made.k_pool.shape[1], made.k_pool.shape[1])
+    arrays: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in partial.items()}
+    spans = replace(layout.pack(made.spans, made.k_pool.shape[3]), **arrays)
+    return pack(spans, heads, device=made.query.device, multiprocessors=multiprocessors)
+
+
+def check(
+    actual: tuple[torch.Tensor, torch.Tensor],
+    wanted: tuple[torch.Tensor, torch.Tensor],
+    tolerance: float = 1e-5,
+) -> None:
+    for mine, theirs in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(mine.float().cpu(), theirs, rtol=tolerance, atol=tolerance)
+
+
+sequences = st.lists(
+    st.one_of(st.tuples(st.integers(0, 70), st.just(1)), st.tuples(st.integers(0, 40), st.integers(2, 40))),
+    min_size=1,
+    max_size=4,
+)
+heads = st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3), (24, 1)])
+dims = st.sampled_from([(16, 16), (8, 8), (24, 40), (32, 16)])
+
+
+@pytest.mark.timeout(600)  # On a device every shape is compiled.
+@SOME
+@given(
+    sequences, heads, dims, st.sampled_from([1, 3, 4, 16]), st.sampled_from([None, 5.0]),
+    st.sampled_from([None, 1, 7, 32]), st.sampled_from([ONE, MANY]), st.integers(0, 99),
+)  # fmt: skip
+def test_every_row_attends_to_the_keys_it_sees(
+    device: torch.device,
+    sequences: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    block_tokens: int,
+    softcap: float | None,
+    window_tokens: int | None,
+    multiprocessors: int,
+    seed: int,
+) -> None:
+    made = problem(sequences, heads=heads, dims=dims, block_tokens=block_tokens, seed=seed)
+    on_device = made.to(device, torch.float32)
+    actual = attend_paged(
+        on_device.k_pool,
+        on_device.v_pool,
+        packed(on_device, multiprocessors),
+        on_device.query,
+        0.3,
+        softcap,
+        window_tokens,
+    )
+    check(actual, expected(made, 0.3, softcap, window_tokens))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_head_sizes_and_dtypes(device: torch.device, dim: int, dtype: torch.dtype) -> None:
+    made = problem([(300, 1), (20, 30)], heads=(8, 2), dims=(dim, dim), block_tokens=16).to(device, dtype)
+    output, lse = attend_paged(made.k_pool, made.v_pool, packed(made, MANY), made.query, dim**-0.5)
+    assert output.dtype is dtype and lse.dtype is torch.float32
+    check((output, lse), expected(made, dim**-0.5), 1e-5 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("multiprocessors", [ONE, MANY])
+def test_partial_tables_merge_to_the_whole(device: torch.device, multiprocessors: int) -> None:
+    made = problem([(700, 1), (90, 12), (3, 1)], block_tokens=4, seed=5)
+    on_device = made.to(device, torch.float32)
+    parts = []
+    for first_block, end_block in ((0, 40), (40, 101), (101, 400)):
+        low, high = first_block * 4, end_block * 4
+        arrays = packed(
+            on_device,
+            multiprocessors,
+            table_position=[low] * 3,
+            table_start=[0 + first_block, 176 + first_block, 202 + first_block],
+            key_end=[min(high, 701), min(high, 102), min(high, 4)],
+        )
+        parts.append(attend_paged(on_device.k_pool, on_device.v_pool, arrays, on_device.query, 0.4))
+        check(parts[-1], expected(made, 0.4, seen=[(low, high)] * 3))
+    outputs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
+    check(merge(outputs, lses), expected(made, 0.4))
+
+
+@pytest.mark.parametrize("multiprocessors", [ONE, MANY])
+def test_a_row_without_keys_gets_zeros_and_minus_infinity(device: torch.device, multiprocessors: int) -> None:
+    made = problem([(300, 1), (4, 3)], seed=6).to(device, torch.float32)
+    arrays = packed(made, multiprocessors, key_end=[0, 0])
+    output, lse = attend_paged(made.k_pool, made.v_pool, arrays, made.query, 0.5)
+    assert torch.equal(output.cpu(), torch.zeros(4, 4, 16))
+    assert torch.equal(lse.cpu(), torch.full((4, 4), -math.inf))
+
+
+def test_large_scores_neither_overflow_nor_vanish(device: torch.device) -> None:
+    made = problem([(40, 1), (9, 5)], seed=7).to(device, torch.float32)
+    for softcap in (None, 30.0):
+        actual = attend_paged(made.k_pool, made.v_pool, packed(made), made.query, 300.0, softcap)
+        check(actual, expected(made, 300.0, softcap), 1e-3)
+
+
+def test_queries_may_be_a_slice_of_wider_rows(device: torch.device) -> None:
+    made = problem([(5, 3), (9, 1)], seed=8).to(device, torch.float32)
+    wide = torch.randn(4, 9, 16, device=device)
+    wide[:, :4] = made.query
+    actual = attend_paged(made.k_pool, made.v_pool, packed(made), wide[:, :4], 0.3)
+    check(actual, expected(made, 0.3))
+
+
+def test_the_same_call_gives_the_same_bits(device: torch.device) -> None:
+    made = problem([(500, 1), (40, 20)], seed=9).to(device, torch.float32)
+    arrays = packed(made, MANY)
+    first, second = (attend_paged(made.k_pool, made.v_pool, arrays, made.query, 0.3) for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_land_in_their_slots_and_nowhere_else(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    made = problem([(6, 5), (2, 1)], dims=(24, 8), seed=10).to(device, dtype)
+    k_pool, v_pool = torch.zeros_like(made.k_pool), torch.zeros_like(made.v_pool)
+    joined = torch.randn(6, 2, 40, device=device, dtype=dtype)
+    key, value = joined[..., :24].contiguous(), joined[..., 24:32].contiguous()
+    places = layout.pack(made.spans, 4).slots.tolist()
+    places[3] = -1
+    write_kv(k_pool, v_pool, key, value, torch.tensor(places, device=device))
+    for row, place in enumerate(places):
+        if place >= 0:
+            assert torch.equal(k_pool[place // 4, :, :, place % 4], key[row])
+            assert torch.equal(v_pool[place // 4, :, place % 4], value[row])
+    assert int((k_pool != 0).sum()) == 5 * 2 * 24 and int((v_pool != 0).sum()) == 5 * 2 * 8
+
+
+def test_what_the_kernel_does_not_know_is_refused(device: torch.device) -> None:
+    made = problem([(3, 1)]).to(device, torch.float32)
+    arrays = packed(made)
+    with pytest.raises(ValueError, match="contiguous"):
+        attend_paged(made.k_pool.double(), made.v_pool.double(), arrays, made.query, 1.0)
+    with pytest.raises(ValueError, match="not pools of one layer"):
+        attend_paged(made.k_pool, made.v_pool[:, :1], arrays, made.query, 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        attend_paged(made.k_pool, made.v_pool, arrays, made.query[..., :8], 1.0)

@@ -1,0 +1,146 @@
+"""Replayed decodes are the decodes: padding, static arrays, what falls back. On a device: CUDA graphs."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
+
+from services.worker.engine.gpu.backend import TritonBackend
+from services.worker.engine.gpu.graphs import DecodeGraphs, Limits, batch_sizes
+from services.worker.engine.layout import Span, pack
+from services.worker.engine.paged import Shape
+from tests.services.worker.engine.gpu.capturing import capture_for
+
+VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, BLOCK_TOKENS, BLOCKS = 11, 32, 4, 2, 16, 4, 24
+LIMITS = Limits(max_batch=6, max_blocks=4)
+
+
+def backend_for(device: torch.device) -> TritonBackend:
+    k_pool = torch.zeros(BLOCKS, KV_HEADS, DIM, BLOCK_TOKENS, device=device)
+    v_pool = torch.zeros(BLOCKS, KV_HEADS, BLOCK_TOKENS, DIM, device=device)
+    return TritonBackend([(k_pool, v_pool)], BLOCK_TOKENS, device)
+
+
+class SmallModel:
+    """A `Computation` with one layer: embedding with position, paged attention, head."""
+
+    def __init__(self, backend: TritonBackend) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self._backend = backend
+        self.calls = 0
+        self._embedding, self._places, self._projection, self._head = (
+            torch.randn(*size, generator=generator).to(backend.device)
+            for size in (
+                (VOCABULARY, WIDTH),
+                (64, WIDTH),
+                ((HEADS + 2 * KV_HEADS) * DIM, WIDTH),
+                (VOCABULARY, 64),
+            )
+        )
+        self.k_pool, self.v_pool = backend.pools[0]
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self._embedding[tokens] + self._places[positions]
+        joined = (hidden @ self._projection.T).view(hidden.shape[0], -1, DIM)
+        queries, keys, values = torch.split(joined, [HEADS, KV_HEADS, KV_HEADS], 1)
+        self._backend.write(0, keys, values, self._backend.step.slots)
+        attended = self._backend.attend(0, queries, keys, values, Shape(0.25), None)
+        return attended[kept].flatten(1) @ self._head.T
+
+
+class Engine:
+    """A model in a graph and one without, on the same device; `step` runs both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.backends = [backend_for(device) for _ in range(2)]
+        self.models = [SmallModel(backend) for backend in self.backends]
+        self.graphs = DecodeGraphs(self.models[0], self.backends[0], LIMITS, capture_for(device))
+        self.device = device
+
+    def step(self, spans: list[Span], kept: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits replayed (where they are) and plain."""
+        rows = [(index, at) for index, span in enumerate(spans) for at in range(span.count)]
+        tokens = torch.tensor([(7 * index + 3 * at) % VOCABULARY for index, at in rows], device=self.device)
+        positions = torch.tensor([spans[index].first_position + at for index, at in rows], device=self.device)
+        wanted = torch.tensor(list(range(len(rows))) if kept is None else kept, device=self.device)
+        with torch.inference_mode():
+            for backend in self.backends:
+                backend.begin(spans, 0, pack(spans, BLOCK_TOKENS))
+            return self.graphs(tokens, positions, wanted).values, self.models[1](tokens, positions, wanted)
+
+    def check_pools(self) -> None:
+        for mine, theirs in zip(
+            (self.models[0].k_pool, self.models[0].v_pool),
+            (self.models[1].k_pool, self.models[1].v_pool),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def spans_of(lengths: list[int], extra: int = 1) -> list[Span]:
+    return [Span(length, extra, list(range(4 * row, 4 * row + 4))) for row, length in enumerate(lengths)]
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(0, 14), min_size=1, max_size=6), min_size=1, max_size=3))
+def test_replayed_decodes_are_the_decodes(device: torch.device, steps: list[list[int]]) -> None:
+    engine = Engine(device)
+    engine.step(spans_of([0] * 6, extra=15))
+    engine.graphs.capture_all()
+    for lengths in steps:
+        replayed, plain = engine.step(spans_of(lengths))
+        assert replayed.shape == plain.shape
+        torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-4)
+        engine.check_pools()
+
+
+def test_capturing_and_padding_write_nothing(device: torch.device) -> None:
+    engine = Engine(device)
+    engine.graphs.capture_all()
+    assert not engine.models[0].k_pool.any() and not engine.models[0].v_pool.any()
+    engine.step(spans_of([0, 0, 0]))
+    engine.check_pools()
+
+
+def test_only_wanted_rows_come_out(device: torch.device) -> None:
+    engine = Engine(device)
+    engine.graphs.capture_all()
+    replayed, plain = engine.step(spans_of([0, 0, 0]), kept=[0, 2])
+    torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_not_captured_runs_as_it_is(device: torch.device) -> None:
+    engine = Engine(device)
+    chunk, batch, tall = spans_of([0, 0], extra=3), spans_of([3] * 6), [Span(0, 1, [0] * 25)]
+    before = engine.models[0].calls
+    engine.step(batch)
+    assert engine.models[0].calls == before + 1  # Nothing is captured yet.
+    engine.graphs.capture_all()
+    too_many = [*spans_of([3] * 6)[:5], Span(0, 1, [20]), Span(0, 1, [21])]
+    for spans in (chunk, tall, too_many):
+        before = engine.models[0].calls
+        replayed, plain = engine.step(spans)
+        assert engine.models[0].calls == before + 1
+        torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_replay_calls_no_forward() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    engine = Engine(torch.device("cuda"))
+    engine.graphs.capture_all()
+    before = engine.models[0].calls
+    engine.step(spans_of([2, 3]))
+    assert engine.models[0].calls == before
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "sizes"),
+    [(1, [1]), (6, [1, 2, 4, 6]), (20, [1, 2, 4, 8, 16, 20]), (200, [1, 2, 4, *range(8, 65, 8), 128, 200])],
+)
+def test_sizes_reach_up_to_the_largest_batch(max_batch: int, sizes: list[int]) -> None:
+    assert batch_sizes(max_batch) == sizes

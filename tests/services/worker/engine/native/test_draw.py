@@ -1,0 +1,91 @@
+"""Tokens drawn in C++ are those of the definition, for any spread and any size of the vocabulary."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.native.draw import Draw, draw_tokens
+from services.worker.engine.native.library import load
+
+
+def draw(logits: torch.Tensor, wishes: list[Draw]) -> list[int]:
+    return draw_tokens(load(), logits, logits.max(-1).values, wishes)
+
+
+def definition(logits: torch.Tensor, wish: Draw) -> tuple[set[int], int]:
+    """Which tokens may be drawn, and which is. In double and in order."""
+    weights = ((logits.double() - logits.max()) / wish.temperature).exp()
+    weights[weights < wish.min_p] = 0
+    order = weights.sort(descending=True, stable=True)
+    if wish.top_k:
+        order.values[wish.top_k :] = 0
+    before = order.values.cumsum(0) - order.values
+    kept = order.values > 0
+    if wish.top_p < 1:
+        kept &= before < wish.top_p * order.values.sum()
+        kept[0] = True
+    least = order.values[kept].min()
+    weights[weights < least] = 0
+    sums = weights.cumsum(0)
+    token = int((sums <= wish.uniform * sums[-1]).sum())
+    return set(weights.nonzero().flatten().tolist()), min(token, len(weights) - 1)
+
+
+wishes = st.builds(
+    Draw,
+    st.integers(0, 3),
+    st.sampled_from([0.2, 0.7, 1.0, 1.9]),
+    st.sampled_from([0.0, 0.0, 0.0123, 0.1789, 1.0]),
+    st.sampled_from([0.05, 0.31, 0.93, 0.999, 1.0]),
+    st.sampled_from([0, 0, 1, 3, 40, 200, 100_000]),
+    st.floats(0, 1, exclude_max=True),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 700), st.sampled_from([0.01, 1.0, 4.0]), wishes)
+def test_tokens_are_those_of_the_definition(seed: int, vocabulary: int, spread: float, wish: Draw) -> None:
+    logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+    (token,) = draw(logits, [wish])
+    allowed, expected = definition(logits[wish.row], wish)
+    # Within rounding of the borders, where the last kept token and the one drawn may be a neighbour.
+    nudged = [wish.uniform * (1 + sign * 1e-5) + sign * 1e-6 for sign in (-1, 1)]
+    answers = {expected}
+    for top_p in (wish.top_p, wish.top_p * (1 - 1e-5), min(wish.top_p * (1 + 1e-5), 1.0)):
+        for uniform in nudged:
+            near = Draw(
+                wish.row, wish.temperature, wish.min_p, top_p, wish.top_k, min(max(uniform, 0), 1 - 1e-9)
+            )
+            answers.add(definition(logits[wish.row], near)[1])
+    assert token in answers
+    assert token in allowed or wish.top_p < 1 or wish.min_p > 0
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_k", [0, 5000])
+def test_a_flat_nucleus_of_a_large_vocabulary(top_p: float, top_k: int) -> None:
+    logits = torch.randn(1, 50_001, generator=torch.Generator().manual_seed(4)) * 0.1
+    for step in range(12):
+        wish = Draw(0, 1.0, 0.0, top_p, top_k, step / 12)
+        (token,) = draw(logits, [wish])
+        allowed, expected = definition(logits[0], wish)
+        place = sorted(allowed)
+        assert abs(place.index(token) - place.index(expected)) <= 1
+
+
+def test_equally_likely_tokens_stay_together() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    drawn = draw(logits, [Draw(0, 1.0, 0.0, 1.0, 2, step / 100) for step in range(100)])
+    assert set(drawn) == {0, 1, 2} and drawn == sorted(drawn)
+
+
+def test_forbidden_tokens_are_never_drawn_and_rows_that_are_not_finite_do_no_harm() -> None:
+    logits = torch.full((3, 70), -math.inf)
+    logits[0, 66] = 0.0
+    logits[1] = math.nan
+    logits[2] = 1.0
+    drawn = draw(logits, [Draw(row, 1.0, 0.0, 0.5, 3, 0.999) for row in (0, 1, 2)])
+    assert drawn[0] == 66 and drawn[2] == 69

@@ -1,0 +1,203 @@
+"""The C++ operator against attention's definition: any shape, block size, window, dtype and partition."""
+
+import dataclasses
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine import paged
+from services.worker.engine.native import build, library
+from shared.errors import ConfigError, InternalError
+from tests.services.worker.engine.native.cases import Case, World
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+
+cases = st.builds(
+    Case,
+    block_tokens=st.sampled_from([1, 3, 4, 8, 16, 24, 32, 64]),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 40]),
+    head_dim=st.sampled_from([5, 32, 64, 80, 96, 112, 128, 256]),
+    value_dim=st.sampled_from([6, 16, 32, 40, 64, 80, 96, 112, 128, 256]),
+    rows=st.lists(
+        st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 5, 33, 70])), min_size=1, max_size=4
+    ).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window_tokens=st.sampled_from([None, None, 1, 3, 16, 40, 1000]),
+    softcap=st.sampled_from([None, None, 1.5, 50.0]),
+    sharpness=st.sampled_from([0.2, 1.0, 2.0]),
+    seed=st.integers(0, 99),
+    parts=st.lists(st.floats(0, 1), max_size=3).map(lambda cuts: tuple(sorted(cuts))),
+)
+
+
+def attend(world: World, part: int = 0, threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    case, packed = world.case, world.packed(part)
+    lse = torch.full(world.query.shape[:2], math.nan)
+    output = library.attend(
+        library.load(),
+        library.describe_pool(world.k, world.v),
+        library.describe_spans(packed, case.window_tokens),
+        world.query,
+        scaling=case.scaling,
+        softcap=case.softcap,
+        threads=threads,
+        lse=lse,
+    )
+    return output, lse
+
+
+def assert_close(
+    actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@settings(max_examples=150, deadline=None)
+@given(cases)
+@example(Case(16, 2, 2, 64, 64, ((499, 1), (99, 1))))
+@example(Case(16, 2, 1, 64, 64, ((0, 300),), window_tokens=100))
+@example(Case(32, 1, 71, 64, 64, ((130, 3),), softcap=30.0))
+def test_it_is_attention_over_what_each_row_sees(case: Case) -> None:
+    """Slots of no sequence are NaN: one of them read, and the result would be, too."""
+    world = World(dataclasses.replace(case, parts=()))
+    assert_close(attend(world), world.expected())
+
+
+@needs_compiler
+@settings(max_examples=100, deadline=None)
+@given(cases)
+def test_any_partition_of_the_blocks_merges_to_the_whole(case: Case) -> None:
+    world = World(case)
+    parts = [attend(world, part) for part in range(len(case.parts) + 1)]
+    merged = paged.merge(torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts]))
+    assert_close(merged, world.expected())
+
+
+@needs_compiler
+@settings(max_examples=20, deadline=None)
+@given(cases)
+def test_threads_change_nothing(case: Case) -> None:
+    world = World(dataclasses.replace(case, parts=()))
+    one, two = attend(world), attend(world, threads=2)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+@needs_compiler
+def test_a_row_that_sees_nothing_gets_nothing() -> None:
+    world = World(Case(4, 1, 2, 32, 32, ((9, 1), (3, 2)), parts=(1.0,)))
+    output, lse = attend(world, part=1)
+    assert torch.equal(output, torch.zeros_like(output)) and bool((lse == -math.inf).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_what_is_not_a_number_stays_visible_in_its_own_row(where: str) -> None:
+    world = World(Case(16, 2, 2, 64, 64, ((40, 1), (20, 1))))
+    if where == "query":
+        world.query[0] = math.nan
+    else:
+        pool = world.k if where == "key" else world.v
+        pool[world.tables[0][1]] = math.nan
+    output, _ = attend(world)
+    assert bool(output[0].isnan().all()) and bool(output[1].isfinite().all())
+
+
+@needs_compiler
+def test_scores_of_any_size_are_survived() -> None:
+    world = World(Case(16, 1, 1, 64, 64, ((63, 1),), sharpness=300.0))
+    assert_close(attend(world), world.expected())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_tokens", [3, 16])
+def test_rows_are_written_as_torch_writes_them(dtype: torch.dtype, block_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    k, v = torch.zeros(5, 2, 32, block_tokens, dtype=dtype), torch.zeros(5, 2, block_tokens, 48, dtype=dtype)
+    expected_k, expected_v = k.clone(), v.clone()
+    joined = torch.randn(12, 2 * 32 + 2 * 48, generator=generator) * 100
+    joined[3, 5], joined[4, 70] = math.nan, math.inf
+    keys, values = joined[:, :64].view(12, 2, 32), joined[:, 64:].view(12, 2, 48)
+    slots = torch.randperm(5 * block_tokens, generator=generator)[:12]
+    library.write(library.load(), library.describe_pool(k, v), keys, values, slots)
+    paged.write(expected_k, expected_v, keys, values, slots)
+    torch.testing.assert_close(k, expected_k, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(v, expected_v, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+def test_consecutive_slots_are_written_as_single_ones() -> None:
+    k, v = torch.zeros(6, 2, 64, 16), torch.zeros(6, 2, 16, 64)
+    expected_k, expected_v = k.clone(), v.clone()
+    keys, values = torch.randn(2, 70, 2, 64).unbind(0)
+    slots = torch.cat([torch.arange(5, 48), torch.arange(64, 91)])
+    library.write(library.load(), library.describe_pool(k, v), keys, values, slots)
+    paged.write(expected_k, expected_v, keys, values, slots)
+    assert torch.equal(k, expected_k) and torch.equal(v, expected_v)
+
+
+@needs_compiler
+@pytest.mark.parametrize("block", [-1, 2])
+def test_blocks_that_do_not_exist_are_refused(block: int) -> None:
+    k, v = torch.zeros(2, 1, 32, 4), torch.zeros(2, 1, 4, 32)
+    pool = library.describe_pool(k, v)
+    world = World(Case(4, 1, 1, 32, 32, ((7, 1),)))
+    packed = world.packed()
+    packed.blocks[1] = block
+    with pytest.raises(InternalError, match="does not exist"):
+        library.attend(library.load(), pool, library.describe_spans(packed), world.query, scaling=1.0)
+    with pytest.raises(InternalError, match="does not exist"):
+        library.write(
+            library.load(), pool, torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), torch.tensor([block * 4])
+        )
+
+
+@needs_compiler
+def test_heads_that_cannot_be_grouped_are_refused() -> None:
+    world = World(Case(4, 2, 1, 32, 32, ((7, 1),)))
+    query = torch.zeros(1, 3, 32)
+    pool, spans = library.describe_pool(world.k, world.v), library.describe_spans(packed := world.packed())
+    with pytest.raises(InternalError, match="no multiple"):
+        library.attend(library.load(), pool, spans, query, scaling=1.0)
+    assert len(packed.blocks) == 2
+
+
+def test_pools_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(InternalError, match="no pools of one layer"):
+        library.describe_pool(torch.zeros(2, 1, 32, 4), torch.zeros(2, 1, 8, 32))
+
+
+def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library.load.cache_clear()
+    library._load_or_warn.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert library.choose("auto", device=CPU, dtype=torch.float32) is None
+        with pytest.raises(ConfigError, match="no C"):
+            library.choose("native", device=CPU, dtype=torch.float32)
+    finally:
+        library.load.cache_clear()
+        library._load_or_warn.cache_clear()
+    assert [record.message for record in caplog.records if "plain torch" in record.message] == [
+        caplog.records[0].message
+    ]
+
+
+def test_who_computes_where() -> None:
+    assert library.choose("torch", device=CPU, dtype=torch.float32) is None
+    assert library.choose("auto", device=torch.device("cuda"), dtype=torch.float32) is None
+    assert library.choose("auto", device=CPU, dtype=torch.float16) is None
+    with pytest.raises(ConfigError, match="set auto"):
+        library.choose("native", device=CPU, dtype=torch.float16)

@@ -1,0 +1,225 @@
+"""The C++ Llama says what transformers' module says, in every shape, cut or whole, at once or in parts."""
+
+import copy
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from services.worker.engine.attention import PagedAttention
+from services.worker.engine.engine import TorchEngine
+from services.worker.engine.forward import make_forward
+from services.worker.engine.layout import Span
+from services.worker.engine.llama import LlamaForward
+from services.worker.engine.loading import LoadedModel, describe
+from services.worker.engine.native.library import load
+from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama, is_computable
+from shared.errors import InternalError
+
+BLOCK_TOKENS = 4
+VOCABULARY = 97
+PROMPT = [(7 * place + 3) % VOCABULARY for place in range(41)]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "multi_head": {"num_key_value_heads": 4},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "heads_of_64": {"num_key_value_heads": 2, "head_dim": 64, "hidden_size": 80},
+    "heads_of_128": {"num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 300},
+    "odd": {
+        "hidden_size": 44,
+        "intermediate_size": 51,
+        "head_dim": 22,
+        "vocab_size": 131,
+        "tie_word_embeddings": True,
+    },
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+}
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def make_module(shape: str) -> Any:
+    torch.manual_seed(3)
+    module: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | SHAPES[shape]))
+    return module.eval()
+
+
+def paged(model: LoadedModel, blocks: int = 40) -> PagedAttention:
+    return PagedAttention(
+        model.layers,
+        kv_blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        mode="native",
+    )
+
+
+class Llama:
+    """A native Llama with pools of its own, driven span by span."""
+
+    def __init__(self, module: Any, threads: int = 1, release: bool = False) -> None:
+        model = describe(module)
+        self.attention = paged(model)
+        self.library = load()
+        self.native = NativeLlama(module, self.attention, self.library, threads=threads, release=release)
+
+    def logits(self, spans: list[Span], texts: list[list[int]]) -> torch.Tensor:
+        """Of every row."""
+        tokens, positions, kept = self.inputs(spans, texts)
+        return self.native(tokens, positions, kept).values.clone()
+
+    def inputs(
+        self, spans: list[Span], texts: list[list[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.attention.begin(spans, 0)
+        pairs = list(zip(spans, texts, strict=True))
+        tokens = [text[span.first_position + row] for span, text in pairs for row in range(span.count)]
+        positions = [span.first_position + row for span in spans for row in range(span.count)]
+        return torch.tensor(tokens), torch.tensor(positions), torch.arange(len(tokens))
+
+
+@torch.no_grad()
+def expected(module: Any, text: list[int]) -> torch.Tensor:
+    module.set_attn_implementation("eager")
+    logits: torch.Tensor = module(torch.tensor([text])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_are_those_of_transformers(shape: str, threads: int) -> None:
+    module = make_module(shape)
+    wanted = expected(module, PROMPT)
+    found = Llama(module, threads).logits([Span(0, len(PROMPT), list(range(11)))], [PROMPT])
+    assert wanted.abs().max() > 0.5
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["grouped", "odd"])
+def test_cut_and_batched_it_says_the_same(shape: str) -> None:
+    module = make_module(shape)
+    other = PROMPT[::-1]
+    llama = Llama(module)
+    whole = llama.logits([Span(0, 41, list(range(11)))], [PROMPT])
+    mine, theirs = [9, 2, 30, 31, 4, 5, 6, 39, 20, 21, 22], [10, 11, 12, 13, 14, 15]
+    parts = []
+    for first, end in ((0, 1), (1, 18), (18, 19), (19, 40), (40, 41)):
+        count = min(end - first, 3)
+        spans = [Span(first // 3, count, theirs), Span(first, end - first, mine)]
+        parts.append(llama.logits(spans, [other, PROMPT])[count:])
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-5)
+    assert torch.equal(torch.cat(parts).argmax(-1), whole.argmax(-1))
+
+
+def test_the_call_for_all_is_its_parts_and_a_layer_waits_for_its_kv() -> None:
+    llama = Llama(make_module("grouped"))
+    spans, blocks = [Span(0, 9, [3, 1, 2])], [3, 1, 2]
+    whole = llama.logits(spans, [PROMPT])
+    then = llama.logits([Span(9, 1, blocks)], [PROMPT])
+    pools = [(key.clone(), value.clone()) for key, value in llama.attention.pools]
+    for key, value in llama.attention.pools:
+        key.zero_()
+        value.zero_()
+    inputs = llama.inputs([Span(9, 1, blocks)], [PROMPT])
+    step, model, library = llama.native.prepare(*inputs), llama.native.model, llama.library
+    assert library.llama_embed(model, step) == 0
+    for layer in range(2):
+        assert library.llama_layer_qkv(model, layer, step) == 0
+        for pool, saved in zip(llama.attention.pools[layer], pools[layer], strict=True):
+            pool[blocks] = saved[blocks]  # The layer's KV arrives only now.
+        assert library.llama_layer_attend(model, layer, step) == 0
+        library.llama_layer_rest(model, layer, step)
+    library.llama_logits(model, step)
+    assert torch.equal(llama.native.logits(1).values, then)
+    assert not torch.equal(then, whole[-1:])
+
+
+def test_the_likeliest_token_is_the_first_of_the_highest() -> None:
+    llama = Llama(make_module("odd"))
+    inputs = llama.inputs([Span(0, 41, list(range(11)))], [PROMPT])
+    found = llama.native(*inputs)
+    assert found.highest is not None and found.likeliest is not None
+    assert torch.equal(found.likeliest, found.values.argmax(-1))
+    assert torch.equal(found.highest, found.values.max(-1).values)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("token", [0, 5, 96])
+def test_a_row_that_is_not_finite_says_so(poison: float, token: int) -> None:
+    module = make_module("multi_head")
+    module.model.embed_tokens.weight.data[token] = poison
+    llama = Llama(module)
+    inputs = llama.inputs([Span(0, 1, [0]), Span(0, 1, [1])], [[token], [(token + 1) % VOCABULARY]])
+    found = llama.native(*inputs)
+    assert found.highest is not None and not found.highest[0].isfinite() and found.highest[1].isfinite()
+
+
+def test_what_is_packed_is_not_held_twice() -> None:
+    module = make_module("grouped")
+    wanted = expected(module, PROMPT)
+    llama = Llama(module, release=True)
+    held = sum(parameter.numel() for parameter in module.parameters())
+    assert held == 5 * 64  # The norms.
+    found = llama.logits([Span(0, len(PROMPT), list(range(11)))], [PROMPT])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_without_release_the_module_stays_as_it_was() -> None:
+    module = make_module("grouped")
+    before = copy.deepcopy(dict(module.named_parameters()))
+    Llama(module)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("token", "position", "row", "code"),
+    [(97, 0, 0, -101), (-1, 0, 0, -101), (3, 256, 0, -102), (3, 0, 1, -103)],
+)
+def test_what_does_not_exist_is_refused(token: int, position: int, row: int, code: int) -> None:
+    llama = Llama(make_module("grouped"))
+    llama.attention.begin([Span(0, 1, [0])], 1)
+    with pytest.raises(InternalError, match=str(code)):
+        llama.native(torch.tensor([token]), torch.tensor([position]), torch.tensor([row]))
+
+
+def test_it_is_used_where_it_can_be() -> None:
+    model = describe(make_module("grouped"))
+    attention = paged(model)
+    assert isinstance(make_forward(model, attention), NativeLlama)
+    stretched = make_module("grouped")
+    stretched.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not is_computable(stretched)
+    plain = TorchEngine(model, kv_blocks=8, block_tokens=BLOCK_TOKENS, attention="torch")
+    assert isinstance(plain._forward, LlamaForward)
+
+
+def test_structures_are_as_large_as_in_cpp() -> None:
+    """Every pointer, number and padding counted, on any 64-bit machine."""
+    sizes = [ctypes.sizeof(each) for each in (LlamaLayer, LlamaModel, LlamaStep)]
+    assert sizes == [6 * 8 + 40, 9 * 4 + 2 * 4 + 4 + 6 * 8, 8 + 13 * 8]

@@ -1,0 +1,71 @@
+"""Simulated predictors: truth, error, lies, the histogram; always something that is possible."""
+
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import ConfigError
+from sim.predictors import PREDICTORS, Histogram, NoisyOracle, find_predictor
+from sim.requests import SimRequest
+
+
+def made(index: int = 0, output: int = 50, limit: int = 200, predicted: int | None = None) -> SimRequest:
+    return SimRequest(index, 0.0, 20, output, limit, predicted)
+
+
+@given(
+    name=st.sampled_from(sorted(PREDICTORS)),
+    output=st.integers(2, 200),
+    share=st.floats(0, 0.99),
+    index=st.integers(0, 1000),
+)
+def test_predictions_are_possible(name: str, output: int, share: float, index: int) -> None:
+    generated = int(share * (output - 1))
+    told = find_predictor(name, seed=3, train=[made(i, 10 + i) for i in range(20)]).predict(
+        made(index, output), generated
+    )
+    if name == "none":
+        assert told is None
+        return
+    assert told is not None
+    lengths = (told.rl_tokens, told.p50_tokens, told.p80_tokens, told.p90_tokens, told.p95_tokens)
+    assert all(generated < tokens <= 200 for tokens in lengths)
+    assert list(lengths[1:]) == sorted(lengths[1:])
+
+
+def test_the_oracle_knows_and_its_error_is_log_normal() -> None:
+    assert all((told := NoisyOracle().predict(made(i), 0)) and told.rl_tokens == 50 for i in range(9))
+    noisy = NoisyOracle(sigma=0.5, seed=1)
+    guesses = [noisy.predict(made(i, 1000, 100_000), 0) for i in range(800)]
+    below = fmean(guess.rl_tokens < 1000 for guess in guesses if guess)
+    far = fmean(guess.rl_tokens > 1000 * 1.6487 for guess in guesses if guess)
+    assert below == pytest.approx(0.5, abs=0.05)
+    assert far == pytest.approx(0.16, abs=0.04), "one sigma"
+
+
+def test_the_trace_predicts_and_the_histogram_fills_in() -> None:
+    trace = find_predictor("trace", train=[made(i, 30) for i in range(200)])
+    told = trace.predict(made(predicted=77), 0)
+    assert told is not None
+    assert told.rl_tokens == 77
+    beyond = trace.predict(made(output=120, predicted=77), 90)
+    assert beyond is not None
+    assert beyond.rl_tokens > 90
+
+
+def test_the_histogram_learns_while_it_runs_only_if_told() -> None:
+    frozen, online = Histogram(), Histogram(is_online=True)
+    for i in range(300):
+        frozen.observe(made(i, 180))
+        online.observe(made(i, 180))
+    before, after = frozen.predict(made(), 0), online.predict(made(), 0)
+    assert before is not None
+    assert after is not None
+    assert after.p50_tokens > 150 > before.p50_tokens
+
+
+def test_an_unknown_name_is_told() -> None:
+    with pytest.raises(ConfigError, match="oracle"):
+        find_predictor("crystal ball")
