@@ -45,6 +45,9 @@ BENCHES: tuple[Bench, ...] = (
     Bench("step", "bench.step", "one decode step of the engine alone"),
     Bench("gpu", "bench.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
     Bench("experiment", "bench.experiment", "a YAML grid of policies, predictors, traces, rates"),
+    Bench(
+        "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"
+    ),
     Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
     Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
     Bench("sim-check", "bench.sim_check", "the simulator's error against a live run on this machine"),

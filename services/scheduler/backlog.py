@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from services.scheduler.effects import AskPlacement
+from services.scheduler.prefixes import Kind, names_of
 from services.scheduler.rules import Rules
 from services.scheduler.state import Sequence
 from shared.messages.commands import PlacementItem
@@ -48,8 +49,10 @@ class Backlog:
         """Something changed: the next question need not wait for the interval."""
         self._due_s = float("-inf")
 
-    def ask(self, excluded_workers: tuple[str, ...], now_s: float) -> AskPlacement | None:
-        """The next question, when one is due and none is open."""
+    def ask(
+        self, excluded_workers: tuple[str, ...], now_s: float, kinds: tuple[Kind, ...] = ()
+    ) -> AskPlacement | None:
+        """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks."""
         if self._open is not None or not self._waiting or now_s < self._due_s:
             return None
         batch = self._waiting[: self._rules.placement_batch]
@@ -61,6 +64,8 @@ class Backlog:
                 ref=sequence.ref,
                 size_tokens=sequence.prompt_tokens + sequence.generated_tokens,
                 limit_tokens=sequence.limit_tokens,
+                prefixes=names_of(sequence, kinds),
+                waited_s=max(0.0, now_s - sequence.arrival_s),
             )
             for sequence in batch
         )

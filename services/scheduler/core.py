@@ -12,6 +12,7 @@ from services.scheduler.fleet import Fleet
 from services.scheduler.intake import Admission, Intake
 from services.scheduler.planning import Sync
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.prefixes import kinds_of
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Sequence
@@ -162,7 +163,8 @@ class SchedulerCore:
         lanes = self._roster.lanes
         if not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
             return []
-        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s)
+        kinds = kinds_of(lane.report for lane in lanes.values())
+        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)
         return [] if question is None else [question]
 
     def _step_down(self, epoch: int, reason: str) -> list[Effect]:

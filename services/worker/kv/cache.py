@@ -7,13 +7,14 @@ by a `BlockMover`; what fails there is a miss. Pure. Source: papers/002 §IV; `a
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.kv.eviction import OrderMaker, order_maker
 from services.worker.kv.gate import CostGate
 from services.worker.kv.inventory import Inventory
-from services.worker.kv.mover import BlockMover, Load, Loaded, Store, StoredBlock
+from services.worker.kv.lower import LowerTiers
+from services.worker.kv.mover import BlockMover, Load, Loaded, Store
 from services.worker.kv.pool import BlockPool
 from services.worker.kv.tree import Node, Tier
 from shared.blocks import BlockHash
@@ -26,6 +27,8 @@ class Hit:
     blocks: tuple[int, ...] = ()
     loaded: tuple[int, int, int] = (0, 0, 0)
     """Blocks by the tier they were found in."""
+    ahead: int = 0
+    """Stored blocks that follow these, beyond what was asked for; nobody holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Tiers:
     seed: int = 0
 
 
-class PrefixCache:
+class PrefixCache(LowerTiers):
     """Named blocks of one worker. One thread; requests are counted, no clock is read.
 
     `counts`, in blocks: hits_…, misses, evicted_…, dropped, lost_unsaved, copies_lost, write_failures,
@@ -55,11 +58,8 @@ class PrefixCache:
     ) -> None:
         """`orders` instead of `tiers.eviction`: for experiments. Raises ConfigError for an unknown order."""
         make = orders or order_maker(tiers.eviction, tiers.seed)
-        self._books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make)
+        super().__init__(Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make), mover, gate)
         self._pool = pool
-        self._mover = mover
-        self.gate = gate
-        self.counts = self._books.counts
 
     @property
     def total_blocks(self) -> int:
@@ -104,13 +104,17 @@ class PrefixCache:
             else:
                 self._books.let_go(node)
 
-    def acquire(self, names: Sequence[BlockHash], most_blocks: int) -> Hit:
-        """Hold the longest stored prefix of `names`, at most so many blocks, on the device.
+    def acquire(self, names: Sequence[BlockHash], most_blocks: int, first_block: int = 0) -> Hit:
+        """Hold the longest stored prefix of `names`, at most so many blocks in all, on the device.
 
-        What lies deeper is loaded as far as that is worth it, and given up where a load fails or lags.
+        What lies deeper is loaded as far as that is worth it, and given up where a load fails or lags. With
+        `first_block` the caller has all before that already, and holds what follows it.
         """
-        self._books.requests += 1
-        found = self._books.tree.match(names)[:most_blocks]
+        self._books.requests += first_block == 0
+        chain = self._books.tree.match(names)
+        found = chain[first_block:most_blocks]
+        if first_block and found and chain[first_block - 1].places[Tier.DEVICE] is None:
+            found = []
         for node in reversed(found):
             self._books.touch(node)
         near = next((i for i, node in enumerate(found) if node.places[Tier.DEVICE] is None), len(found))
@@ -121,9 +125,11 @@ class PrefixCache:
         tiers = Counter([Tier.DEVICE] * near + loaded)
         for tier in Tier:
             self.counts[f"hits_{tier.name.lower()}"] += tiers[tier]
-        self.counts["misses"] += len(names) - near - len(loaded)
-        blocks = tuple(_block_of(node) for node in found[: near + len(loaded)])
-        return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]))
+        done = near + len(loaded)
+        self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
+        blocks = tuple(_block_of(node) for node in found[:done])
+        ahead = len(chain) - first_block - done if done and done == len(found) else 0
+        return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]), ahead)
 
     def publish(self, block: int, name: BlockHash, parent: BlockHash | None) -> bool:
         """A held block is full and has a name. False when it stays private: that name is stored already, or
@@ -142,102 +148,9 @@ class PrefixCache:
         self._books.put(node, Tier.DEVICE, block)
         return True
 
-    def prefetch(
-        self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None
-    ) -> int:
-        """Start bringing what of this prefix lies on disk alone to the host; returns how many reads began.
-        Nothing of `needed` goes for it (default: of this prefix)."""
-        kept = set(names) if needed is None else needed
-        started = 0
-        for node in self._books.tree.match(names):
-            source = node.places[Tier.DISK]
-            if started >= most_blocks:
-                break
-            if source is None or node.nearest is not Tier.DISK or node.busy:
-                continue
-            self._books.hold(node)
-            place = self._books.slot(Tier.HOST, kept)
-            if place is None or not self._mover.start_read(source, place, node.name):
-                if place is not None:
-                    self._books.host.give(place)
-                self._books.let_go(node)
-                break
-            started += 1
-        self.counts["prefetched"] += started
-        return started
-
-    def on_read(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """A read that `prefetch` began is over."""
-        node = self._held(name)
-        if ok and node.places[Tier.HOST] is None:
-            self._books.put(node, Tier.HOST, place)
-        else:
-            self._books.host.give(place)
-        if not ok:
-            self._lose(node, Tier.DISK)
-        self._books.let_go(node)
-
-    def save(self, most_blocks: int) -> int:
-        """Start writing what only the host holds to disk, oldest first; returns how many writes began."""
-        unsaved = self._books.unsaved
-        started = 0
-        while unsaved and started < most_blocks:
-            node = next(iter(unsaved))
-            source = node.places[Tier.HOST]
-            if source is None or node.places[Tier.DISK] is not None:
-                del unsaved[node]
-                continue
-            self._books.hold(node)  # so that the slot is not made free at its own cost
-            place = self._books.slot(Tier.DISK)
-            parent = b"" if node.parent is None else node.parent.name
-            if place is None or not self._mover.start_write(
-                source, StoredBlock(node.name, parent, node.depth, place)
-            ):
-                if place is not None:
-                    self._books.disk.give(place)
-                self._books.let_go(node)
-                break
-            del unsaved[node]
-            started += 1
-        return started
-
-    def on_written(self, name: BlockHash, place: int, *, ok: bool) -> None:
-        """A write to disk is over; until then the host's copy stayed."""
-        node = self._held(name)
-        if not ok or node.places[Tier.DISK] is not None:
-            self._books.disk.give(place)
-            self.counts["write_failures"] += not ok
-        else:
-            self._books.put(node, Tier.DISK, place)
-        self._books.let_go(node)
-
-    def restore(self, stored: Iterable[StoredBlock]) -> int:
-        """Take over what a disk tier has from an earlier run; returns how many blocks can be found again.
-
-        To be called before anything else. What has lost its beginning, or lies in a slot that this cache does
-        not have, is left to be overwritten.
-        """
-        taken: list[int] = []
-        for block in sorted(stored, key=lambda block: block.depth):
-            parent = self._books.tree.find(block.parent) if block.depth else None
-            if self._books.tree.find(block.name) is not None or block.place >= self._books.disk.total:
-                continue
-            if block.depth != (0 if parent is None else parent.depth + 1):
-                continue
-            self._books.put(self._books.enter(block.name, parent), Tier.DISK, block.place)
-            taken.append(block.place)
-        self._books.disk.claim(taken)
-        return len(taken)
-
     def check_integrity(self, held: Iterable[int]) -> None:
         """See `Inventory.check_integrity`."""
         self._books.check_integrity(held)
-
-    def _held(self, name: BlockHash) -> Node:
-        """A node that a copy in flight keeps."""
-        node = self._books.tree.find(name)
-        assert node is not None, "a block was forgotten while it was copied"
-        return node
 
     def _load(self, nodes: Sequence[Node]) -> list[Tier]:
         """Bring as many of these, in order, to the device as is worth it, held; returns where each was."""
@@ -265,12 +178,6 @@ class PrefixCache:
         if loaded.done < len(loads):
             self.gate.on_wasted(tiers[loaded.done], loaded.wasted_s, abandoned=not loaded.failed)
             self.counts["loads_abandoned"] += not loaded.failed
-
-    def _lose(self, node: Node, tier: Tier) -> None:
-        """A copy of a held block turned out to be unusable."""
-        self.counts["copies_lost"] += 1
-        if node.places[tier] is not None:
-            self._books.remove(node, tier)
 
     def _evict_from_device(self) -> list[Store]:
         """Frees a block; what has to be copied before it is used."""

@@ -5,7 +5,7 @@ No bytes are moved and nothing is decided here but which copy goes. Pure.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from services.worker.kv.eviction import OrderMaker
 from services.worker.kv.pool import BlockPool
@@ -33,6 +33,8 @@ class Inventory:
         self.evictable = 0
         """Device blocks that have a name and no user."""
         self.counts: Counter[str] = Counter()
+        self.on_moved: Callable[[BlockHash], None] = lambda name: None
+        """Called with each block that got or lost a place."""
 
     def node_of(self, block: int) -> Node | None:
         """The named block that lies there on the device."""
@@ -80,6 +82,7 @@ class Inventory:
     def put(self, node: Node, tier: Tier, place: int) -> None:
         """`node` has a copy there from now on."""
         self.tree.put(node, tier, place)
+        self.on_moved(node.name)
         if tier is Tier.DEVICE:
             self._published[place] = node
             self.evictable += not node.busy
@@ -152,6 +155,7 @@ class Inventory:
         if tier is Tier.DEVICE:
             self.evictable -= not node.busy
         place = self.tree.take(node, tier)
+        self.on_moved(node.name)
         if tier is Tier.HOST:
             self.unsaved.pop(node, None)
         self._rank_with_parent(node)

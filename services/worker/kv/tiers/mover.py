@@ -70,7 +70,7 @@ class TierMover:
         disk: DiskTier | None,
         on_done: Callable[[Done], None],
         throttles: Throttles | None = None,
-        most_open: int = 8,
+        most_open: int = 64,
     ) -> None:
         self._records = records
         self._host = host
@@ -86,6 +86,12 @@ class TierMover:
         self.counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._work, name="kv-tiers", daemon=True)
         self._thread.start()
+
+    @property
+    def open_copies(self) -> int:
+        """On the I/O thread, or waiting for it."""
+        with self._lock:
+            return self._open
 
     def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
         """See `BlockMover`. What is past its time is given up between two blocks, or while throttled."""
@@ -212,9 +218,9 @@ class TierMover:
             except Exception:  # whatever it was, somebody waits for the answer
                 _logger.exception("a copy between KV tiers failed")
                 ok = False
+            self._on_done(replace(done, ok=ok))
             with self._lock:
                 self._open -= 1
-            self._on_done(replace(done, ok=ok))
 
 
 def _three(elapsed_s: Sequence[float]) -> tuple[float, float, float]:

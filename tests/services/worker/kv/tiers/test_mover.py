@@ -42,7 +42,7 @@ class Machine:
         assert self.disk is not None
         self.done: SimpleQueue[Done] = SimpleQueue()
         self.open = 0
-        self.mover = TierMover(self.records, self.host, self.disk, self.done.put, throttles)
+        self.mover = TierMover(self.records, self.host, self.disk, self.done.put, throttles, most_open=8)
         self.cache = PrefixCache(BlockPool(device, 2), Tiers(host, disk, "lru"), self.mover, CostGate())
         self.restored = self.cache.restore(self.disk.stored())
 
