@@ -180,7 +180,8 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(library, "build", lambda: build.build(tmp_path))  # nor one that somebody else compiled
+    # nor a library that somebody else compiled
+    monkeypatch.setattr(library, "build", lambda: build.build(tmp_path))
     library.load.cache_clear()
     library._load_or_warn.cache_clear()
     try:
