@@ -14,6 +14,7 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
+from services.worker.courier import Courier
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.heartbeat import Heartbeat
@@ -21,7 +22,7 @@ from services.worker.kv.pool import BlockPool
 from services.worker.outbox import Outbox
 from services.worker.runner import Runner
 from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Effects, Identity, StepCore
+from services.worker.steps import Identity, StepCore
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
 from shared.clock import Clock, monotonic_s
@@ -43,6 +44,7 @@ HANDLERS: tuple[Handler, ...] = (
     Gatherable(subjects.status("worker"), Empty, "status"),
 )
 _STOP_DEADLINE_S = 5.0
+_EXPRESS_INTERVAL_S = 0.5
 _SWITCH_INTERVAL_S = 0.0002
 """How long the engine's thread, back from an operator, waits for the event loop to let go of the
 interpreter."""
@@ -61,11 +63,13 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
+        self._courier = Courier(self._outbox, self._on_loop)
         self._runner = Runner(
             _core(bus, config, engine),
             engine,
             clock,
-            deliver=self._deliver,
+            deliver=self._courier.deliver,
+            on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
         )
@@ -81,6 +85,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._outbox.drain())
+                tasks.create_task(self._keep_express())
                 await self._bus.attach(HANDLERS, self)
                 tasks.create_task(self._beat())
                 await self._broken
@@ -90,6 +95,8 @@ class Worker:
             await self._bus.detach(HANDLERS, self)
             if not await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S):
                 _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
+            else:
+                self._courier.close()
 
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
@@ -147,8 +154,17 @@ class Worker:
                     _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
 
-    def _deliver(self, effects: Effects) -> None:
-        self._on_loop(lambda: self._outbox.put(effects))
+    async def _keep_express(self) -> None:
+        """There is one, but where the bus is encrypted or the server does not want it."""
+        regained = self._bus.reconnections
+        while True:
+            if self._bus.connected and (self._courier.wants_express or regained != self._bus.reconnections):
+                regained = self._bus.reconnections
+                try:
+                    self._courier.offer(await self._bus.express())
+                except KvasirError as error:
+                    _log.debug("%s", error)
+            await asyncio.sleep(_EXPRESS_INTERVAL_S)
 
     def _on_broken(self, error: BaseException) -> None:
         def fail() -> None:
