@@ -50,6 +50,7 @@ BENCHES: tuple[Bench, ...] = (
     ),
     Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
     Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
+    Bench("serve", "bench.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),
     Bench("sim-check", "bench.sim_check", "the simulator's error against a live run on this machine"),
     Bench("sim-ecoserve", "bench.sim_ecoserve", "EcoServe and kvasir against their rivals, simulated"),
     Bench("vllm-client", "bench.vllm_client", "vLLM's own load generator against our gateway"),

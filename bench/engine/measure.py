@@ -95,6 +95,8 @@ def _decode_rate(answers: Sequence[Sequence[Answer]], cell: Cell) -> float:
     """Tokens per second of the time in which all sequences of a batch were answering; 0: none."""
     tokens, seconds = 0.0, 0.0
     for batch in answers:
+        if not all(one.event_s for one in batch):
+            return 0.0  # Random weights: no token of that answer was text.
         begin_s = max(one.event_s[0] for one in batch)
         end_s = min(one.event_s[-1] for one in batch)
         if end_s <= begin_s:

@@ -1,4 +1,4 @@
-"""A stack for this bench: one worker whose engine has a core of its own, everything else on another."""
+"""A stack for this bench: one worker with a core of its own, everything else on another."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def start(
     port = free_port()
     settings = {
         "worker.threads": 1,
-        "worker.engine_cores": f"[{engine_core}]",
+        "worker.cores": f"[{engine_core}]",
         "worker.kv_blocks": kv_blocks,
         "scheduler.max_batch_sequences": max_sequences,
         "scheduler.policy": "vllm",

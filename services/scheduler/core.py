@@ -59,7 +59,13 @@ class SchedulerCore:
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
         """Raises what `Intake.on_submit` raises; then nothing has changed."""
         admission, effects = self._intake.on_submit(spec, now_s)
-        return admission, effects + self._ask_placement(now_s)
+        sequence = self._roster.find(spec.ref)
+        lane = None if sequence is None else self._roster.lane_without_choice(sequence)
+        if lane is None or sequence is None or self._deposed:
+            return admission, effects + self._ask_placement(now_s)
+        self._roster.place(sequence, lane, now_s)
+        told = self._roster.backlog.tell(sequence, self._roster.closed_workers())
+        return admission, [*self._after(effects, now_s), told]
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         return self._after(self._intake.on_cancel(command, now_s), now_s)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     for name in _STACK_FLAGS:
         description = StackConfig.model_fields[name].description
         up.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, help=description)
+    up.add_argument(
+        "--without",
+        action="append",
+        metavar="SERVICE",
+        help="do not start it, one of your own is to do its work; repeatable",
+    )
     up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
     up.add_argument(
         "--set",
@@ -106,6 +113,7 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
     flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
     flags += ["--tls=true"] if arguments.tls else []
+    flags += [f"--without={json.dumps(arguments.without)}"] if arguments.without else []
     config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])
     options = UpOptions(
         config=config,

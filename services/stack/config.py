@@ -1,6 +1,7 @@
 """The stack's settings."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -42,6 +43,9 @@ class StackConfig(ServiceConfig):
     workers: int = Field(default=2, ge=1, le=256, description="how many worker processes")
     model: str | None = Field(
         default=None, description="folder or hub id; unset: what the services default to"
+    )
+    without: tuple[Literal["scheduler", "predictor", "placement", "ledger"], ...] = Field(
+        default=(), description="services not to start: one of your own takes that place on the bus"
     )
     preload: bool = Field(
         default=True, description="workers are forked from one process that has imported torch"

@@ -6,7 +6,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import yaml
 
 from services.stack import nats_server
 from services.stack.access import BusAccess
@@ -68,7 +70,10 @@ def kvasir_table(
     if config_file is not None:
         shared_env[ENV_CONFIG_FILE] = str(config_file.resolve())
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))
-    instances = {f"{name}-0": name for name in ("gateway", *SOFT_STATE_SERVICES)}
+    if not _is_in(config_file, "predictor", "state_dir"):
+        shared_env.setdefault(f"{ENV_PREFIX}PREDICTOR__STATE_DIR", str(run.path / "predictor"))
+    started = [name for name in SOFT_STATE_SERVICES if name not in config.without]
+    instances = {f"{name}-0": name for name in ("gateway", *started)}
     instances |= {f"worker-{number}": "worker" for number in range(config.workers)}
     for section, *_ in overrides:
         known = {*subjects.SERVICES, *instances, "bus", "log_level", "log_format"}
@@ -84,6 +89,7 @@ def kvasir_table(
         table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
     for instance, service in instances.items():
         front = service == "gateway"
+        page = "/ready" if "scheduler" not in config.without else "/health"
         module, arguments = f"services.{service}", ("--instance", instance)
         forked = preload and service == "worker"
         table.append(
@@ -91,7 +97,7 @@ def kvasir_table(
                 name=instance,
                 argv=(sys.executable, "-m", module, *arguments),
                 env=shared_env | access.environment(service) | _override_env(overrides, service, instance),
-                ready=HttpProbe(port, "/ready") if front else StatusProbe(roll, service, instance),
+                ready=HttpProbe(port, page) if front else StatusProbe(roll, service, instance),
                 launcher=Seedling(seed, instance, module, arguments) if forked else Program(),
                 stage=_FRONT if front else _BACKEND,
             )
@@ -119,6 +125,15 @@ def _model_env(config: StackConfig) -> dict[str, str]:
         for section in _NAME_SETTING
         for key, value in (("MODEL", model), (_NAME_SETTING[section], name))
     }
+
+
+def _is_in(config_file: Path | None, section: str, setting: str) -> bool:
+    """Whether the file says so; one that cannot be read is for the services to complain about."""
+    try:
+        content: Any = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
+        return setting in content[section]
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        return False
 
 
 def _override_env(overrides: Sequence[tuple[str, str, str]], service: str, instance: str) -> dict[str, str]:

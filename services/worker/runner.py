@@ -1,7 +1,8 @@
 """The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
 
-Everything that changes the core runs on this thread. The event loop hands in commands (`post`, `ask`) and is
-handed effects (`deliver`, called on this thread). Knows neither the bus nor what is in a message.
+Everything that changes the core runs on this thread. The event loop hands in commands (`post`, `ask`).
+Effects are handed to `deliver`, and `on_tick` is called a few times a second, both on this thread. Knows
+neither the bus nor what is in a message.
 """
 
 import logging
@@ -51,6 +52,7 @@ class Runner:
         clock: Clock,
         *,
         deliver: Callable[[Effects], None],
+        on_tick: Callable[[], None] = lambda: None,
         on_broken: Callable[[BaseException], None],
         cores: Sequence[int] = (),
         between: Callable[[], None] = lambda: None,
@@ -59,6 +61,7 @@ class Runner:
         self._engine = engine
         self._clock = clock
         self._deliver = deliver
+        self._on_tick = on_tick
         self._on_broken = on_broken
         self._cores = cores
         self._between = between
@@ -140,6 +143,7 @@ class Runner:
         if now_s - self._ticked_s >= _TICK_S:
             self._ticked_s = now_s
             self._emit(self._core.on_tick(now_s))
+            self._on_tick()
 
     def _step(self) -> None:
         work, effects = self._core.begin_step(self._clock())

@@ -14,6 +14,7 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
+from services.worker.courier import Courier
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.heartbeat import Heartbeat
@@ -24,7 +25,7 @@ from services.worker.outbox import Outbox
 from services.worker.prefixes import Prefixes
 from services.worker.runner import Runner
 from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Effects, Identity, StepCore
+from services.worker.steps import Identity, StepCore
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
 from shared.clock import Clock, monotonic_s
@@ -50,6 +51,7 @@ HANDLERS: tuple[Handler, ...] = (
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0
 _TELL_S = 0.2
+_EXPRESS_INTERVAL_S = 0.5
 _SWITCH_INTERVAL_S = 0.0002
 """How long the engine's thread, back from an operator, waits for the event loop to let go of the
 interpreter."""
@@ -72,11 +74,13 @@ class Worker:
         self._cache_metrics = CacheMetrics()
         prefixes = _prefixes(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
+        self._courier = Courier(self._outbox, self._on_loop)
         self._runner = Runner(
             _core(bus, config, engine, prefixes),
             engine,
             clock,
-            deliver=self._deliver,
+            deliver=self._courier.deliver,
+            on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
             between=lambda: _work_ahead(self._store, prefixes),
@@ -93,6 +97,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._outbox.drain())
+                tasks.create_task(self._keep_express())
                 await self._bus.attach(HANDLERS, self)
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
@@ -102,7 +107,9 @@ class Worker:
             raise group.exceptions[0] from None
         finally:
             await self._bus.detach(HANDLERS, self)
-            if not await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S):
+            if await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S):
+                self._courier.close()
+            else:
                 _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
             if self._store is not None:
                 await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S)
@@ -202,8 +209,17 @@ class Worker:
                     _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
 
-    def _deliver(self, effects: Effects) -> None:
-        self._on_loop(lambda: self._outbox.put(effects))
+    async def _keep_express(self) -> None:
+        """There is one, but where the bus is encrypted or the server does not want it."""
+        regained = self._bus.reconnections
+        while True:
+            if self._bus.connected and (self._courier.wants_express or regained != self._bus.reconnections):
+                regained = self._bus.reconnections
+                try:
+                    self._courier.offer(await self._bus.express())
+                except KvasirError as error:
+                    _log.debug("%s", error)
+            await asyncio.sleep(_EXPRESS_INTERVAL_S)
 
     def _wake(self) -> None:
         """A copy has ended; on the I/O thread, which begins nothing before the runner is there."""

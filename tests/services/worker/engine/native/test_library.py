@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,9 +177,11 @@ def test_pools_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_without_a_compiler_torch_computes_and_the_log_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    # nor a library that somebody else compiled
+    monkeypatch.setattr(library, "build", lambda: build.build(tmp_path))
     library.load.cache_clear()
     library._load_or_warn.cache_clear()
     try:

@@ -1,0 +1,104 @@
+"""Prompts of the serve bench, as token ids: what the predictor learns from, and others that are measured.
+
+Stories and exercises as Tiny Chat knows them, drawn anew, each prompt once; or a file of one's own. Knows no
+server. The model may have met one of them in its training; the predictor has met none of those measured.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.train_tiny_chat.chat import END, Chat, ask
+from models.train_tiny_chat.stories import story_chat
+from models.train_tiny_chat.templates import template_chat
+from services.predictor.samples import load_tokenizer
+from shared.errors import ConfigError
+
+_TRIES = 50
+"""So many draws per prompt that is wanted, before there are held to be no more."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """`lessons` are served beforehand; `measured` shares no prompt with them."""
+
+    lessons: tuple[tuple[int, ...], ...]
+    measured: tuple[tuple[int, ...], ...]
+    mean_request_tokens: float
+    """Prompt and model answer, cut at the limit, of those measured: what the KV is sized by."""
+
+
+def drawn_prompts(
+    draw: random.Random, model: Path, *, lessons: int, measured: int, max_tokens: int, story_share: float
+) -> Prompts:
+    """Raises ConfigError when the templates do not have so many different prompts."""
+    chats = (
+        story_chat(draw) if draw.random() < story_share else template_chat(draw)
+        for _ in range(_TRIES * (lessons + measured))
+    )
+    return _prompts(chats, model, lessons, measured, max_tokens)
+
+
+def read_prompts(file: Path, model: Path, *, lessons: int, measured: int, max_tokens: int) -> Prompts:
+    """From JSONL rows with `prompt` and `response` or `length` (tokens). Raises ConfigError."""
+    try:
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+        chats = [ask("trace", str(row["prompt"]), _response(row)) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file.name}: {error!r}; each row needs `prompt` and `response` or `length`", param="trace"
+        ) from error
+    return _prompts(chats, model, lessons, measured, max_tokens)
+
+
+def _response(row: dict[str, object]) -> str:
+    """Of `length` tokens where only that is known: a short word is one token."""
+    if "response" in row:
+        return str(row["response"])
+    return "the " * int(str(row["length"]))
+
+
+def _prompts(chats: Iterable[Chat], model: Path, lessons: int, measured: int, max_tokens: int) -> Prompts:
+    chosen = _different(chats, lessons + measured)
+    if len(chosen) < lessons + measured:
+        raise ConfigError(
+            f"only {len(chosen)} different prompts; {lessons} to learn from and {measured} to be measured "
+            "are wanted: lower --lessons or --pool",
+            param="trace",
+        )
+    encoder = load_tokenizer(model)
+    ids = [one.ids for one in encoder.encode_batch([c.prompt() for c in chosen], add_special_tokens=False)]
+    answers = [c.answer() + END for c in chosen[lessons:]]
+    encoded = encoder.encode_batch(answers, add_special_tokens=False)
+    answer_tokens = [min(max_tokens, len(one.ids)) for one in encoded]
+    prompts = [tuple(one) for one in ids]
+    tokens = sum(len(one) for one in prompts[lessons:]) + sum(answer_tokens)
+    return Prompts(tuple(prompts[:lessons]), tuple(prompts[lessons:]), tokens / measured)
+
+
+def _different(chats: Iterable[Chat], count: int) -> list[Chat]:
+    seen: dict[str, Chat] = {}
+    for chat in chats:
+        seen.setdefault(chat.prompt(), chat)
+        if len(seen) == count:
+            break
+    return list(seen.values())
+
+
+def arrivals(prompts: int, requests: int, rate_per_s: float, seed: str) -> Iterator[tuple[float, int]]:
+    """(seconds since the start, index of the prompt): Poisson. The same at every rate, but for the scale."""
+    draw, at_s = random.Random(seed), 0.0
+    indices = _indices(prompts, requests, draw)
+    for index in indices:
+        at_s += draw.expovariate(1.0) / rate_per_s
+        yield at_s, index
+
+
+def _indices(prompts: int, requests: int, draw: random.Random) -> Sequence[int]:
+    """Every prompt once before any comes again."""
+    indices: list[int] = []
+    while len(indices) < requests:
+        indices += draw.sample(range(prompts), prompts)
+    return indices[:requests]
