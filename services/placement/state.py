@@ -142,7 +142,9 @@ class Fleet:
             resident = worker.residents.get(key)
             if stepped.seq > worker.stepped_seq and resident is not None and resident.attempt <= attempt:
                 del worker.residents[key]
-                worker.plannable_blocks += resident.allocated_blocks
+                # Blocks of a common prefix count in everyone that has them.
+                free = worker.plannable_blocks + resident.allocated_blocks
+                worker.plannable_blocks = min(free, worker.total_blocks)
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and expired reservations; returns the ids of the workers dropped."""
