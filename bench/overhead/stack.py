@@ -80,6 +80,7 @@ def start(
     port = free_port()
     settings = {
         "worker.threads": 1,
+        "worker.prefix_cache.enabled": "false",
         "worker.cores": f"[{engine_core}]",
         "worker.kv_blocks": kv_blocks,
         "scheduler.max_batch_sequences": max_sequences,
