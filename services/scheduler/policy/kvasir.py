@@ -30,7 +30,7 @@ from shared.messages.sequence import SequenceKey
 
 _LATE = 4.0
 """Work that comes too late for its deadline counts so many times."""
-_DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01, "aging_s": 30.0}
+_DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01, "aging_s": 90.0}
 """Where they differ from the paper's: nothing is allocated ahead, so nothing has to be padded."""
 _UNSEEN_S = 0.02
 """So long those that wait may have to do without room that an unexpected end has left."""
