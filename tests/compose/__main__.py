@@ -134,7 +134,7 @@ def check_override(project: Project) -> None:
     """An override file swaps placement; every other container stays what it was."""
     others = {name: project.container(name) for name in (*SERVICES, project.gateway) if name != "placement"}
     old = project.container("placement")
-    assert project.status("placement", "placement-0")["policy"] == "worst_fit"
+    assert project.status("placement", "placement-0")["policy"] == "prefix_aware"
     project.run("up", "--detach", overrides=(BEST_FIT,))
     project.until_healthy("placement", project.gateway)
     assert project.container("placement") != old
