@@ -76,7 +76,7 @@ format: .venv/.dev ## write the format that `make lint` asks for
 
 .venv-llamacpp/.installed: requirements-llamacpp.txt
 	$(PYTHON) -m venv .venv-llamacpp
-	CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-$$(nproc)} \
+	MAKEFLAGS=-l$$(nproc) \
 	  .venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-llamacpp.txt
 	@touch $@
 

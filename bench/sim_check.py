@@ -8,8 +8,9 @@ is one constant, also from the other two.
 
 import statistics
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bench.context import Context
 from bench.latencies import percentile
@@ -17,6 +18,7 @@ from bench.outcome import Outcome, Table
 from bench.simulated.live import LiveRun, LiveStack, chat_bodies, live_stack, run_load
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from shared.errors import InternalError
+from shared.messages.plans import WorkerStepped
 from sim.costs.linear import LinearCost, MeasuredStep, fit_linear
 from sim.predictors import NoPredictor
 from sim.requests import RequestRecord, SimRequest
@@ -94,19 +96,31 @@ def _load(stack: LiveStack, count: int, rate: float, seed: int, max_tokens: int)
 def _fit(runs: Sequence[LiveRun]) -> LinearCost:
     """From the step reports; what passes between two steps of a busy worker is added to each."""
     steps = [
-        MeasuredStep(event.prefilled_tokens, event.decoded_tokens, event.step_s)
+        MeasuredStep(event.prefilled_tokens, event.decoded_tokens // done, event.step_s)
         for run in runs
-        for _, event in run.steps
+        for _, event, done in _reported(run)
         if event.step_s > 0 and event.prefilled_tokens + event.decoded_tokens
     ]
     gaps_s = [gap_s for run in runs for gap_s in _gaps_s(run)]
     return fit_linear(steps, name="this machine", overhead_s=max(0.0, statistics.median(gaps_s or [0.0])))
 
 
+def _reported(run: LiveRun) -> Iterator[tuple[float, WorkerStepped, int]]:
+    """When each report came, and how many steps it is about: of a plan of several not all are reported. One
+    of several that prefills is left out: which of them did is not known."""
+    plan_seq, steps_done = 0, 0
+    for at_s, event in run.steps:
+        if event.plan_seq != plan_seq:
+            plan_seq, steps_done = event.plan_seq, 0
+        done, steps_done = event.steps_done - steps_done, event.steps_done
+        if done == 1 or (done > 1 and not event.prefilled_tokens):
+            yield at_s, event, done
+
+
 def _gaps_s(run: LiveRun) -> list[float]:
     gaps_s = [
-        later_s - earlier_s - later.step_s
-        for (earlier_s, earlier), (later_s, later) in zip(run.steps, run.steps[1:], strict=False)
+        (later_s - earlier_s) / done - later.step_s
+        for (earlier_s, earlier, _), (later_s, later, done) in pairwise(_reported(run))
         if later.seq == earlier.seq + 1
     ]
     return [gap_s for gap_s in gaps_s if gap_s < _LONGEST_GAP_S]
