@@ -11,7 +11,7 @@ KeyHash = Annotated[str, StringConstraints(pattern=re.compile(r"^[0-9a-f]{64}$")
 
 
 class GatewayConfig(ModelServiceConfig):
-    """Read once, in `__main__`."""
+    """Section `gateway`."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
