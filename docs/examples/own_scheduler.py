@@ -50,9 +50,7 @@ async def next_round(name, stepped):  # ask what it holds, say what comes next, 
     worker = unpackb(reply.data)
     held = [as_item(job, worker) for job in worker.get("sequences", []) if job["state"] != "ended"]
     free = worker["capacity"]["total_blocks"] - sum(item["allocated_blocks"] for item in held)
-    starts = [
-        spec for spec in queue[:1] if needed_blocks(spec, worker) <= free
-    ]  # computed from next round on
+    starts = [spec for spec in queue[:1] if needed_blocks(spec, worker) <= free]  # computed next round
     del queue[: len(starts)]
     at[name] = [item["ref"] for item in starts + held]
     prefills = [item for item in held if item["state"] != "decoding"]

@@ -1,0 +1,97 @@
+"""The scheduler's settings."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from services.scheduler.policy import policy_names
+from services.scheduler.policy.contract import PolicySettings
+from services.scheduler.rules import Rules
+from shared.config import ServiceConfig
+
+
+class SchedulerConfig(ServiceConfig):
+    """Section `scheduler`. Durations in seconds."""
+
+    policy: str = Field(default="kvasir", description=f"batching policy: {', '.join(policy_names())}")
+    policy_options: dict[str, Any] = Field(
+        default={}, description="settings that only this policy understands"
+    )
+    chunked_prefill: bool = Field(
+        default=True, description="cut prompts to the token budget; else prefill them whole"
+    )
+    max_batch_sequences: int = Field(default=64, ge=1, description="sequences that run at once in one worker")
+    token_budget: int = Field(
+        default=512, ge=1, description="tokens computed in one step, prompt chunks included"
+    )
+    max_steps: int = Field(default=8, ge=1, description="iterations of one plan while nothing can change")
+    outstanding_steps: int = Field(
+        default=2, ge=1, description="steps a worker should have left when the next plan is made"
+    )
+    ahead_s: float = Field(
+        default=0.008, ge=0, description="where steps are short: so much time ahead, if it may be cut short"
+    )
+    valid_for_s: float = Field(default=5.0, gt=0, description="a worker gives up a plan older than this")
+    worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for so long is lost")
+    gateway_timeout_s: float = Field(
+        default=10.0, gt=0, description="sequences of a gateway silent for so long end"
+    )
+    heartbeat_round_s: float = Field(
+        default=0.6, ge=0, description="a new scheduler listens for so long before its first command"
+    )
+    max_queued: int = Field(
+        default=4096, ge=1, description="sequences that may wait; one more is refused as overload"
+    )
+    max_start_bytes: int = Field(
+        default=262_144, ge=4096, description="packed token ids of one sequence that one message may carry"
+    )
+    lease_ttl_s: float = Field(
+        default=3.0, gt=0.5, description="a standby takes over after so long without a renewal"
+    )
+    announce_s: float = Field(default=0.5, gt=0, description="interval of the announcement")
+    tick_s: float = Field(default=0.02, gt=0, le=0.25, description="interval of the clock's events")
+    predict_deadline_s: float = Field(default=1.0, gt=0, description="a later prediction is not waited for")
+    place_deadline_s: float = Field(default=1.0, gt=0, description="placement is asked again after this")
+    snapshot_deadline_s: float = Field(
+        default=2.0, gt=0, description="a worker is asked for its snapshot again after this"
+    )
+
+    @field_validator("policy_options")
+    @classmethod
+    def _options_are_typed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """`--set scheduler.policy_options.pad=0.2` arrives as text: whatever is JSON is taken as that."""
+        typed = dict(options)
+        for name, value in options.items():
+            if isinstance(value, str):
+                with suppress(ValueError):
+                    typed[name] = json.loads(value)
+        return typed
+
+    @model_validator(mode="after")
+    def _budget_covers_the_batch(self) -> "SchedulerConfig":
+        if self.token_budget < self.max_batch_sequences:
+            raise ValueError("token_budget must be at least max_batch_sequences: each takes one token a step")
+        return self
+
+    def rules(self) -> Rules:
+        """The same for the core, which knows no configuration."""
+        return Rules(
+            settings=PolicySettings(
+                chunked_prefill=self.chunked_prefill,
+                max_batch_sequences=self.max_batch_sequences,
+                token_budget=self.token_budget,
+                max_steps=self.max_steps,
+                start_tokens=self.max_start_bytes // 4,
+                options=self.policy_options,
+            ),
+            outstanding_steps=self.outstanding_steps,
+            ahead_s=self.ahead_s,
+            valid_for_s=self.valid_for_s,
+            worker_timeout_s=self.worker_timeout_s,
+            gateway_timeout_s=self.gateway_timeout_s,
+            round_s=self.heartbeat_round_s,
+            max_queued=self.max_queued,
+            max_start_bytes=self.max_start_bytes,
+        )
