@@ -9,6 +9,7 @@ KvasirError
 │   ├── Unauthorized
 │   ├── PermissionRefused       this NATS user may not publish or subscribe to that subject
 │   ├── StaleEpoch              a command from a scheduler that has been replaced
+│   ├── ModelMismatch           a worker that serves something else than the others of its stack
 │   └── MessageTooLarge         over the server's payload limit; nothing was sent
 ├── UnavailableError            nobody's fault that asking again would not cure; `retry_after_s` says when
 │   ├── DeadlineExceeded        no answer in time
@@ -67,6 +68,10 @@ class PermissionRefused(CallerError):
 
 class StaleEpoch(CallerError):
     code = "stale_epoch"
+
+
+class ModelMismatch(CallerError):
+    code = "model_mismatch"
 
 
 class MessageTooLarge(CallerError):

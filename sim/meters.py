@@ -32,6 +32,8 @@ class WorkerMeter:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     told_s: float = -1.0
+    told_decode_step_s: float = 0.0
+    """As of the latest heartbeat."""
 
     def time_plan(self, policy: BatchPolicy, now_s: float) -> PlannedBatch | None:
         start_s = perf_counter()
@@ -62,7 +64,7 @@ class WorkerMeter:
     def tell(self, policy: BatchPolicy, now_s: float) -> None:
         """Measured speeds, as often as a heartbeat would bring them."""
         if now_s - self.told_s >= TELL_INTERVAL_S:
-            self.told_s = now_s
+            self.told_s, self.told_decode_step_s = now_s, self.decode_step_s
             policy.on_measured(self.prefill_tokens_per_s, self.decode_step_s, now_s)
 
     def on_prefill(self, held: Held, start_s: float, end_s: float, is_over: bool) -> None:

@@ -37,6 +37,8 @@ class Setup:
     workers: int = 1
     router: Router = field(default_factory=LeastWork)
     outstanding_steps: int = 2
+    ahead_s: float = 0.0
+    """Where steps are short, plans reach so far ahead; the live scheduler's value is 0.008."""
     prediction_delay_s: float = 0.0
     """0: the prediction is there when the request arrives."""
     is_checked: bool = False
@@ -74,6 +76,7 @@ class Simulation:
                 setup.cost,
                 WorkerMeter(),
                 setup.outstanding_steps,
+                setup.ahead_s,
             )
             for _ in range(setup.workers)
         ]
@@ -172,9 +175,7 @@ class Simulation:
         """What policies want predicted anew."""
         for batch in batches:
             for question in batch.questions:
-                request = self._records[question.key].request
-                if request.output_tokens > question.generated_tokens:
-                    self._push_answer(index, request, question.generated_tokens)
+                self._push_answer(index, self._records[question.key].request, question.generated_tokens)
 
     def _on_stretch_end(self, index: int, serial: int) -> None:
         worker = self._workers[index]

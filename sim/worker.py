@@ -3,16 +3,18 @@
 Plans are made ahead and cut short by the rules of the live scheduler (`services/scheduler/planning.py`): the
 next plan is asked for while fewer than `outstanding_steps` steps are left, so with 2, the live value, a plan
 does not know of the ends of the step that runs while it is made. 1 plans at step boundaries, with
-everything known.
+everything known. Steps count as left until a live worker would have reported them: it reports the one after
+which the next plan is due, the last, and those in which something ended or was skipped.
 
-A *stretch* is a run of equal steps of one plan in which no answer ends: one event, however many steps. Knows
-nothing of arrivals, predictors and other workers.
+A *stretch* is a run of equal steps of one plan in which no answer ends and nothing is reported: one event,
+however many steps. Knows nothing of arrivals, predictors and other workers.
 """
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import ceil
 
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPrefill
 from sim.books import Held, WorkerBooks
@@ -22,14 +24,36 @@ from sim.meters import WorkerMeter
 MAX_OUTSTANDING_PLANS = 4
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A plan on its way."""
+
+    batch: PlannedBatch
+    report_at: int
+    """The first step that is reported in any case."""
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """A plan at work."""
 
-    batch: PlannedBatch
+    sent: Sent
     prefills: list[tuple[Held, PlannedPrefill]]
     decodes: list[Held]
+    has_skips: bool
+    """An item was void: the first step is reported."""
     steps_done: int = 0
+    steps_reported: int = 0
+
+    @property
+    def batch(self) -> PlannedBatch:
+        return self.sent.batch
+
+    def reported_of(self, steps_done: int) -> int:
+        """What is known of `steps_done` steps, in none of which after `self.steps_done` anything ended."""
+        if steps_done >= self.sent.report_at:
+            return max(self.steps_reported, self.sent.report_at)
+        return max(self.steps_reported, int(self.has_skips and steps_done > 0))
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +75,11 @@ class SimWorker:
     cost: CostModel
     meter: WorkerMeter
     outstanding_steps: int = 2
+    ahead_s: float = 0.0
+    """Where steps are short, so much time ahead instead, in plans that an arrival may cut short."""
     is_urgent: bool = False
     """Something arrived: a long plan may be cut for it."""
-    _plans: deque[PlannedBatch] = field(default_factory=deque)
+    _plans: deque[Sent] = field(default_factory=deque)
     _running: Running | None = None
     _stretch: Stretch | None = None
     _serial: int = 0
@@ -76,8 +102,8 @@ class SimWorker:
         made = []
         while not self._cut and len(self._plans) + (self._running is not None) < MAX_OUTSTANDING_PLANS:
             steps = self._outstanding(now_s)
-            cuttable = self.is_urgent and self._can_cut(steps)
-            if steps >= self.outstanding_steps and not cuttable:
+            cuttable = self.is_urgent and steps > self.outstanding_steps and self._is_pliable
+            if steps >= self._steps_ahead() and not cuttable:
                 break
             self.is_urgent = False
             batch = self.meter.time_plan(self.policy, now_s)
@@ -85,34 +111,45 @@ class SimWorker:
                 break
             made.append(batch)
             if cuttable and batch.prefills and not batch.preemptions:
-                self._supersede(batch, now_s)
-            else:
-                self._plans.append(batch)
+                self._cut_short(now_s)
+            self._plans.append(Sent(batch, max(1, batch.steps + 1 - self._most_steps_ahead())))
         if self._running is None:
             self._start_plan(now_s)
         return made
 
     def _outstanding(self, now_s: float) -> int:
-        steps = sum(batch.steps for batch in self._plans)
-        if self._running is not None and self._stretch is not None:
-            done = bisect_left(self._stretch.ends_s, now_s) if now_s > self._stretch.start_s else 0
-            steps += self._running.batch.steps - self._running.steps_done - done
+        """Steps not known to be over."""
+        steps = sum(sent.batch.steps for sent in self._plans)
+        running, stretch = self._running, self._stretch
+        if running is not None and stretch is not None:
+            done = running.steps_done + bisect_right(stretch.ends_s, now_s)
+            steps += running.batch.steps - running.reported_of(done)
         return steps
 
-    def _can_cut(self, steps: int) -> bool:
-        batches = [*self._plans, *([self._running.batch] if self._running else [])]
-        return steps > self.outstanding_steps and all(batch.decodes_only for batch in batches)
+    @property
+    def _is_pliable(self) -> bool:
+        """Whether all that is outstanding may end between any two steps."""
+        batches = [*(sent.batch for sent in self._plans), *([self._running.batch] if self._running else [])]
+        return all(batch.decodes_only for batch in batches)
 
-    def _supersede(self, batch: PlannedBatch, now_s: float) -> None:
-        """The running plan ends with the step that runs; plans between it and `batch` never run."""
+    def _steps_ahead(self) -> int:
+        return self._most_steps_ahead() if self._is_pliable else self.outstanding_steps
+
+    def _most_steps_ahead(self) -> int:
+        step_s = self.meter.told_decode_step_s
+        if step_s <= 0:
+            return self.outstanding_steps
+        most = min(self.books.settings.max_steps, ceil(self.ahead_s / step_s))
+        return max(self.outstanding_steps, most)
+
+    def _cut_short(self, now_s: float) -> None:
+        """The running plan ends with the step that runs; plans after it, but for the next one, never run."""
         assert self._running is not None
         assert self._stretch is not None
         ends_s = self._stretch.ends_s
-        kept = bisect_left(ends_s, now_s) + 1 if now_s > self._stretch.start_s else 1
-        self._stretch.ends_s = ends_s[: min(kept, len(ends_s))]
+        self._stretch.ends_s = ends_s[: bisect_right(ends_s, now_s) + 1]
         self._renew_serial(self._stretch)
         self._cut = True
-        self._plans.append(batch)
 
     def _renew_serial(self, stretch: Stretch) -> None:
         self._serial += 1
@@ -121,21 +158,23 @@ class SimWorker:
     def _start_plan(self, now_s: float) -> None:
         """The next plan whose items are not all void; one that only preempts takes no time."""
         while self._plans:
-            batch = self._plans.popleft()
-            prefills, decodes = self.books.apply(batch)
+            sent = self._plans.popleft()
+            prefills, decodes = self.books.apply(sent.batch)
             if prefills or decodes:
-                self._running = Running(batch, prefills, decodes)
+                planned = len(sent.batch.prefills) + len(sent.batch.decodes)
+                has_skips = len(prefills) + len(decodes) < planned
+                self._running = Running(sent, prefills, decodes, has_skips)
                 self._start_stretch(now_s)
                 return
 
     def _start_stretch(self, now_s: float) -> None:
-        """As many steps as are alike; a plan's last step stands alone, as the next plan is made in it."""
+        """As many steps as are alike, up to the next that is reported: the next plan may be made then."""
         running = self._running
         assert running is not None
-        left = running.batch.steps - running.steps_done
+        due = running.sent.report_at if running.steps_done < running.sent.report_at else running.batch.steps
         steps = 1
-        if not running.prefills and left > 1:
-            steps = min(left - 1, *(held.remaining_tokens for held in running.decodes))
+        if not running.prefills and not (running.has_skips and running.steps_done == 0):
+            steps = min(due - running.steps_done, *(held.remaining_tokens for held in running.decodes))
         chunks = [(item.first_token, item.end_token) for _, item in running.prefills]
         count = len(running.decodes)
         context_tokens = sum(held.computed_tokens for held in running.decodes) + count
@@ -160,6 +199,8 @@ class SimWorker:
             self.books.end(held)
             self.policy.on_ended(held.record.request.key, now_s)
         running.steps_done += steps
+        reported = running.steps_done if ended else running.reported_of(running.steps_done)
+        running.steps_reported = reported
         self.meter.tell(self.policy, now_s)
         self._after_stretch(running, now_s)
         return ended
@@ -200,7 +241,7 @@ class SimWorker:
         """Only the newest plan is left; what the others did not do the policy learns."""
         self._cut = False
         newest = self._plans.pop()
-        dropped = [(running.batch, running.steps_done), *((batch, 0) for batch in self._plans)]
+        dropped = [(running.batch, running.steps_done), *((sent.batch, 0) for sent in self._plans)]
         self._plans.clear()
         self._plans.append(newest)
         for batch, steps_done in dropped:

@@ -19,10 +19,10 @@ from bench.engine.pinning import Cores
 from bench.engine.sides import GIB, MAX_CONTEXT_TOKENS
 from bench.engine.workload import Cell, bodies
 from bench.ratios import order_of
+from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Row
 from services.worker.sampling import Sampled, SamplePoint
-from services.worker.service import make_engine
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 

@@ -59,9 +59,9 @@ class DirectEngine:
 
 def main(model: str, core: str, kv_blocks: str) -> None:
     """Serves standard input until its end."""
+    from services.worker.assembly import make_engine
     from services.worker.config import WorkerConfig
     from services.worker.cores import bind_to
-    from services.worker.service import make_engine
 
     bind_to([int(core)])
     engine = make_engine(WorkerConfig(model=model, kv_blocks=int(kv_blocks), threads=1))

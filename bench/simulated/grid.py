@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from services.placement.policy import POLICIES as PLACEMENTS
-from services.scheduler.policy import find_policy
+from services.scheduler.policy import check_policy, find_policy
+from services.scheduler.policy.contract import PolicySettings
 from shared.errors import ConfigError
 from sim.case import Machine
 from sim.predictors import PREDICTORS
@@ -117,7 +118,7 @@ def read_experiment(path: Path) -> Experiment:
         requests=_whole(content, "requests", 500),
         workers=_whole(content, "workers", 1),
         machine=_machine(content.get("machine") or {}),
-        options=content.get("options") or {},
+        options=_options(content.get("options") or {}),
         settings=content.get("settings") or {},
         slo_scale=float(content.get("slo_scale", 2.0)),
         max_tokens=_whole(content, "max_tokens", 256),
@@ -142,6 +143,17 @@ def _whole(content: Mapping[str, Any], key: str, default: int) -> int:
 def _machine(given: Mapping[str, Any]) -> Machine:
     _refuse_unknown(given, {one.name for one in fields(Machine)}, "machine setting")
     return Machine(**given)
+
+
+def _options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Those of every policy, tried on it."""
+    for policy, options in given.items():
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"options.{policy} is {options!r}; write OPTION: VALUE below it", param="options"
+            )
+        check_policy(policy, PolicySettings(options=options))
+    return given
 
 
 def _cells(grid: Mapping[str, Any], mode: str) -> tuple[Cell, ...]:

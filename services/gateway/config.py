@@ -1,18 +1,17 @@
 """The gateway's settings."""
 
 import re
-from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from shared.config import ServiceConfig
+from shared.config import ModelServiceConfig
 
 KeyHash = Annotated[str, StringConstraints(pattern=re.compile(r"^[0-9a-f]{64}$"))]
 
 
-class GatewayConfig(ServiceConfig):
-    """Read once, in `__main__`."""
+class GatewayConfig(ModelServiceConfig):
+    """Section `gateway`."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -23,7 +22,6 @@ class GatewayConfig(ServiceConfig):
     model: str = Field(
         "models/tiny_chat", description="folder or hub id whose tokenizer and chat template are used"
     )
-    model_name: str = Field("", description="name the model is served under; empty: the last part of `model`")
 
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="longest request body")
     max_header_bytes: int = Field(64 * 1024, gt=0, description="longest request line and headers")
@@ -72,8 +70,3 @@ class GatewayConfig(ServiceConfig):
         8.0, gt=0, description="off the bus or stopped for this long, waiting sequences are handed over anew"
     )
     report_interval_s: float = Field(0.5, gt=0, description="between the gateway's own heartbeats")
-
-    @property
-    def served_name(self) -> str:
-        """What clients call the model, and workers in their heartbeats."""
-        return self.model_name or PurePath(self.model).name

@@ -73,9 +73,7 @@ class Desk:
                     self._worker_seen.clear()
                     await self._worker_seen.wait()
         except TimeoutError:
-            raise NoResponder(
-                f"no worker serves {self._config.served_name!r} yet", retry_after_s=2.0
-            ) from None
+            raise NoResponder(self.workers.absence, retry_after_s=2.0) from None
         return limit
 
     def unready_reasons(self) -> list[str]:
@@ -83,7 +81,7 @@ class Desk:
         checks = {
             "not connected to the bus": self._bus.connected,
             "no scheduler has announced itself": self.scheduler.is_present(self._now_s()),
-            f"no worker serves {self._config.served_name!r}": self.workers.serving > 0,
+            self.workers.absence: self.workers.serving > 0,
         }
         return [reason for reason, holds in checks.items() if not holds]
 

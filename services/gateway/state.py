@@ -60,6 +60,14 @@ class WorkerTable:
         return sum(view.model == self._model for view in self._workers.values())
 
     @property
+    def absence(self) -> str:
+        """Why nobody serves the model, in words; to be asked when nobody does."""
+        others = sorted({(view.start[0], view.model) for view in self._workers.values()})
+        told = ", ".join(f"{worker_id} serves {model!r}" for worker_id, model in others)
+        advice = f"; {told}: give gateway and workers the same served_name" if told else ""
+        return f"no worker serves {self._model!r}{advice}"
+
+    @property
     def context_tokens(self) -> int | None:
         """Longest prompt + answer any worker can hold, or could when last one was there; None before the
         first.

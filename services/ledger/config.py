@@ -9,5 +9,5 @@ class LedgerConfig(ServiceConfig):
     """Section `ledger`."""
 
     worker_timeout_s: float = Field(
-        default=2.0, gt=0, description="A worker silent for longer is struck from the table"
+        default=2.0, gt=0, description="a worker silent for longer is struck from the table"
     )

@@ -15,7 +15,7 @@ class PlacementConfig(ServiceConfig):
     order: str = Field(
         default="fcfs", description="of waiting prompts: fcfs, fpf (nearest cached prefix first), relaxed_fpf"
     )
-    worker_timeout_s: float = Field(default=2.0, gt=0, description="A worker silent for longer gets nothing")
+    worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for longer gets nothing")
     reservation_s: float = Field(
-        default=5.0, gt=0, description="How long a placed sequence counts before it is seen"
+        default=5.0, gt=0, description="how long a placed sequence counts before it is seen"
     )

@@ -6,15 +6,16 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from services.scheduler.policy import policy_names
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.rules import Rules
 from shared.config import ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig):
-    """Read once at start. All times are seconds."""
+    """Section `scheduler`. Durations in seconds."""
 
-    policy: str = Field(default="kvasir", description="name of the batching policy")
+    policy: str = Field(default="kvasir", description=f"batching policy: {', '.join(policy_names())}")
     policy_options: dict[str, Any] = Field(
         default={}, description="settings that only this policy understands"
     )

@@ -169,7 +169,7 @@ class SchedulerCore:
         lanes = self._roster.lanes
         if not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
             return []
-        kinds = kinds_of(lane.report for lane in lanes.values())
+        kinds = kinds_of(self._roster.reports())
         question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)
         return [] if question is None else [question]
 
@@ -182,6 +182,8 @@ class SchedulerCore:
         phases: dict[str, int] = {}
         for sequence in self._roster.sequences.values():
             phases[str(sequence.phase)] = phases.get(str(sequence.phase), 0) + 1
+        lanes = self._roster.lanes.values()
+        are_refused = any(lane.refusal for lane in lanes)
         workers = [
             {
                 "worker": lane.worker_id,
@@ -190,8 +192,9 @@ class SchedulerCore:
                 "sequences": len(self._roster.of_worker(lane.worker_id)),
                 "free_blocks": lane.report.capacity.free_blocks,
                 "total_blocks": lane.report.capacity.total_blocks,
+                **({"refused": lane.refusal.message if lane.refusal else ""} if are_refused else {}),
             }
-            for lane in self._roster.lanes.values()
+            for lane in lanes
         ]
         return {"epoch": self.epoch, "snapshots": self._fleet.snapshots, **phases, "workers": workers}
 

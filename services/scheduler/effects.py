@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.scheduler.state import Phase
+from shared.errors import ModelMismatch
 from shared.messages.commands import CancelSequence, PlacementItem
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import WorkerLost
@@ -58,6 +59,14 @@ class PublishWorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class RefuseWorker:
+    """It gets no work as long as it is what it is and the others are what they are. For people to know."""
+
+    worker_id: str
+    error: ModelMismatch
+
+
+@dataclass(frozen=True, slots=True)
 class StepDown:
     """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
     anew."""
@@ -89,6 +98,7 @@ Effect = (
     | AskSnapshot
     | CancelAtWorker
     | PublishWorkerLost
+    | RefuseWorker
     | StepDown
     | SequenceLeft
 )

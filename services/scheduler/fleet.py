@@ -5,7 +5,8 @@ are all the same to it: no plan until the worker has said what it holds. Pure.
 """
 
 from services.scheduler.adoption import adopt_snapshot
-from services.scheduler.effects import AskSnapshot, Effect, PublishWorkerLost
+from services.scheduler.effects import AskSnapshot, Effect, PublishWorkerLost, RefuseWorker
+from services.scheduler.likeness import mismatch, prevailing
 from services.scheduler.outstanding import Trouble
 from services.scheduler.planning import Lane, Sync
 from services.scheduler.policy.contract import PolicyFactory
@@ -45,8 +46,8 @@ class Fleet:
             return effects
         trouble = self._compare(lane, report, now_s)
         lane.report = report
-        if lane.sync is Sync.UNSYNCED and self.commanding:
-            effects += self._resync(lane, Trouble("worker heard of"), now_s)
+        if lane.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:
+            effects += self._admit(lane, Trouble("worker heard of"), now_s)
         elif trouble is not None:
             effects += self._resync(lane, trouble, now_s)
         return effects
@@ -111,10 +112,31 @@ class Fleet:
         """The first round of heartbeats is over: take every worker over."""
         self.epoch, self.commanding = epoch, True
         effects: list[Effect] = []
-        for lane in self.roster.lanes.values():
+        lanes = list(self.roster.lanes.values())
+        model = prevailing(lane.report for lane in lanes)
+        for lane in sorted(
+            lanes, key=lambda lane: mismatch(lane.report, [model] if model else []) is not None
+        ):
             lane.epoch = epoch
-            effects += self._resync(lane, Trouble("new scheduler"), now_s)
+            effects += self._admit(lane, Trouble("new scheduler"), now_s)
         return effects
+
+    def _admit(self, lane: Lane, trouble: Trouble, now_s: float) -> list[Effect]:
+        """Into step, unless it serves something else than those that are; then what it holds is lost."""
+        accepted = [
+            other.report
+            for other in self.roster.lanes.values()
+            if other is not lane and other.sync in (Sync.ASKED, Sync.IN_STEP)
+        ]
+        error = mismatch(lane.report, accepted)
+        if error is None:
+            return self._resync(lane, trouble, now_s)
+        if lane.sync is Sync.REFUSED:
+            return []
+        lane.refuse(error)
+        held = [listed.ref for listed in lane.report.sequences if listed.state is not SequenceState.ENDED]
+        lost = WorkerLost(worker_id=lane.worker_id, incarnation=lane.incarnation, refs=tuple(held))
+        return [RefuseWorker(lane.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
 
     def on_tick(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []

@@ -17,6 +17,7 @@ from services.scheduler.outstanding import OutstandingPlans, Progress, SentPlan,
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
 from services.scheduler.rules import Rules
 from services.scheduler.state import Phase, Sequence
+from shared.errors import ModelMismatch
 from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk, WorkerStepped
 from shared.messages.reports import Capacity, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
@@ -31,6 +32,8 @@ class Sync(StrEnum):
     """Heard of; no snapshot asked yet."""
     ASKED = "asked"
     IN_STEP = "in_step"
+    REFUSED = "refused"
+    """It serves something else than the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +55,8 @@ class Lane:
     """When to repeat the question for a snapshot; None while it is open."""
     policy: BatchPolicy | None = None
     """None unless in step."""
+    refusal: ModelMismatch | None = None
+    """Why it is refused."""
     strangers: dict[SequenceRef, int] = field(default_factory=dict)
     """Alive there by so many heartbeats, yet not known to be there."""
     _outstanding: OutstandingPlans = field(init=False)
@@ -83,7 +88,11 @@ class Lane:
         self._clear(now_s, 0)
         if self.sync is not Sync.ASKED:
             self.asked_s = now_s
-        self.sync, self.ask_again_s = Sync.ASKED, None
+        self.sync, self.ask_again_s, self.refusal = Sync.ASKED, None, None
+
+    def refuse(self, error: ModelMismatch) -> None:
+        """No work for it; a snapshot may be asked for when the others are gone."""
+        self.sync, self.refusal = Sync.REFUSED, error
 
     def _clear(self, now_s: float, stepped_seq: int) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, stepped_seq, now_s)
@@ -254,6 +263,7 @@ class Lane:
         self._outstanding.check_integrity()
         assert len(self._outstanding) <= MAX_OUTSTANDING_PLANS + 1
         assert (self.policy is not None) == (self.sync is Sync.IN_STEP)
+        assert (self.refusal is not None) == (self.sync is Sync.REFUSED)
         if self.policy is not None:
             self.policy.check_integrity()
 

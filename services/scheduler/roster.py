@@ -11,6 +11,7 @@ from services.scheduler.recent import RecentMap
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Phase, Sequence
 from shared.messages.commands import CancelSequence
+from shared.messages.reports import WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 
 _LIMIT = 65_536
@@ -56,7 +57,11 @@ class Roster:
 
     def longest_context_tokens(self) -> int | None:
         """Of any worker known; None when none is."""
-        return max((lane.report.max_context_tokens for lane in self.lanes.values()), default=None)
+        return max((report.max_context_tokens for report in self.reports()), default=None)
+
+    def reports(self) -> list[WorkerReported]:
+        """The latest of every worker that is not refused."""
+        return [lane.report for lane in self.lanes.values() if lane.sync is not Sync.REFUSED]
 
     def lane_without_choice(self, sequence: Sequence) -> Lane | None:
         """The one worker there is, when nothing else waits and it has room for the limits of all there are.

@@ -18,6 +18,7 @@ from services.scheduler.effects import (
     CancelAtWorker,
     Effect,
     PublishWorkerLost,
+    RefuseWorker,
     SendPlan,
     SequenceLeft,
     StepDown,
@@ -152,6 +153,8 @@ class Term:
                     self._lost.inc()
                     _log.warning("worker %s is lost", effect.lost.worker_id)
                     self._post(subjects.SCHEDULER_WORKER_LOST, effect.lost)
+                case RefuseWorker():
+                    _log.error("refused: %s (%s)", effect.error.message, effect.error.code)
                 case AskPlacement():
                     self._start(self._place(effect))
                 case AskPrediction():

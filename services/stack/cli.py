@@ -20,7 +20,7 @@ from shared.config import load
 from shared.errors import ConfigError, KvasirError
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
-_STACK_FLAGS = ("port", "nats_port", "workers", "model", "start_timeout_s", "stop_grace_s")
+_STACK_FLAGS = ("port", "nats_port", "workers", "model", "served_name", "start_timeout_s", "stop_grace_s")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,12 @@ def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m services", description="The local Kvasir stack.")
+    parser = argparse.ArgumentParser(
+        prog="python -m services",
+        description="The local Kvasir stack.",
+        epilog="One service alone: python -m services.NAME --help, where NAME is gateway, scheduler, "
+        "predictor, placement, ledger or worker.",
+    )
     commands = parser.add_subparsers(required=True, metavar="up|down|status|chat")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(

@@ -44,6 +44,9 @@ class StackConfig(ServiceConfig):
     model: str | None = Field(
         default=None, description="folder or hub id; unset: what the services default to"
     )
+    served_name: str | None = Field(
+        default=None, description="what clients call the model; unset: the last part of its folder or id"
+    )
     without: tuple[Literal["scheduler", "predictor", "placement", "ledger"], ...] = Field(
         default=(), description="services not to start: one of your own takes that place on the bus"
     )

@@ -25,7 +25,7 @@ from shared.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: where `python -m services.…` works."""
 SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
-_NAME_SETTING = {"GATEWAY": "MODEL_NAME", "WORKER": "SERVED_NAME"}
+_MODEL_SERVICES = ("GATEWAY", "WORKER")
 _BUS, _BACKEND, _FRONT = 0, 1, 2
 """Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
 
@@ -75,10 +75,12 @@ def kvasir_table(
     started = [name for name in SOFT_STATE_SERVICES if name not in config.without]
     instances = {f"{name}-0": name for name in ("gateway", *started)}
     instances |= {f"worker-{number}": "worker" for number in range(config.workers)}
-    for section, *_ in overrides:
+    for section, setting, _ in overrides:
         known = {*subjects.SERVICES, *instances, "bus", "log_level", "log_format"}
         if section not in known:
             raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
+        if setting == "served_name":
+            raise ConfigError("gateway and workers call the model the same: write --served-name NAME")
     nats_argv = (nats_server.binary(), "-c", str(nats_config))
     table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"
@@ -115,15 +117,18 @@ def parse_override(text: str) -> tuple[str, str, str]:
 
 
 def _model_env(config: StackConfig) -> dict[str, str]:
-    if config.model is None:
-        return {}
-    folder = Path(config.model)
-    model = str(folder.resolve()) if folder.is_dir() else config.model
-    name = folder.resolve().name if folder.is_dir() else config.model.rsplit("/", 1)[-1]
+    """Where it is and what it is called: the same for the gateway and all workers."""
+    settings: dict[str, str] = {}
+    if config.model is not None:
+        folder = Path(config.model)
+        settings["MODEL"] = str(folder.resolve()) if folder.is_dir() else config.model
+        settings["SERVED_NAME"] = Path(settings["MODEL"]).name
+    if config.served_name is not None:
+        settings["SERVED_NAME"] = config.served_name
     return {
         f"{ENV_PREFIX}{section}__{key}": value
-        for section in _NAME_SETTING
-        for key, value in (("MODEL", model), (_NAME_SETTING[section], name))
+        for section in _MODEL_SERVICES
+        for key, value in settings.items()
     }
 
 

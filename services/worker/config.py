@@ -5,16 +5,15 @@ from typing import Literal
 from pydantic import Field
 
 from services.worker.kv.settings import PrefixCacheConfig
-from shared.config import ServiceConfig
+from shared.config import ModelServiceConfig
 
 
-class WorkerConfig(ServiceConfig):
+class WorkerConfig(ModelServiceConfig):
     """Section `worker`. Durations in seconds."""
 
     model: str = Field(
         default="models/tiny_chat", description="folder of a Hugging Face decoder, or a hub id"
     )
-    served_name: str = Field(default="", description="name of the model; empty: the last part of `model`")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and KV")
     device: str = Field(default="cpu", description="torch device")
     attention: Literal["auto", "native", "torch"] = Field(

@@ -4,32 +4,22 @@ Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computat
 """
 
 import asyncio
-import gc
-import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
-
+from services.worker.assembly import core_of, make_bound_engine, open_cache, prefixes_of, work_ahead
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
 from services.worker.courier import Courier
-from services.worker.engine.engine import Engine, TorchEngine, warm_up
-from services.worker.engine.loading import load
+from services.worker.engine.engine import Engine
 from services.worker.heartbeat import Heartbeat
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.outbox import Outbox
-from services.worker.prefixes import Prefixes
 from services.worker.runner import Runner
-from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Identity, StepCore
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
 from shared.clock import Clock, monotonic_s
-from shared.errors import ConfigError, InvalidRequest, KvasirError, Overloaded
+from shared.errors import InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
@@ -70,20 +60,20 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
-        self._store = _open_store(config, engine, bus.instance, self._wake)
+        self._store = open_cache(config, engine, bus.instance, self._wake)
         self._cache_metrics = CacheMetrics()
-        prefixes = _prefixes(self._store, config)
+        prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
         self._courier = Courier(self._outbox, self._on_loop)
         self._runner = Runner(
-            _core(bus, config, engine, prefixes),
+            core_of(bus, config, engine, prefixes),
             engine,
             clock,
             deliver=self._courier.deliver,
             on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
-            between=lambda: _work_ahead(self._store, prefixes),
+            between=lambda: work_ahead(self._store, prefixes),
         )
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
@@ -107,12 +97,14 @@ class Worker:
             raise group.exceptions[0] from None
         finally:
             await self._bus.detach(HANDLERS, self)
-            if await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S):
+            has_stopped = await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S)
+            if has_stopped:
                 self._courier.close()
             else:
                 _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
             if self._store is not None:
-                await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S)
+                flush_s = self._config.prefix_cache.flush_s if has_stopped else 0.0
+                await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S, flush_s)
 
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
@@ -239,81 +231,13 @@ class Worker:
             _log.debug("the event loop has ended before the engine's thread")
 
 
-def _open_store(
-    config: WorkerConfig, engine: Engine, instance: str, wake: Callable[[], None]
-) -> KvStore | None:
-    """None where it is switched off, or the engine's KV cannot be copied."""
-    if config.prefix_cache.enabled and isinstance(engine, CacheableEngine):
-        return open_store(config.prefix_cache, engine, instance, wake)
-    return None
-
-
-def _prefixes(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
-    if store is None:
-        return None
-    return Prefixes(store.cache, store.fingerprint, config.prefix_cache.lookahead_sequences)
-
-
-def _work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
-    if store is not None and prefixes is not None:
-        store.settle()
-        prefixes.work_ahead()
-
-
-def _core(bus: Bus, config: WorkerConfig, engine: Engine, prefixes: Prefixes | None) -> StepCore:
-    max_context_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
-    identity = Identity(
-        worker_id=bus.instance,
-        incarnation=bus.incarnation,
-        model=config.served_name or Path(config.model).name,
-        max_context_tokens=max_context_tokens,
-        host=config.host or socket.gethostname(),
-    )
-    limits = Limits(
-        max_context_tokens=max_context_tokens,
-        vocabulary=engine.vocabulary,
-        end_retention_s=config.end_retention_s,
-        gateway_timeout_s=config.gateway_timeout_s,
-    )
-    pool = BlockPool(engine.kv_blocks, engine.block_tokens)
-    return StepCore(identity, SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes))
-
-
-def make_engine(config: WorkerConfig) -> Engine:
-    """The configured engine, warm: the first request finds nothing left to set up. Raises ConfigError."""
-    torch.set_num_threads(config.threads)
-    model = load(config.model, dtype=config.dtype, device=config.device)
-    block_bytes = model.block_bytes(config.block_tokens)
-    kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
-    if kv_blocks < 1:
-        raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
-    engine = TorchEngine(
-        model,
-        kv_blocks=kv_blocks,
-        block_tokens=config.block_tokens,
-        attention=config.attention,
-        threads=config.threads,
-        release=True,
-    )
-    warm_up(engine)
-    gc.collect()
-    gc.freeze()  # What is there now stays: no collection during a step walks through it.
-    return engine
-
-
-def _make_bound_engine(config: WorkerConfig) -> Engine:
-    """On the engine's cores, so that compute threads started on the way are there, too."""
-    bind_to(config.engine_cores, "engine_cores")
-    return make_engine(config)
-
-
 async def run(config: WorkerConfig) -> None:
     """Serves until cancelled. Raises ConfigError (model, cores) and BusUnavailable (no NATS at start)."""
     bind_to(config.cores)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
-        engine = await asyncio.to_thread(_make_bound_engine, config)
+        engine = await asyncio.to_thread(make_bound_engine, config)
         worker = Worker(bus, config, engine)
         canonical(_log, "worker serving", model=config.model, kv_blocks=engine.kv_blocks, dtype=config.dtype)
         await worker.serve()

@@ -38,6 +38,8 @@ class Identity:
     model: str
     max_context_tokens: int
     host: str
+    weights: str = ""
+    """Digest of the model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ class StepCore:
             ),
             sequences=self._table.reports(now_s),
             host=self._identity.host,
+            weights=self._identity.weights,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_step_s=self._speed.decode_step_s,
             fingerprint=b"" if self._table.prefixes is None else self._table.prefixes.fingerprint,

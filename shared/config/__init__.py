@@ -1,6 +1,6 @@
 """Configuration: one frozen model per service, read once at start. See `shared.config.loading`."""
 
 from shared.config.loading import ENV_CONFIG_FILE, load
-from shared.config.models import ENV_PREFIX, BusConfig, ServiceConfig
+from shared.config.models import ENV_PREFIX, BusConfig, ModelServiceConfig, ServiceConfig
 
-__all__ = ["ENV_CONFIG_FILE", "ENV_PREFIX", "BusConfig", "ServiceConfig", "load"]
+__all__ = ["ENV_CONFIG_FILE", "ENV_PREFIX", "BusConfig", "ModelServiceConfig", "ServiceConfig", "load"]

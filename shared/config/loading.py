@@ -5,9 +5,10 @@ In the environment they are `KVASIR_GATEWAY__PORT` and `KVASIR_BUS__URL`; as fla
 Whatever cannot work is a `ConfigError` that names the setting.
 """
 
+import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,7 +143,8 @@ def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str])
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
             config_type,
-            cli_prog_name=f"python -m services.{section} [--config FILE]",
+            cli_prog_name=f"python -m services.{section} [--config FILE] [--SETTING VALUE] …",
+            formatter_class=_BriefHelp,
             cli_parse_args=words,
             cli_exit_on_error=False,
             cli_enforce_required=False,
@@ -151,6 +153,19 @@ def _from_flags(config_type: type[ServiceConfig], section: str, argv: list[str])
         return source()
     except SettingsError as error:
         raise ConfigError(f"{error}; --help lists the settings", param="argv") from None
+
+
+class _BriefHelp(argparse.RawDescriptionHelpFormatter):
+    """A usage line that is a line: the settings follow below it, one by one."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        super().add_usage(usage, [], [], prefix)
 
 
 def _with_underscores(word: str) -> str:

@@ -1,6 +1,7 @@
 """The settings that every service has. Knows nothing of where they come from."""
 
 import re
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -87,3 +88,23 @@ class ServiceConfig(BaseSettings):
     @classmethod
     def _is_subject_token(cls, instance: str) -> str:
         return subjects.checked_id(instance)
+
+
+class ModelServiceConfig(ServiceConfig):
+    """Of a service that knows the model: where it is, and what clients call it.
+
+    Gateway and workers must agree on the name, so it has one setting and one default for both."""
+
+    model: str = Field(default="models/tiny_chat", description="folder or hub id of the model")
+    served_name: str = Field(
+        default="",
+        description="what clients call the model, alike in gateway and workers [the last part of `model`]",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_served_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("served_name"):
+            model = values.get("model") or cls.model_fields["model"].default
+            return {**values, "served_name": PurePath(str(model)).name}
+        return values

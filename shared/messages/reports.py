@@ -89,6 +89,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Measured, exponentially weighted; 0 before the first measurement."""
     fingerprint: bytes = b""
     """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
+    weights: str = ""
+    """Digest of the model's weights, in hex; empty: not known. Workers of one name must have the same."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ class AddingEngine:
     vocabulary = 97
     max_positions = 256
     block_tokens = 4
+    weights = ""
 
     def __init__(self, kv_blocks: int = 64) -> None:
         self.kv_blocks = kv_blocks

@@ -56,6 +56,14 @@ def assert_alike(answers: list[Answer]) -> None:
     assert all(len(answer.text) > 20 for answer in answers)
 
 
+def test_it_is_as_short_as_the_docs_say() -> None:
+    lines = sum(bool(line.strip()) for line in EXAMPLE.read_text().splitlines())
+    told = f"{lines} lines"
+    assert (
+        told in (ROOT / "docs" / "own-scheduler.md").read_text() and told in (ROOT / "README.md").read_text()
+    )
+
+
 @STACK
 def test_it_serves_chats_in_place_of_the_scheduler(stack: RunningStack) -> None:
     names = {row["service"] for row in stack.status()["services"]}

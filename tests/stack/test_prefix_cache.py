@@ -141,6 +141,23 @@ def test_two_keys_do_not_share(tmp_path: Path) -> None:
         other.close()
 
 
+def test_a_worker_that_is_stopped_leaves_what_was_hot_on_disk(tmp_path: Path) -> None:
+    """Nothing has left the device by then: without the flush nothing would be found."""
+    settings = ("worker.prefix_cache.disk_mb=64", f"worker.prefix_cache.disk_path={tmp_path / 'kv'}")
+    with running_stack(tmp_path / "run", workers=1, settings=settings) as stack:
+        tenant = Tenant(stack)
+        prompt = prompt_of(8, 400)
+        first = tenant.complete(prompt)
+        stack.signal("worker-0", signal.SIGTERM)
+        stack.until_restarted("worker-0", restarts=1)
+        again = tenant.complete(prompt)
+        assert (first.cached_tokens, again.cached_tokens) == (0, 384)
+        assert again.text == first.text
+        disk = stack.details("worker-0")["prefix_tiers"][2]
+        assert disk["hits"] > 0 and disk["faults"] == 0
+        tenant.close()
+
+
 def test_a_killed_worker_finds_its_disk_again(tmp_path: Path) -> None:
     settings = (
         "worker.kv_blocks=64",

@@ -1,16 +1,12 @@
 """The three cores that a request meets (gateway stream, scheduler, worker) in one process, on virtual time.
 
-Nothing of them is replaced; only bus and engine are: messages take a random time, keep their order per pair
-of sender and receiver, and may be lost; the engine's token is a function of sequence and index, so that every
-answer is known beforehand. Processes can be killed, frozen and restarted.
+Nothing of them is replaced; only bus and engine are. The bus is `virtual_net`; the engine's token is a
+function of sequence and index, so that every answer is known beforehand.
 """
 
-import heapq
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -29,15 +25,15 @@ from services.worker.kv.pool import BlockPool
 from services.worker.sampling import Sampled
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Effects, Identity, StepCore, StepWork
-from shared.errors import DeadlineExceeded, KvasirError, NoResponder
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenFrame
+from tests.stack.virtual_net import Process, VirtualNet
 
 END_TOKEN = 2
 MODEL = "m"
-TICK_S, BEAT_S, REPORT_S, DEADLINE_S = 0.05, 0.25, 0.5, 1.0
+TICK_S, BEAT_S, REPORT_S = 0.05, 0.25, 0.5
 
 
 @dataclass(frozen=True)
@@ -60,37 +56,19 @@ def hash_of(key: SequenceKey) -> int:
 
 
 @dataclass
-class Process:
-    """Alive or not; while it is frozen, or its engine computes a step, its mail waits."""
-
-    name: str
-    alive: bool = True
-    frozen: bool = False
-    busy: bool = False
-    life: int = 0
-    """Mail of an earlier life is not delivered."""
-    mail: list[Callable[[], None]] = field(default_factory=list)
-
-
-@dataclass
 class WorkerProcess(Process):
     core: Any = None
     beats: int = 0
     incarnation: int = 0
 
 
-class World:
+class World(VirtualNet):
     """One gateway, one scheduler, some workers. `run` returns when every stream has ended, or time is up."""
 
     def __init__(self, seed: int, wanted: list[Wanted], *, workers: int, kv_blocks: int, loss: float) -> None:
-        self.random = random.Random(seed)
+        super().__init__(seed, loss)
         self.wanted = {(f"r{number}", 0): one for number, one in enumerate(wanted)}
         self.kv_blocks = kv_blocks
-        self.loss = loss
-        self.now_s = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-        self._last_arrival: dict[tuple[str, str], float] = {}
         self.streams: dict[SequenceKey, Stream] = {}
         self.table, self.view = WorkerTable(MODEL, 3.0), SchedulerView(3.0)
         self.gateway = Process("g")
@@ -103,114 +81,16 @@ class World:
         self._every(TICK_S, self._gateway_tick)
         self._every(REPORT_S, self._gateway_report)
 
-    # --- time
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_s, next(self._numbers), action))
-
-    def run(self, until_s: float) -> None:
-        while self._events and self.now_s < until_s:
-            self.now_s, _, action = heapq.heappop(self._events)
-            action()
-            if len(self.streams) == len(self.wanted) and not any(s.is_open for s in self.streams.values()):
-                return
-
-    def _every(self, interval_s: float, action: Callable[[], None], owner: Process | None = None) -> None:
-        life = owner.life if owner else 0
-
-        def again() -> None:
-            if owner is not None and (not owner.alive or owner.life != life):
-                return
-            if owner is None or not owner.frozen:
-                action()
-            self.at(self.now_s + interval_s, again)
-
-        self.at(self.now_s + interval_s * self.random.random(), again)
-
-    # --- messages
-
-    def send(self, sender: str, receiver: Process, handle: Callable[[], None], *, lossy: bool = True) -> None:
-        """Deliver after a while, in order, unless lost or the receiver is another one by then."""
-        if lossy and self.random.random() < self.loss:
-            return
-        life = receiver.life
-        delay_s = self.random.choice((0.0005, 0.001, 0.003, 0.02))
-        time_s = max(self._last_arrival.get((sender, receiver.name), 0.0), self.now_s + delay_s)
-        self._last_arrival[(sender, receiver.name)] = time_s
-
-        def deliver() -> None:
-            if not receiver.alive or receiver.life != life:
-                return
-            if receiver.frozen or receiver.busy:
-                receiver.mail.append(handle)
-            else:
-                handle()
-
-        self.at(time_s, deliver)
-
-    def ask(
-        self,
-        sender: Process,
-        receiver: Process,
-        question: Callable[[], Any],
-        on_answer: Callable[[Any], None],
-        on_error: Callable[[KvasirError], None],
-    ) -> None:
-        """A request: its answer, its error, or a deadline; exactly one of them, if the sender lives to see
-        it."""
-        life, open_ = sender.life, [True]
-
-        def once(handle: Callable[[Any], None], value: Any) -> None:
-            if open_[0] and sender.alive and sender.life == life:
-                open_[0] = False
-                handle(value)
-
-        def serve() -> None:
-            try:
-                answer = question()
-            except KvasirError as error:
-                failure = error
-                self.send(receiver.name, sender, lambda: once(on_error, failure))
-                return
-            self.send(receiver.name, sender, lambda: once(on_answer, answer))
-
-        if not receiver.alive:
-            self.at(self.now_s + 0.001, lambda: once(on_error, NoResponder("dead")))
-            return
-        self.send(sender.name, receiver, serve)
-        self.at(self.now_s + DEADLINE_S, lambda: once(on_error, DeadlineExceeded("late")))
-
-    # --- processes
-
-    def kill(self, process: Process, back_after_s: float) -> None:
-        process.alive, process.frozen, process.busy = False, False, False
-        process.life += 1
-        process.mail.clear()
-        self.at(self.now_s + back_after_s, lambda: self._revive(process))
+    @property
+    def is_over(self) -> bool:
+        """Every answer is there, or has failed."""
+        return len(self.streams) == len(self.wanted) and not any(s.is_open for s in self.streams.values())
 
     def _revive(self, process: Process) -> None:
         if isinstance(process, WorkerProcess):
             self.start_worker(process)
         else:
             self.start_scheduler()
-
-    def freeze(self, process: Process, for_s: float) -> None:
-        process.frozen, life = True, process.life
-
-        def wake() -> None:
-            if process.life == life:
-                process.frozen = False
-                self._read_mail(process)
-
-        self.at(self.now_s + for_s, wake)
-
-    def _read_mail(self, process: Process) -> None:
-        waiting, process.mail = process.mail, []
-        for number, handle in enumerate(waiting):
-            if process.frozen or process.busy:
-                process.mail = waiting[number:] + process.mail
-                return
-            handle()
 
     # --- the gateway
 

@@ -29,5 +29,11 @@ def create(name: str) -> PlacementPolicy:
     if name not in outside:
         names = ", ".join(sorted({*POLICIES, *outside}))
         raise ConfigError(f"no placement policy {name!r}; there are {names}", param="policy")
-    policy: PlacementPolicy = outside[name].load()()
+    point = outside[name]
+    try:
+        policy: PlacementPolicy = point.load()()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"placement policy {name!r} ({point.value}) cannot be made: {error}", param="policy"
+        ) from error
     return policy

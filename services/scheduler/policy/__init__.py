@@ -6,7 +6,7 @@ A third party declares an entry point in the group `kvasir.scheduler.policies`, 
 
 from importlib.metadata import EntryPoint, entry_points
 
-from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
 from services.scheduler.policy.ecoserve.variants import (
     EcoServe,
     EcoServeD,
@@ -25,6 +25,7 @@ from services.scheduler.policy.vllm import VllmPolicy
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.scheduler.policies"
+_TRIAL_SHAPE = WorkerShape(block_tokens=16, capacity_blocks=4096)
 BUILT_IN: dict[str, PolicyFactory] = {
     "ecoserve": EcoServe,
     "ecoserve_d": EcoServeD,
@@ -69,3 +70,9 @@ def find_policy(name: str) -> PolicyFactory:
     if not callable(factory):
         raise ConfigError(f"policy {name!r} ({point.value}) is not a factory of policies", param="policy")
     return factory
+
+
+def check_policy(name: str, settings: PolicySettings) -> None:
+    """Make one that nobody uses: policies read their options when they are made. Raises ConfigError for a
+    name, or an option, that is not known, and for a value that cannot be used."""
+    find_policy(name)(_TRIAL_SHAPE, settings)

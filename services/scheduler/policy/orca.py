@@ -15,6 +15,7 @@ Source: algorithms.md §1 and papers/003 §2 for the policy as a rival; how batc
 
 from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.first_come import Draft, FirstComePolicy
+from services.scheduler.policy.options import read_options
 from services.scheduler.policy.progress import Entry, Stage
 from shared.messages.sequence import SequenceKey
 
@@ -23,6 +24,7 @@ class OrcaPolicy(FirstComePolicy):
     """One worker's batches. Implements `contract.BatchPolicy`."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        read_options("orca", settings.options, {})
         super().__init__(shape, settings)
         self._adopted: set[SequenceKey] = set()
         """Those that may hold less than their maximum."""

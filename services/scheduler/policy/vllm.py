@@ -5,13 +5,18 @@ none is left the newest sequence gives up its own. The rival that papers/003 mea
 chunked form. How batches are put together is in `first_come.py`.
 """
 
-from services.scheduler.policy.contract import PlannedBatch
+from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
 from services.scheduler.policy.first_come import Draft, FirstComePolicy
+from services.scheduler.policy.options import read_options
 from services.scheduler.policy.progress import Entry
 
 
 class VllmPolicy(FirstComePolicy):
     """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        read_options("vllm", settings.options, {})
+        super().__init__(shape, settings)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         draft = self._draft()

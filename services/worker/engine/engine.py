@@ -48,6 +48,11 @@ class Engine(Protocol):
     @property
     def block_tokens(self) -> int: ...
 
+    @property
+    def weights(self) -> str:
+        """Digest of the model's weights, in hex."""
+        ...
+
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Compute all rows in one iteration, writing their KV.
 
@@ -75,9 +80,10 @@ class TorchEngine:
         release: bool = False,
     ) -> None:
         self._model = model
+        self.weights = weights_digest(model.module)
         self.fingerprint = fingerprint(
             model=type(model.module).__name__,
-            weights=weights_digest(model.module),
+            weights=self.weights,
             dtype=str(model.dtype),
             layout=layout_name(model.layers),
             block_tokens=block_tokens,

@@ -4,12 +4,13 @@ Nothing waits here and nothing in flight holds anything up: a block that is copi
 forgotten, meanwhile; then the copy is for nothing and its slot is free again. Pure.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from services.worker.kv.gate import CostGate
 from services.worker.kv.inventory import Inventory
 from services.worker.kv.mover import BlockMover, StoredBlock
 from services.worker.kv.news import PrefixNews
+from services.worker.kv.parting import Write, flush
 from services.worker.kv.tree import Node, Tier
 from shared.blocks import BlockHash
 
@@ -124,6 +125,10 @@ class LowerTiers:
             taken.append(block.place)
         self._books.disk.claim(taken)
         return len(taken)
+
+    def flush(self, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
+        """At the end, with nothing in flight: see `parting.flush`."""
+        return flush(self._books, write, may_go_on)
 
     def _start_read(self, node: Node, kept: Collection[BlockHash]) -> bool:
         place = self._books.slot(Tier.HOST, kept)

@@ -19,6 +19,11 @@ class PrefixCacheConfig(BaseModel):
     host_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: host_mb counts")
     disk_mb: int = Field(default=0, ge=0, description="file for blocks that outlive the worker, in MiB")
     disk_path: str = Field(default="", description="folder of that file; each worker has its own in it")
+    flush_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="at a clean stop, so long for writing to disk what is only in memory; 0: nothing",
+    )
     lookahead_sequences: int = Field(
         default=64,
         ge=0,

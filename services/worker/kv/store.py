@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Protocol, runtime_checkable
 
 from services.worker.kv.cache import PrefixCache, Tiers
@@ -61,9 +62,24 @@ class KvStore:
         while self._done:
             self._done.popleft().apply(self.cache)
 
-    def close(self, deadline_s: float) -> bool:
-        """End the I/O thread; False when it did not end in time. What is on disk stays."""
+    def close(self, deadline_s: float, flush_s: float = 0.0) -> bool:
+        """End the I/O thread; False when it did not end in time. What is on disk stays; for `flush_s` what is
+        only in memory joins it. To be called when the engine's thread, which owns the cache, has ended."""
+        if self.disk is not None and flush_s > 0 and self.mover.halt(deadline_s):
+            self._flush(flush_s)
         return self.mover.close(deadline_s)
+
+    def _flush(self, flush_s: float) -> None:
+        disk, began_s = self.disk, monotonic()
+        assert disk is not None
+        self.settle()
+        until_s, faults = began_s + flush_s, disk.counts["write_errors"]
+        written, left = self.cache.flush(
+            lambda node, tier, source: self.mover.write_now(node, tier, source, until_s),
+            lambda: monotonic() < until_s and disk.counts["write_errors"] == faults,
+        )
+        took_s = round(monotonic() - began_s, 3)
+        canonical(_log, "prefix cache flushed", written_blocks=written, left_blocks=left, took_s=took_s)
 
 
 def open_store(

@@ -10,12 +10,12 @@ from shared.errors import ConfigError
 GOOD = """
 name: two
 grid:
-  policy: [vllm, orca]
+  policy: [vllm, fastgen]
   rate: [1, 2.5]
   trace: [alpaca]
 requests: 40
 machine: {capacity_blocks: 100}
-options: {orca: {}}
+options: {fastgen: {tfs_tokens: 64}}
 """
 
 
@@ -30,8 +30,8 @@ def test_the_grid_is_the_product_of_its_axes(tmp_path: Path) -> None:
     assert [(cell.policy, cell.rate) for cell in experiment.cells] == [
         ("vllm", 1),
         ("vllm", 2.5),
-        ("orca", 1),
-        ("orca", 2.5),
+        ("fastgen", 1),
+        ("fastgen", 2.5),
     ]
     assert experiment.machine.capacity_blocks == 100
     assert experiment.mode == "simulator"
@@ -43,9 +43,11 @@ def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Pat
     assert len(folders) == 4
     same = read_experiment(write(tmp_path, GOOD.replace("two", "other name")))
     assert {same.folder(cell) for cell in same.cells} == folders
-    for old, new in (("40", "41"), ("100}", "101}"), ("{orca: {}}", "{orca: {a: 1}, vllm: {a: 1}}")):
+    for old, new in (("40", "41"), ("100}", "101}")):
         changed = read_experiment(write(tmp_path, GOOD.replace(old, new)))
         assert not {changed.folder(cell) for cell in changed.cells} & folders
+    changed = read_experiment(write(tmp_path, GOOD.replace("64", "65")))
+    assert len({changed.folder(cell) for cell in changed.cells} & folders) == 2, "those of vllm"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,10 @@ def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Pat
         ("rate: [1, 2.5]", "speed: [1]", "unknown axis"),
         ("rate: [1, 2.5]", "rate: 3", "write a list"),
         ("rate: [1, 2.5]", "rate: [-1]", "above 0"),
-        ("[vllm, orca]", "[vllm, nobody]", "nobody"),
+        ("[vllm, fastgen]", "[vllm, nobody]", "nobody"),
+        ("tfs_tokens: 64", "tsf_tokens: 64", "no option 'tsf_tokens'; it has: tfs_tokens"),
+        ("{tfs_tokens: 64}", "64", "OPTION: VALUE"),
+        ("{fastgen:", "{nobody:", "nobody"),
         ("requests: 40", "requests: many", "whole number"),
         ("name: two", "mode: dreamt", "simulator or live"),
         ("name: two", "mode: live\nname: [", "cannot be read"),

@@ -148,7 +148,7 @@ async def make_stack(
             port = free_port()
             defaults: dict[str, object] = {
                 "model": str(model_folder),
-                "model_name": MODEL,
+                "served_name": MODEL,
                 "port": port,
                 "api_key_sha256": (hashlib.sha256(KEY.encode()).hexdigest(),),
                 "bus": bus_config,

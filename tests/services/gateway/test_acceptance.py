@@ -23,7 +23,7 @@ async def context() -> int:
 
 
 def make(codec: Codec, **settings: Any) -> Acceptance:
-    return Acceptance(GatewayConfig.model_validate({"model_name": "m", **settings}), codec)
+    return Acceptance(GatewayConfig.model_validate({"served_name": "m", **settings}), codec)
 
 
 @pytest_asyncio.fixture

@@ -92,7 +92,7 @@ async def test_the_configuration_sets_one_and_bounds_what_clients_ask_for(make_s
 
 
 async def test_waiting_for_a_first_worker_counts(make_stack: MakeStack) -> None:
-    stack = await make_stack(wait_ready=False, model_name="another")
+    stack = await make_stack(wait_ready=False, served_name="another")
     body = {**stack.body, "model": "another"}
     reply = await stack.http.post("/v1/chat/completions", json=body, headers={HEADER: "0.1"})
     assert reply.status_code == 504

@@ -50,7 +50,7 @@ def job(prompts: int = 1, n: int = 1, **fields: Any) -> Job:
 
 @pytest_asyncio.fixture
 async def desk(connect_bus: Callable[..., Awaitable[Bus]], codec: Codec) -> AsyncIterator[Desk]:
-    config = GatewayConfig.model_validate({"model_name": "m", "max_active_sequences": 4})
+    config = GatewayConfig.model_validate({"served_name": "m", "max_active_sequences": 4})
     async with asyncio.TaskGroup() as tasks:
         desk = Desk(config, await connect_bus("gateway", "gateway-0"), codec, tasks, lambda: 0.0)
         sending = tasks.create_task(desk.dispatch.outbox.run())
@@ -102,7 +102,7 @@ async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Des
 
 
 async def test_waiting_for_the_first_worker(desk: Desk) -> None:
-    with pytest.raises(NoResponder, match="no worker serves 'm' yet"):
+    with pytest.raises(NoResponder, match="no worker serves 'm'"):
         await desk.context_tokens(0.05)
     waiting = asyncio.create_task(desk.context_tokens(5))
     await asyncio.sleep(0.01)

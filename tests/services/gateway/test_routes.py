@@ -231,10 +231,10 @@ async def test_an_unforeseen_error_is_500_and_says_nothing_of_it(
 
 
 async def test_no_worker_ever_is_503(make_stack: MakeStack) -> None:
-    stack = await make_stack(wait_ready=False, model_name="another", admit_timeout_s=0.3)
+    stack = await make_stack(wait_ready=False, served_name="another", admit_timeout_s=0.3)
     reply = await stack.http.post(CHAT, json={**stack.body, "model": "another"})
     assert reply.status_code == 503
-    assert "no worker serves 'another' yet" in error_of(reply)["message"]
+    assert "no worker serves 'another'" in error_of(reply)["message"]
     assert NoResponder.code == error_of(reply)["code"]
     wrong = await asyncio.wait_for(stack.http.post(CHAT, json={**stack.body, "model": "third"}), 0.2)
     assert wrong.status_code == 404, "what is wrong anyway does not wait for a worker"

@@ -95,3 +95,10 @@ def test_another_scheduler_is_noticed_and_an_old_one_is_not() -> None:
     assert view.on_announced(announced("s1", 1, 7), 4), "a standby took over"
     assert not view.on_announced(announced("s0", 2, 6), 4), "the one before, woken"
     assert view.scheduler_id == "s1"
+
+
+def test_why_nobody_serves_the_model_names_what_is_served_instead() -> None:
+    table = WorkerTable("m", timeout_s=2)
+    assert table.absence == "no worker serves 'm'"
+    table.on_report(report("w", model="other"), 0)
+    assert "w serves 'other'" in table.absence and "same served_name" in table.absence

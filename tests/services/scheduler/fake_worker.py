@@ -56,7 +56,8 @@ class Queued:
     plan: BatchPlan
     received_s: float
     steps_done: int = 0
-    ended: set[SequenceRef] = field(default_factory=set)
+    told: set[SequenceRef] = field(default_factory=set)
+    """Ended while it ran, or reported as skipped: passed over silently from then on."""
 
 
 @dataclass
@@ -84,6 +85,7 @@ class FakeWorker:
     """Requests whose items it always skips."""
     is_mute: bool = False
     """Answers no snapshot."""
+    weights: str = "11" * 16
 
     @property
     def used_blocks(self) -> int:
@@ -140,9 +142,10 @@ class FakeWorker:
                 ran = True
                 decoded += isinstance(item, Decode)
                 prefilled += item.end_token - item.first_token if isinstance(item, PrefillChunk) else 0
-            elif item.ref not in queued.ended:
+            elif item.ref not in queued.told:
+                queued.told.add(item.ref)
                 skipped.append(SkippedItem(ref=item.ref, reason=outcome))
-        queued.ended.update(ended.ref for ended in self.ended_now)
+        queued.told.update(ended.ref for ended in self.ended_now)
         assert self.used_blocks <= self.total_blocks, "more blocks than there are"
         queued.steps_done += ran
         over = not ran or queued.steps_done >= plan.steps
@@ -163,6 +166,7 @@ class FakeWorker:
             epoch=self.epoch,
             plan_seq=self.last_seq,
             model="fake",
+            weights=self.weights,
             block_tokens=self.block_tokens,
             max_context_tokens=min(self.max_context_tokens, self.total_blocks * self.block_tokens),
             capacity=Capacity(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.policy import find_policy, policy_names
+from services.scheduler.policy import BUILT_IN, check_policy, find_policy, policy_names
 from services.scheduler.policy.contract import BatchPolicy, PolicySettings, WorkerShape
 from services.scheduler.policy.vllm import VllmPolicy
 from shared.errors import ConfigError
@@ -59,3 +59,27 @@ def test_a_built_in_name_cannot_be_taken_over(installed: None) -> None:
 def test_a_broken_entry_point_is_a_configuration_error(installed: None) -> None:
     with pytest.raises(ConfigError, match="kvasir_patience:Missing"):
         find_policy("broken")
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_every_policy_refuses_an_option_that_it_does_not_have_and_names_those_it_has(name: str) -> None:
+    check_policy(name, PolicySettings())
+    with pytest.raises(ConfigError, match=r"'levles'.*(it has|known): \w+"):
+        check_policy(name, PolicySettings(options={"levles": 3}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ecoserve", {"pad": "much"}),
+        ("fastgen", {"tfs_tokens": 0}),
+        ("fastserve", {"levels": 2.5}),
+        ("kvasir", {"slack_edges_s": [2, 1]}),
+        ("sync_coupled", {"group_tokens": True}),
+    ],
+)
+def test_an_option_of_the_wrong_type_or_size_is_refused_by_name(
+    name: str, options: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        check_policy(name, PolicySettings(options=options))

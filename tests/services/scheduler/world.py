@@ -135,9 +135,9 @@ class World:
 
     # workers
 
-    def start_worker(self, worker_id: str) -> None:
+    def start_worker(self, worker_id: str, **fields: Any) -> None:
         self._incarnations += 1
-        worker = FakeWorker(worker_id, self._incarnations, total_blocks=self.total_blocks)
+        worker = FakeWorker(worker_id, self._incarnations, total_blocks=self.total_blocks, **fields)
         self.workers[worker_id] = worker
         self.time.after(0.0, lambda: self._beat(worker))
         self.time.after(0.0, lambda: self._run_worker(worker))

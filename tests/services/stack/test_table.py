@@ -83,10 +83,15 @@ async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
     specs = await table(tmp_path, config=StackConfig(workers=1, model=str(tmp_path / "mine")))
     for spec in (specs["gateway-0"], specs["worker-0"]):
         assert spec.env["KVASIR_GATEWAY__MODEL"] == spec.env["KVASIR_WORKER__MODEL"] == str(tmp_path / "mine")
-        assert spec.env["KVASIR_GATEWAY__MODEL_NAME"] == spec.env["KVASIR_WORKER__SERVED_NAME"] == "mine"
+        assert spec.env["KVASIR_GATEWAY__SERVED_NAME"] == spec.env["KVASIR_WORKER__SERVED_NAME"] == "mine"
     specs = await table(tmp_path, config=StackConfig(workers=1, model="someone/model"))
     assert specs["worker-0"].env["KVASIR_WORKER__MODEL"] == "someone/model"
-    assert specs["gateway-0"].env["KVASIR_GATEWAY__MODEL_NAME"] == "model"
+    assert specs["gateway-0"].env["KVASIR_GATEWAY__SERVED_NAME"] == "model"
+    specs = await table(tmp_path, config=StackConfig(workers=1, served_name="ours"))
+    assert specs["gateway-0"].env["KVASIR_GATEWAY__SERVED_NAME"] == "ours"
+    assert specs["worker-0"].env["KVASIR_WORKER__SERVED_NAME"] == "ours"
+    with pytest.raises(ConfigError, match="--served-name"):
+        await table(tmp_path, "worker.served_name=theirs")
 
 
 @pytest.mark.parametrize("text", ["kv_blocks=1", "worker.kv_blocks", "=1", "worker=1"])

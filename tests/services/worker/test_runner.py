@@ -31,6 +31,7 @@ class CountingEngine:
     max_positions = 64
     kv_blocks = 16
     block_tokens = BLOCK_TOKENS
+    weights = ""
 
     def __init__(self) -> None:
         self.broken = False

@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
+from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Row
 from services.worker.sampling import Sampled
-from services.worker.service import Worker, make_engine
+from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root
 from shared.bus import Bus, Listener
-from shared.errors import ConfigError, InternalError, StaleEpoch
+from shared.errors import InternalError, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk, StepOutcome, WorkerStepped
@@ -300,6 +301,7 @@ class BrokenEngine:
     max_positions = 64
     kv_blocks = 60
     block_tokens = 4
+    weights = ""
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         raise RuntimeError("as told")
@@ -341,16 +343,3 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
         subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=DEADLINE_S
     )
     assert answer.added.startswith(told.added) and answer.seq >= 1
-
-
-async def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no model"):
-        make_engine(WorkerConfig(model=str(tmp_path)))
-
-
-def test_capacity_can_be_given_in_bytes(config: WorkerConfig) -> None:
-    block_bytes = 2 * 2 * (16 + 16) * 4 * 4
-    engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
-    assert engine.kv_blocks == 11
-    with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
-        make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))

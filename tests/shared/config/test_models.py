@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.config import ServiceConfig
+from shared.config import ModelServiceConfig, ServiceConfig
 from tests.shared.config.gateway import GatewayConfig
 
 
@@ -26,3 +26,9 @@ def test_the_default_instance_follows_the_class() -> None:
 
     given: dict[str, Any] = {"instance": "other-1"}
     assert LongNamedConfig().instance == "long-named-0" and LongNamedConfig(**given).instance == "other-1"
+
+
+def test_a_model_is_called_by_the_last_part_of_where_it_is_unless_it_is_named() -> None:
+    assert ModelServiceConfig().served_name == "tiny_chat"
+    assert ModelServiceConfig(model="someone/big-one").served_name == "big-one"
+    assert ModelServiceConfig(model="/data/models/mine/", served_name="ours").served_name == "ours"

@@ -16,6 +16,7 @@ import numpy as np
 
 from services.worker.kv.cache import PrefixCache
 from services.worker.kv.mover import Load, Loaded, Store, StoredBlock
+from services.worker.kv.tiers.checksum import checksum
 from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import Records, Row
@@ -148,15 +149,38 @@ class TierMover:
 
         return self._start(Done(name, target, ok=True, written=False), read)
 
-    def close(self, deadline_s: float) -> bool:
+    def write_now(self, node: StoredBlock, tier: Tier, source: int, until_s: float) -> bool:
+        """Device block or host slot → the node's disk slot, in this thread, once the I/O thread has ended.
+        False when there is no disk, the source is not intact, writing failed, or it would end after `until_s`
+        (monotonic clock)."""
+        disk = self._disk
+        if disk is None:
+            return False
+        if tier is Tier.HOST:
+            row, sum_ = self._host.row(source), self._host.checksum_of(source)
+            is_intact = self._host.is_intact(source, node.name)
+        else:
+            row, is_intact = self._staged[0], True
+            self._records.read([source], [row])
+            sum_ = checksum(row, node.name, disk.geometry.fingerprint)
+        return is_intact and self._throttles.disk.wait(row.nbytes, until_s) and disk.write(node, row, sum_)
+
+    def halt(self, deadline_s: float) -> bool:
         """End the I/O thread after the copy it is at; what is queued is answered as failed. False when it did
-        not end in time: the file is then left open, since the thread may still be writing."""
+        not end in time."""
         with self._lock:
             self._closing = True
         self._queue.put(None)
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             _logger.warning("the I/O thread of the KV tiers did not end within %.1f s", deadline_s)
+            return False
+        return True
+
+    def close(self, deadline_s: float) -> bool:
+        """`halt`, and give the file back. False when the thread did not end in time: the file is then left
+        open, since it may still be written."""
+        if not self.halt(deadline_s):
             return False
         if self._disk is not None:
             self._disk.close()

@@ -35,3 +35,15 @@ def test_policies_are_found_by_name_ours_and_others(monkeypatch: pytest.MonkeyPa
     assert policy.create("elsewhere").choose(1, ROOMS) == "w0"
     with pytest.raises(ConfigError, match="best_fit, elsewhere, prefix_aware, worst_fit"):
         policy.create("nonsense")
+
+
+def test_one_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name, value = "broken", "elsewhere:Missing"
+
+        def load(self) -> type[Elsewhere]:
+            raise ImportError("no module named elsewhere")
+
+    monkeypatch.setattr(policy, "entry_points", lambda group: [Point()])
+    with pytest.raises(ConfigError, match=r"broken.*elsewhere:Missing.*no module"):
+        policy.create("broken")

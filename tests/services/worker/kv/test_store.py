@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -146,4 +147,28 @@ def test_what_starts_soon_is_read_ahead(engine: TorchEngine, tmp_path: Path) -> 
         rig.settle()
     rig.serve([FIRST])
     assert found(rig) == (0, 8, 0) and read_figures(rig.store).prefetched == 8
+    rig.close()
+
+
+def test_a_clean_stop_writes_what_is_only_in_memory_within_its_time(
+    engine: TorchEngine, tmp_path: Path, answer: list[list[int]]
+) -> None:
+    rig = PrefixRig(engine, tiers_in(tmp_path))
+    rig.serve([FIRST])
+    assert rig.store is not None and rig.store.close(20.0, flush_s=20.0)
+    rig = again(engine, tmp_path, answer)
+    assert sum(found(rig)) == 8 and rig.prefilled_tokens == 1
+    rig.close()
+
+
+def test_a_disk_too_slow_for_the_time_there_is_gets_a_beginning_or_nothing(
+    engine: TorchEngine, tmp_path: Path, answer: list[list[int]]
+) -> None:
+    rig = PrefixRig(engine, tiers_in(tmp_path, disk_bytes_per_s=20_000))
+    rig.serve([FIRST])
+    began_s = time.monotonic()
+    assert rig.store is not None and rig.store.close(20.0, flush_s=0.3)
+    assert time.monotonic() - began_s < 5
+    rig = again(engine, tmp_path, answer)
+    assert sum(found(rig)) < 8
     rig.close()

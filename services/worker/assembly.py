@@ -1,0 +1,91 @@
+"""What a worker is put together from: the engine, warm; its prefix cache; the core that decides.
+
+Settings in, parts out; nothing here runs, and nothing but the worker's name comes from the bus.
+"""
+
+import gc
+import socket
+from collections.abc import Callable
+
+import torch
+
+from services.worker.config import WorkerConfig
+from services.worker.cores import bind_to
+from services.worker.engine.engine import Engine, TorchEngine, warm_up
+from services.worker.engine.loading import load
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.store import CacheableEngine, KvStore, open_store
+from services.worker.prefixes import Prefixes
+from services.worker.sequences import Limits, SequenceTable
+from services.worker.steps import Identity, StepCore
+from shared.bus import Bus
+from shared.errors import ConfigError
+
+
+def open_cache(
+    config: WorkerConfig, engine: Engine, instance: str, wake: Callable[[], None]
+) -> KvStore | None:
+    """None where it is switched off, or the engine's KV cannot be copied."""
+    if config.prefix_cache.enabled and isinstance(engine, CacheableEngine):
+        return open_store(config.prefix_cache, engine, instance, wake)
+    return None
+
+
+def prefixes_of(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
+    if store is None:
+        return None
+    return Prefixes(store.cache, store.fingerprint, config.prefix_cache.lookahead_sequences)
+
+
+def work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
+    if store is not None and prefixes is not None:
+        store.settle()
+        prefixes.work_ahead()
+
+
+def core_of(bus: Bus, config: WorkerConfig, engine: Engine, prefixes: Prefixes | None) -> StepCore:
+    max_context_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
+    identity = Identity(
+        worker_id=bus.instance,
+        incarnation=bus.incarnation,
+        model=config.served_name,
+        max_context_tokens=max_context_tokens,
+        host=config.host or socket.gethostname(),
+        weights=engine.weights,
+    )
+    limits = Limits(
+        max_context_tokens=max_context_tokens,
+        vocabulary=engine.vocabulary,
+        end_retention_s=config.end_retention_s,
+        gateway_timeout_s=config.gateway_timeout_s,
+    )
+    pool = BlockPool(engine.kv_blocks, engine.block_tokens)
+    return StepCore(identity, SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes))
+
+
+def make_engine(config: WorkerConfig) -> Engine:
+    """The configured engine, warm: the first request finds nothing left to set up. Raises ConfigError."""
+    torch.set_num_threads(config.threads)
+    model = load(config.model, dtype=config.dtype, device=config.device)
+    block_bytes = model.block_bytes(config.block_tokens)
+    kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
+    if kv_blocks < 1:
+        raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
+    engine = TorchEngine(
+        model,
+        kv_blocks=kv_blocks,
+        block_tokens=config.block_tokens,
+        attention=config.attention,
+        threads=config.threads,
+        release=True,
+    )
+    warm_up(engine)
+    gc.collect()
+    gc.freeze()  # What is there now stays: no collection during a step walks through it.
+    return engine
+
+
+def make_bound_engine(config: WorkerConfig) -> Engine:
+    """On the engine's cores, so that compute threads started on the way are there, too."""
+    bind_to(config.engine_cores, "engine_cores")
+    return make_engine(config)

@@ -1,0 +1,49 @@
+"""What tests say to one stream: deltas, reports of workers, and a stream that has begun."""
+
+from services.gateway.effects import Submit, WorkerStart
+from services.gateway.streams import Stream
+from services.gateway.timing import StreamTiming
+from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.tokens import TokenDelta
+
+KEY = ("req_1", 0)
+TIMING = StreamTiming(frame_timeout_s=3, fetch_grace_s=0.25, retry_s=0.2, give_up_s=60)
+A: WorkerStart = ("a", 1)
+B: WorkerStart = ("b", 1)
+
+
+def delta(
+    attempt: int, first: int, tokens: tuple[int, ...], end: FinishReason | None = None, cached: int = 0
+) -> TokenDelta:
+    return TokenDelta(*KEY, attempt, first, tokens, end, cached)
+
+
+def ref(attempt: int) -> SequenceRef:
+    return SequenceRef(request_id=KEY[0], choice=KEY[1], attempt=attempt)
+
+
+def listed(
+    attempt: int, tokens: int, end: FinishReason | None = None, state: SequenceState = SequenceState.DECODING
+) -> SequenceReport:
+    return SequenceReport(
+        ref=ref(attempt),
+        gateway_id="g",
+        state=SequenceState.ENDED if end else state,
+        prompt_tokens=3,
+        generated_tokens=tokens,
+        computed_tokens=0,
+        max_tokens=100,
+        allocated_blocks=1,
+        finish_reason=end,
+    )
+
+
+def begun() -> Stream:
+    """Submitted, taken by the scheduler, two tokens received from A."""
+    stream = Stream(KEY, TIMING, 0.0)
+    assert stream.submit(0.0) == (Submit(1, 1),)
+    assert stream.on_submitted(1, 0.1) == ()
+    assert stream.on_delta(delta(1, 0, (10, 11)), A, 0.2) == ()
+    stream.check_integrity()
+    return stream

@@ -1,0 +1,23 @@
+"""Parts of a worker made from its settings."""
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.assembly import make_engine
+from services.worker.config import WorkerConfig
+from shared.errors import ConfigError
+
+
+def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no model"):
+        make_engine(WorkerConfig(model=str(tmp_path)))
+
+
+def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
+    block_bytes = 2 * 2 * (16 + 16) * 4 * 4
+    config = WorkerConfig(model=str(model_folder), block_tokens=4)
+    engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
+    assert engine.kv_blocks == 11
+    with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
+        make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
