@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from services.worker.pie.settings import PieSettings
 from shared.config import ServiceConfig
 
 
@@ -38,6 +39,7 @@ class WorkerConfig(ServiceConfig):
     stall_timeout_s: float = Field(
         default=60.0, gt=0, description="an iteration that takes longer ends the process"
     )
+    pie: PieSettings = Field(default=PieSettings(), description="layers of KV swapped to host memory")
     fault_drop_final_frames: bool = Field(
         default=False, description="for tests: lose every token frame in which a sequence ends"
     )

@@ -179,7 +179,11 @@ def _core(bus: Bus, config: WorkerConfig, engine: Engine) -> StepCore:
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    return StepCore(identity, SequenceTable(BlockPool(engine.kv_blocks, engine.block_tokens), limits))
+    if isinstance(engine, TorchEngine):
+        pool = engine.make_pool()
+    else:
+        pool = BlockPool(engine.kv_blocks, engine.block_tokens)
+    return StepCore(identity, SequenceTable(pool, limits))
 
 
 def make_engine(config: WorkerConfig) -> Engine:
@@ -197,6 +201,7 @@ def make_engine(config: WorkerConfig) -> Engine:
         attention=config.attention,
         threads=config.threads,
         release=True,
+        pie=config.pie,
     )
     warm_up(engine)
     gc.collect()
