@@ -9,11 +9,16 @@ from importlib.metadata import entry_points
 
 from services.placement.policy.base import PlacementPolicy
 from services.placement.policy.best_fit import BestFit
+from services.placement.policy.prefix_aware import PrefixAware
 from services.placement.policy.worst_fit import WorstFit
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.placement.policies"
-POLICIES: dict[str, Callable[[], PlacementPolicy]] = {"best_fit": BestFit, "worst_fit": WorstFit}
+POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+    "best_fit": BestFit,
+    "prefix_aware": PrefixAware,
+    "worst_fit": WorstFit,
+}
 
 
 def create(name: str) -> PlacementPolicy:

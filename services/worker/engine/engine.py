@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.backends import Pools
+from services.worker.engine.digest import layout_name, weights_digest
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel
@@ -19,6 +21,7 @@ from services.worker.pie.assembly import Pie, assemble
 from services.worker.pie.pool import ElasticPool
 from services.worker.pie.settings import PieSettings
 from services.worker.sampling import Sampled, SamplePoint
+from shared.blocks import fingerprint
 from shared.messages.sequence import Sampling
 
 
@@ -81,6 +84,13 @@ class TorchEngine:
         pie: PieSettings | None = None,
     ) -> None:
         self._model = model
+        self.fingerprint = fingerprint(
+            model=type(model.module).__name__,
+            weights=weights_digest(model.module),
+            dtype=str(model.dtype),
+            layout=layout_name(model.layers),
+            block_tokens=block_tokens,
+        )
         self.kv_blocks = kv_blocks
         self.block_tokens = block_tokens
         self.pie: Pie | None = None
@@ -105,6 +115,11 @@ class TorchEngine:
             store=None if self.pie is None else self.pie.store,
         )
         self._forward = make_forward(model, self._attention, threads=threads, release=release)
+
+    @property
+    def pools(self) -> Sequence[Pools]:
+        """K and V of each layer, as `kv.tiers.records` copies them."""
+        return self._attention.pools
 
     @property
     def vocabulary(self) -> int:
