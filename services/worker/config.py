@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.worker.pie.settings import PieSettings
 from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.pie.settings import PieSettings
 from shared.config import ServiceConfig
 
 
