@@ -65,6 +65,7 @@ class Worker:
     def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, clock: Clock = monotonic_s) -> None:
         self._bus = bus
         self._config = config
+        self._engine = engine
         self._clock = clock
         self._started_s = clock()
         self._loop = asyncio.get_running_loop()
@@ -165,6 +166,7 @@ class Worker:
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
                 **({} if figures is None else figures.details()),
+                **_expansion(self._engine),
             },
         )
 
@@ -242,16 +244,26 @@ class Worker:
 def _open_store(
     config: WorkerConfig, engine: Engine, instance: str, wake: Callable[[], None]
 ) -> KvStore | None:
-    """None where it is switched off, or the engine's KV cannot be copied."""
-    if config.prefix_cache.enabled and not config.pie.enabled and isinstance(engine, CacheableEngine):
-        return open_store(config.prefix_cache, engine, instance, wake)
-    return None
+    """None where it is switched off, the engine's KV cannot be copied, or Pie moves it about."""
+    if not config.prefix_cache.enabled or not isinstance(engine, CacheableEngine):
+        return None
+    if config.pie.enabled:
+        canonical(_log, "prefix cache left out", reason="worker.pie.enabled: blocks lie in no fixed place")
+        return None
+    return open_store(config.prefix_cache, engine, instance, wake)
 
 
 def _prefixes(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
     if store is None:
         return None
     return Prefixes(store.cache, store.fingerprint, config.prefix_cache.lookahead_sequences)
+
+
+def _expansion(engine: Engine) -> dict[str, float]:
+    """What Pie is at, if it is on."""
+    if not isinstance(engine, TorchEngine) or engine.pie is None:
+        return {}
+    return engine.pie.growth.expansion().details()
 
 
 def _work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:

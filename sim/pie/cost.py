@@ -137,8 +137,7 @@ class PieCost:
             used_blocks=used_blocks,
             capacity_blocks=capacity_blocks,
             swap_s=self._swap_s / max(1, self.iterations) if self.fifo_layers else 0.0,
-            work_blocks=self._work_tokens,
-            work_s=self._work_s,
+            work_rate=self._work_tokens / self._work_s if self._work_s else 0.0,
         )
         self._before = (self.compute_s, self.stall_s)
         self.iterations = self._tokens = self._work_tokens = 0

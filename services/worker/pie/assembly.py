@@ -8,7 +8,7 @@ import torch
 
 from services.worker.engine.attention import LayerShape, make_pools
 from services.worker.pie import sizes
-from services.worker.pie.copier import Copier, ThreadCopier
+from services.worker.pie.copier import Copier, InlineCopier, ThreadCopier
 from services.worker.pie.expansion import ExpansionController
 from services.worker.pie.growth import Growth
 from services.worker.pie.link import Link
@@ -61,7 +61,9 @@ def assemble(
     expansion = None
     if settings.expansion == "auto" and most:
         expansion = ExpansionController(count, most, fifo_layers=settings.fifo_layers)
-    growth = Growth(store, device_blocks, expansion, settings.window_iterations, clock)
+    growth = Growth(
+        store, device_blocks, expansion, settings.window_iterations, clock, notice_s=settings.notice_s
+    )
     return Pie(store, growth, links)
 
 
@@ -84,4 +86,5 @@ def _make_copier(
     links = {direction: Link(settings.bandwidth_limit, clock, time.sleep) for direction in Direction}
     for link in links.values():
         link.background_bytes_s = settings.background_traffic
-    return ThreadCopier(memory, links, clock), links
+    make = ThreadCopier if settings.overlap else InlineCopier
+    return make(memory, links, clock), links

@@ -1,9 +1,11 @@
 """Who carries Pie's transfers out on a CPU: one thread per direction, paced by a link.
 
-Knows slots and block ids; decides nothing. The same protocol has a version with CUDA streams (`streams`).
+Knows slots and block ids; decides nothing. The same protocol has a version with CUDA streams (`streams`), and
+one without any overlap, for comparison.
 """
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -92,6 +94,8 @@ class ThreadCopier:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, direction: Direction, done: Done) -> None:
+        if hasattr(os, "sched_setaffinity"):  # Not on the engine's core, if it has one for itself.
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
         while (work := self._queues[direction].get()) is not None:
             transfer, used = work
             began_s, sent, failure = self._clock(), 0, None
@@ -103,8 +107,47 @@ class ThreadCopier:
             done(transfer, sent, self._clock() - began_s, failure)
 
     def _copy(self, transfer: Transfer, used: torch.Tensor) -> int:
-        link = self._links[transfer.direction]
-        link.open()
-        if transfer.direction is Direction.OUT:
-            return self._memory.copy_out(transfer.device_slot, transfer.host_slot, used, link.pace)
-        return self._memory.copy_in(transfer.device_slot, transfer.host_slot, link.pace)
+        return copied(self._memory, self._links[transfer.direction], transfer, used)
+
+
+class InlineCopier:
+    """Implements `Copier` in the computation's own time: each copy is over before the computation goes on.
+
+    What swapping costs without Pie's overlap (papers/004 §2.3, on FlexGen); for comparison only.
+    """
+
+    poll_interval_s = 1.0
+
+    def __init__(self, memory: LayerMemory, links: dict[Direction, Link], clock: Callable[[], float]) -> None:
+        self._memory, self._links, self._clock = memory, links, clock
+        self._done: Done | None = None
+
+    def start(self, done: Done) -> None:
+        self._done = done
+
+    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
+        """Copies, and reports at once: `done` may submit the next before this returns."""
+        assert self._done is not None
+        began_s = self._clock()
+        sent = copied(self._memory, self._links[transfer.direction], transfer, used)
+        self._done(transfer, sent, self._clock() - began_s, None)
+
+    def before_layer(self) -> None:
+        """Nothing: a completed copy is visible."""
+
+    def after_layer(self) -> None:
+        """Nothing: the computation is over."""
+
+    def poll(self) -> None:
+        """Nothing: what was submitted is complete."""
+
+    def close(self, deadline_s: float) -> bool:
+        return True
+
+
+def copied(memory: LayerMemory, link: Link, transfer: Transfer, used: torch.Tensor) -> int:
+    """Copy a layer over a link of RAM, at its pace; the bytes."""
+    link.open()
+    if transfer.direction is Direction.OUT:
+        return memory.copy_out(transfer.device_slot, transfer.host_slot, used, link.pace)
+    return memory.copy_in(transfer.device_slot, transfer.host_slot, link.pace)

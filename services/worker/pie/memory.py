@@ -6,7 +6,7 @@ ids. Decides nothing; safe to use from several threads as long as no slot is in 
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,24 @@ class LayerMemory:
             )
             copy = self._host[host_slot] = HostCopy(keys, values, torch.empty(0, dtype=torch.int64))
         return copy
+
+    def move_blocks(self, slot: int, moves: Mapping[int, int]) -> None:
+        """Within a slot, from blocks to others; no block is both."""
+        source, target = (torch.tensor(list(ids), device=self.device) for ids in (moves, moves.values()))
+        for pool in self.views(slot):
+            pool.index_copy_(0, target, pool.index_select(0, source))
+
+    def rename_blocks(self, host_slot: int, moves: Mapping[int, int]) -> None:
+        """Blocks of a copy are called otherwise from now on; what had the new names is forgotten."""
+        copy = self._host.get(host_slot)
+        if copy is None:
+            return
+        gone, ids = set(moves.values()), copy.ids.tolist()
+        kept = sorted((moves.get(block, block), row) for row, block in enumerate(ids) if block not in gone)
+        copy.ids = torch.tensor([block for block, _ in kept], dtype=torch.int64)
+        order = torch.tensor([row for _, row in kept], dtype=torch.int64)
+        for rows in (copy.keys, copy.values):
+            rows[: len(kept)] = rows[order]
 
     def relocate(self, from_slot: int, to_slot: int) -> None:
         """The contents of a slot to an empty one."""

@@ -1,28 +1,34 @@
 """A block pool that grows and shrinks while its blocks are in use. Pure.
 
 Low ids are given out first, so that the high ones, which go when it shrinks, are seldom taken. A shrinking
-pool counts as small at once (nothing new is given out beyond the new size) and is drained when the last
-doomed block is released. Source: papers/004 §4.1.
+pool first says which blocks are doomed (`doomed_blocks`, the last ones) and still gives them out, as plans that
+are on their way count on them. It is drained when none of them is taken, released or moved to one that stays,
+and only then they go (`cut`). Source: papers/004 §4.1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 
 from services.worker.kv.pool import BlockPool
 
 
 class ElasticPool(BlockPool):
-    """Ids 0 … total-1, and while it drains those beyond that are still taken."""
+    """Ids 0 … total-1."""
 
     def __init__(self, total_blocks: int, block_tokens: int) -> None:
         super().__init__(total_blocks, block_tokens)
         heapify(self._free)
-        self._doomed_taken = 0
+        self.on_moved: Callable[[Mapping[int, int]], None] | None = None
+        """Who holds blocks is told that they are called otherwise from now on; None: none can be moved."""
+
+    @property
+    def lasting_blocks(self) -> int:
+        return self.total_blocks - self.doomed_blocks
 
     @property
     def is_drained(self) -> bool:
-        """No block beyond `total_blocks` is taken."""
-        return not self._doomed_taken
+        """No doomed block is taken."""
+        return all(self._is_free[self.lasting_blocks :])
 
     def taken(self) -> list[int]:
         """Ids in use, ascending, doomed ones included."""
@@ -38,33 +44,40 @@ class ElasticPool(BlockPool):
 
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if not 0 <= block < len(self._is_free) or self._is_free[block]:
+            if not 0 <= block < self.total_blocks or self._is_free[block]:
                 raise ValueError(f"block {block} is not taken")
             self._is_free[block] = True
-            if block < self.total_blocks:
-                heappush(self._free, block)
-            else:
-                self._doomed_taken -= 1
+            heappush(self._free, block)
+
+    def compact(self) -> dict[int, int]:
+        """Doomed block → free block, for all doomed ones that are taken; none while they would not all fit.
+
+        Holders have been told on return; the bytes are the caller's.
+        """
+        taken = self.taken()
+        doomed = [block for block in taken if block >= self.lasting_blocks]
+        if self.on_moved is None or not doomed or len(taken) > self.lasting_blocks:
+            return {}
+        moves = dict(zip(doomed, self.allocate(len(doomed)), strict=True))
+        self.on_moved(moves)
+        self.release(doomed)
+        return moves
 
     def resize(self, total_blocks: int) -> None:
-        """Grow, or begin to shrink. Raises ValueError for a growth before a shrunk pool is drained."""
-        if total_blocks < 1 or (total_blocks > self.total_blocks and not self.is_drained):
-            raise ValueError(f"{self._doomed_taken} blocks beyond {self.total_blocks} are still taken")
-        grown = range(self.total_blocks, total_blocks)
-        self._is_free += [True] * (total_blocks - len(self._is_free))
-        for block in grown:
+        """Grow, or doom the last blocks. Raises ValueError for a growth before a shrink is over."""
+        if total_blocks < 1 or (total_blocks > self.total_blocks and self.doomed_blocks):
+            raise ValueError(f"{total_blocks} blocks, while {self.doomed_blocks} are about to go")
+        for block in range(self.total_blocks, total_blocks):
+            self._is_free.append(True)
             heappush(self._free, block)
-        self.total_blocks = total_blocks
-        if not grown:
-            self._free = [block for block in self._free if block < total_blocks]
-            heapify(self._free)
-            self._doomed_taken = self._is_free[total_blocks:].count(False)
+        self.doomed_blocks = max(0, self.total_blocks - total_blocks)
+        self.total_blocks = max(total_blocks, self.total_blocks)
 
-    def check_integrity(self, held: Iterable[int]) -> None:
-        held = list(held)
-        seen = [*held, *self._free]
-        assert len(set(seen)) == len(seen), "a block is held twice"
-        assert set(range(self.total_blocks)) <= set(seen), "a block is lost"
-        assert all(block < self.total_blocks for block in self._free), "a doomed block is given out again"
-        assert sum(block >= self.total_blocks for block in held) == self._doomed_taken
-        assert sorted(held) == self.taken()
+    def cut(self) -> None:
+        """The doomed blocks go. Raises ValueError while one of them is taken."""
+        if not self.is_drained:
+            raise ValueError("a doomed block is still taken")
+        self.total_blocks, self.doomed_blocks = self.lasting_blocks, 0
+        del self._is_free[self.total_blocks :]
+        self._free = [block for block in self._free if block < self.total_blocks]
+        heapify(self._free)

@@ -24,8 +24,14 @@ class PieSettings(BaseModel):
     background_traffic: float = Field(
         default=0.0, ge=0, description="bytes per second that others send over the link, for experiments"
     )
+    overlap: bool = Field(
+        default=True, description="copy behind the computation; false, for experiments: in its way (CPU only)"
+    )
     window_iterations: int = Field(
         default=32, ge=4, description="iterations between two looks at the expansion"
+    )
+    notice_s: float = Field(
+        default=0.5, ge=0, description="from the report that blocks will go to their going: two heartbeats"
     )
     wait_timeout_s: float = Field(
         default=30.0, gt=0, description="a layer that takes longer to arrive is an error"

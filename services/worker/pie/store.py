@@ -7,7 +7,7 @@ model and no sequence.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -118,6 +118,28 @@ class LayerStore:
         self.version += 1
         self.meter.resize_s += self._clock() - began_s
         return True
+
+    def move_blocks(self, moves: Mapping[int, int]) -> None:
+        """The contents of blocks to others, in all layers, wherever each is. Between two steps only.
+
+        Waits for transfers in flight.
+        """
+        controller, began_s = self.controller, self._clock()
+        with self._condition:
+            controller.pause()
+            try:
+                self._quiesce()
+                for entry in controller.table.entries:
+                    if entry.device_slot is not None:
+                        self.memory.move_blocks(entry.device_slot, moves)
+                    elif entry.host_slot is not None:
+                        self.memory.rename_blocks(entry.host_slot, moves)
+                self._copier.after_layer()
+                used = sorted(moves.get(block, block) for block in self._used.tolist())
+                self._used = torch.tensor(used, dtype=torch.int64)
+            finally:
+                self._submit(controller.resume(self._clock()))
+        self.meter.resize_s += self._clock() - began_s
 
     def _recut(self) -> None:
         controller, partition = self.controller, self.memory.partition

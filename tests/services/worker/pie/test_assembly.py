@@ -47,7 +47,7 @@ def llama() -> Any:
 
 @contextmanager
 def engine_of(model: Any, mode: AttentionMode, kv_blocks: int, **settings: Any) -> Iterator[TorchEngine]:
-    pie = PieSettings(enabled=bool(settings), **settings)
+    pie = PieSettings(enabled=bool(settings), notice_s=0.0, **settings)
     engine = TorchEngine(
         describe(model), kv_blocks=kv_blocks, block_tokens=BLOCK_TOKENS, attention=mode, pie=pie
     )
@@ -110,26 +110,44 @@ def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: Atte
             sequences.step([0, 1, 2, 3], most_tokens=64)
             pie.store.controller.check_integrity()
             pool.check_integrity([block for blocks in sequences.blocks for block in blocks])
-            assert pool.total_blocks == pie.growth.capacity_blocks
-            sizes.add(pool.total_blocks)
+            assert pool.lasting_blocks == pie.growth.capacity_blocks
+            sizes.add(pool.lasting_blocks)
         assert [sequences.answer(index, 16) for index in range(4)] == expected
         assert sizes == {64, 76, 96, 128}
 
 
 def test_the_expansion_is_tried_while_requests_run(llama: Any) -> None:
-    """Every block is in use: it grows, and the pool with it; this small a model then waits for it."""
+    """Every block is in use: a queue is tried, and blocks are given out only if swaps are in time for it."""
     with engine_of(llama, "native", 40, window_iterations=4) as engine:
         pie = engine.pie
         assert pie is not None
         pool = engine.make_pool()
         held = pool.allocate(pool.free_blocks - 24)
-        sequences, sizes = Sequences(engine, pool, [[1, 2, 3]] * 4, GREEDY), set()
+        sequences, tried = Sequences(engine, pool, [[1, 2, 3]] * 4, GREEDY), set()
         for _ in range(22):
             held += pool.allocate(max(0, pool.free_blocks - 24))
             sequences.step([0, 1, 2, 3], most_tokens=64)
-            sizes.add(pool.total_blocks)
-        assert max(sizes) >= 48
-        assert pie.growth.expansion().capacity_blocks == pool.total_blocks
+            tried.add(pie.store.controller.fifo_layers)
+            assert pie.growth.expansion().capacity_blocks == pool.total_blocks
+            pie.store.controller.check_integrity()
+        assert 3 in tried
+
+
+def test_a_link_that_is_too_slow_is_found_out_before_blocks_are_given_out(llama: Any) -> None:
+    with engine_of(llama, "native", 40, window_iterations=4, bandwidth_limit=2e6) as engine:
+        pie = engine.pie
+        assert pie is not None
+        pool, tried = engine.make_pool(), []
+        pool.allocate(pool.free_blocks - 8)
+        for _ in range(6):
+            sequences = Sequences(engine, pool, [[1, 2, 3]] * 4, GREEDY)
+            for _ in range(5):
+                sequences.step([0, 1, 2, 3], most_tokens=64)
+                tried.append(pie.store.controller.fifo_layers)
+                assert pool.total_blocks == 40
+            for index in range(4):
+                sequences.preempt(index)
+        assert 3 in tried and tried[-1] == 0
 
 
 def test_a_layer_that_does_not_arrive_is_an_error(llama: Any) -> None:

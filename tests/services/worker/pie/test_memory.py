@@ -48,6 +48,22 @@ def test_blocks_beyond_a_shrunk_slot_are_left_out() -> None:
     assert memory.copy_in(0, 0, ignore) == SHAPE.block_bytes
 
 
+def test_moved_blocks_keep_their_contents_on_the_device_and_on_the_host() -> None:
+    memory = make_memory(4, 6)
+    keys, values = memory.views(2)
+    keys.copy_(torch.randn_like(keys))
+    values.copy_(torch.randn_like(values))
+    memory.copy_out(2, 0, torch.tensor([0, 1, 4, 5]), ignore)
+    memory.rename_blocks(0, {4: 1, 5: 3})  # What lay on 1 was given back meanwhile.
+    memory.rename_blocks(7, {1: 0})
+    wanted = [keys[[0, 4, 5]].clone(), values[[0, 4, 5]].clone()]
+    memory.move_blocks(2, {4: 1, 5: 3})
+    assert memory.copy_in(0, 0, ignore) == 3 * SHAPE.block_bytes
+    for slot in (0, 2):
+        for found, expected in zip(memory.views(slot), wanted, strict=True):
+            assert torch.equal(found[[0, 1, 3]], expected)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_number_of_swaps_and_changes_of_size(seed: int) -> None:
     """Real byte arrays under the real controller; each layer is rewritten when it is computed."""
