@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -33,6 +33,21 @@ _SEARCH_FROM = 1.3
 """Expansions below are not worth a place in the search."""
 _SWITCH_INTERVAL_S = 0.0002
 """As a worker has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a slice, before the first one, before that of an expansion that is searched, under traffic."""
+
+    rounds: int
+    slice_s: float
+    warm_s: float
+    settle_s: float
+    away_s: float
+
+
+FULL = Pace(3, 5.0, 4.0, 25.0, 20.0)
+QUICK = Pace(1, 1.5, 1.0, 4.0, 2.0)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -81,8 +96,7 @@ class Arena:
         self.mean_tokens = self.workload.mean_tokens()
         blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
         self.ground = Ground(model, blocks, flags.bandwidth, _CLIENTS)
-        self.rounds, self.slice_s, self.warm_s = (1, 1.5, 1.0) if context.quick else (3, 5.0, 4.0)
-        self.settle_s = 4.0 if context.quick else 25.0
+        self.pace = QUICK if context.quick else FULL
 
     @contextmanager
     def sides(self, kinds: Sequence[Kind], ground: Ground) -> Iterator[list[Side]]:
@@ -91,7 +105,7 @@ class Arena:
         try:
             for kind in kinds:
                 sides.append(Side(kind, ground, self.workload.requests(ground.clients)))
-                sides[-1].loop.run(self.settle_s if kind == AUTO else self.warm_s)
+                sides[-1].loop.run(self.pace.settle_s if kind == AUTO else self.pace.warm_s)
             yield sides
         finally:
             for side in sides:
@@ -109,8 +123,8 @@ class Arena:
             self.context.record(row, "slices.jsonl")
             bar.advance(now=f"{part}, {side.kind.name}")
 
-        with self.context.progress("slices", self.rounds * len(sides)) as bar:
-            return take_turns(sides, self.rounds, self.slice_s, on_slice)
+        with self.context.progress("slices", self.pace.rounds * len(sides)) as bar:
+            return take_turns(sides, self.pace.rounds, self.pace.slice_s, on_slice)
 
     def notes(self) -> list[str]:
         ground, fits = self.ground, self.context.arguments.fits
@@ -170,7 +184,7 @@ def _search(arena: Arena, layers: int) -> dict[int, float]:
         for length in lengths:
             bar.advance(0, now=f"fixed {length}")
             with arena.sides([fixed(length)], arena.ground) as (side,):
-                found[length] = measure(side, 0.5 * arena.slice_s).tokens_per_s
+                found[length] = measure(side, 0.5 * arena.pace.slice_s).tokens_per_s
             arena.context.record({"fifo_layers": length, "tokens_per_s": found[length]}, "search.jsonl")
             bar.advance()
     return found
@@ -196,7 +210,7 @@ def _narrow(arena: Arena) -> Outcome:
 
 def _reaction(arena: Arena) -> Outcome:
     """Nine tenths of the link are taken, and given back."""
-    away_s = 2.0 if arena.context.quick else 20.0
+    away_s = arena.pace.away_s
     background = 0.9 * arena.ground.bandwidth
     with arena.sides([AUTO], arena.ground) as (side,):
         found = reaction.react(

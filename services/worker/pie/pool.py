@@ -1,9 +1,9 @@
 """A block pool that grows and shrinks while its blocks are in use. Pure.
 
 Low ids are given out first, so that the high ones, which go when it shrinks, are seldom taken. A shrinking
-pool first says which blocks are doomed (`doomed_blocks`, the last ones) and still gives them out, as plans that
-are on their way count on them. It is drained when none of them is taken, released or moved to one that stays,
-and only then they go (`cut`). Source: papers/004 §4.1.
+pool first says which blocks are doomed (`doomed_blocks`, the last ones) and still gives them out, as plans on
+their way count on them. It is drained when none of them is taken, released or moved to one that stays, and
+only then they go (`cut`). Source: papers/004 §4.1.
 """
 
 from collections.abc import Callable, Iterable, Mapping

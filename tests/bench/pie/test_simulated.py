@@ -23,8 +23,3 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert figures["sim_stall_share"] <= 0.02
     rows = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
     assert {"vllm", "pie", "q=25"} <= {row["side"] for row in rows}
-
-
-def test_the_live_part_is_refused_by_name(tmp_path: Path) -> None:
-    assert main(["pie", "--quick", "--out", str(tmp_path)]) == 2
-    assert main(["pie", "--simulated", "--models", "nobody", "--out", str(tmp_path)]) == 2
