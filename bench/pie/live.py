@@ -37,7 +37,7 @@ _SWITCH_INTERVAL_S = 0.0002
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a slice, before the first one, before that of an expansion that is searched, under traffic."""
+    """Seconds of a slice, before the first one, the same for `auto`, and under traffic."""
 
     rounds: int
     slice_s: float
@@ -46,7 +46,7 @@ class Pace:
     away_s: float
 
 
-FULL = Pace(3, 5.0, 4.0, 25.0, 20.0)
+FULL = Pace(3, 5.0, 4.0, 20.0, 20.0)
 QUICK = Pace(1, 1.5, 1.0, 4.0, 2.0)
 
 
@@ -99,13 +99,16 @@ class Arena:
         self.pace = QUICK if context.quick else FULL
 
     @contextmanager
-    def sides(self, kinds: Sequence[Kind], ground: Ground) -> Iterator[list[Side]]:
-        """Warm: each has served for a while."""
+    def sides(
+        self, kinds: Sequence[Kind], ground: Ground, warm_s: float | None = None
+    ) -> Iterator[list[Side]]:
+        """Warm: each has served for a while, `warm_s` if given."""
         sides: list[Side] = []
         try:
             for kind in kinds:
                 sides.append(Side(kind, ground, self.workload.requests(ground.clients)))
-                sides[-1].loop.run(self.pace.settle_s if kind == AUTO else self.pace.warm_s)
+                usual_s = self.pace.settle_s if kind == AUTO else self.pace.warm_s
+                sides[-1].loop.run(usual_s if warm_s is None else warm_s)
             yield sides
         finally:
             for side in sides:
@@ -193,7 +196,7 @@ def _search(arena: Arena, layers: int) -> dict[int, float]:
 def _narrow(arena: Arena) -> Outcome:
     """The link does not: at best nothing is swapped."""
     ground = replace(arena.ground, bandwidth=_NARROW_BYTES_S)
-    with arena.sides([RECOMPUTE, SWAP, AUTO], ground) as sides:
+    with arena.sides([RECOMPUTE, SWAP, AUTO], ground, arena.pace.settle_s) as sides:
         served = arena.measure("narrow", sides)
     recompute, swap, auto = served
     better = max(recompute, swap, key=lambda each: each.tokens_per_s)
@@ -231,7 +234,7 @@ def _reaction(arena: Arena) -> Outcome:
 
 def _stack(arena: Arena) -> Outcome:
     """Whole stacks, one after the other: without, with, without."""
-    requests = list(islice(arena.workload.requests(), 80 if arena.context.quick else 240))
+    requests = list(islice(arena.workload.requests(), 40 if arena.context.quick else 96))
     sides = [("none-1", {}), ("pie", stack.with_pie(arena.ground)), ("none-2", {})]
     runs = {}
     with arena.context.progress("stacks", len(sides)) as bar:

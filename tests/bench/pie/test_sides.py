@@ -8,7 +8,7 @@ from bench.engine.checkpoint import TINY_CHAT
 from bench.pie.sides import AUTO, RECOMPUTE, SWAP, Ground, Kind, Side, fixed, synchronous
 from bench.pie.workload import Workload
 
-BLOCKS = 24
+BLOCKS = 40
 
 
 @pytest.mark.parametrize(
