@@ -32,12 +32,11 @@ def test_a_step_costs_more_when_the_queue_is_late() -> None:
 
 def test_a_window_is_what_was_since_the_last() -> None:
     cost = PieCost(find_cost("opt-13b-h100"), MODEL, GH200, 10)
-    plain_s = [cost.step_s([], 20, 8000) for _ in range(4)][0]
+    plain_s, *_ = (cost.step_s([], 20, 8000) for _ in range(4))
     cost.step_s([(0, 100)], 0, 0)
     window = cost.close_window(1.0, 500, 490)
     assert (window.iterations, window.tokens) == (5, 80)
     assert window.work_rate == pytest.approx(8000 / plain_s)
-    assert 0 < window.work_s < window.compute_s
     assert window.swap_ins > window.early_swap_ins > 0 and window.swap_s > 0
     assert cost.close_window(1.0, 500, 490).tokens == 0
 
