@@ -45,6 +45,8 @@ BENCHES: tuple[Bench, ...] = (
     Bench("step", "bench.step", "one decode step of the engine alone"),
     Bench("gpu", "bench.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
     Bench("experiment", "bench.experiment", "a YAML grid of policies, predictors, traces, rates"),
+    Bench("pie", "bench.pie.bench", "KV layers swapped behind the computation, live or simulated"),
+    Bench("pie-gpu", "bench.pie.gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
     Bench(
         "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"
     ),

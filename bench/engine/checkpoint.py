@@ -1,7 +1,8 @@
 """The checkpoints of the engine bench: a folder, or a Llama with random weights made once and kept.
 
 `random-100m` has the shape of a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) and the
-tokenizer of the model that ships. Its answers are noise; its matrix products cost what trained ones cost.
+tokenizer of the model that ships; `random-50m` is a thinner one (16 layers of 512, 8 heads on 1). Their
+answers are noise; their matrix products cost what trained ones cost.
 """
 
 import json
@@ -21,7 +22,15 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
         "head_dim": 64,
-    }
+    },
+    "random-50m": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -20,21 +20,34 @@ from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Identity, StepCore
 from shared.bus import Bus
 from shared.errors import ConfigError
+from shared.log import canonical, get_logger
+
+_log = get_logger(__name__)
 
 
 def open_cache(
     config: WorkerConfig, engine: Engine, instance: str, wake: Callable[[], None]
 ) -> KvStore | None:
-    """None where it is switched off, or the engine's KV cannot be copied."""
-    if config.prefix_cache.enabled and isinstance(engine, CacheableEngine):
-        return open_store(config.prefix_cache, engine, instance, wake)
-    return None
+    """None where it is switched off, the engine's KV cannot be copied, or Pie moves it about."""
+    if not config.prefix_cache.enabled or not isinstance(engine, CacheableEngine):
+        return None
+    if config.pie.enabled:
+        canonical(_log, "prefix cache left out", reason="worker.pie.enabled: blocks lie in no fixed place")
+        return None
+    return open_store(config.prefix_cache, engine, instance, wake)
 
 
 def prefixes_of(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
     if store is None:
         return None
     return Prefixes(store.cache, store.fingerprint, config.prefix_cache.lookahead_sequences)
+
+
+def expansion_of(engine: Engine) -> dict[str, float]:
+    """What Pie is at, if it is on."""
+    if not isinstance(engine, TorchEngine) or engine.pie is None:
+        return {}
+    return engine.pie.growth.expansion().details()
 
 
 def work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
@@ -59,7 +72,10 @@ def core_of(bus: Bus, config: WorkerConfig, engine: Engine, prefixes: Prefixes |
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    pool = BlockPool(engine.kv_blocks, engine.block_tokens)
+    if isinstance(engine, TorchEngine):
+        pool = engine.make_pool()
+    else:
+        pool = BlockPool(engine.kv_blocks, engine.block_tokens)
     return StepCore(identity, SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes))
 
 
@@ -78,6 +94,7 @@ def make_engine(config: WorkerConfig) -> Engine:
         attention=config.attention,
         threads=config.threads,
         release=True,
+        pie=config.pie,
     )
     warm_up(engine)
     gc.collect()

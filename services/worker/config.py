@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.pie.settings import PieSettings
 from shared.config import ModelServiceConfig
 
 
@@ -41,6 +42,7 @@ class WorkerConfig(ModelServiceConfig):
     stall_timeout_s: float = Field(
         default=60.0, gt=0, description="an iteration that takes longer ends the process"
     )
+    pie: PieSettings = Field(default=PieSettings(), description="layers of KV swapped to host memory")
     fault_drop_final_frames: bool = Field(
         default=False, description="for tests: lose every token frame in which a sequence ends"
     )

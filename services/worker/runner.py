@@ -150,7 +150,7 @@ class Runner:
         self._emit(effects)
         if work is None:
             return
-        rows = [_row(item) for item in work.items]
+        rows = [row_of(item) for item in work.items]
         began_s = self._clock()
         tokens = self._compute(rows)
         ended_s = self._clock()
@@ -188,7 +188,8 @@ class Runner:
             self._deliver(effects)
 
 
-def _row(item: WorkItem) -> Row:
+def row_of(item: WorkItem) -> Row:
+    """What the engine computes for an item."""
     sequence, first, end = item.sequence, item.first_token, item.end_token
     tokens = sequence.tokens
     point = None

@@ -3,7 +3,7 @@
 A plan states intent: each item is applied only where it is valid and reported otherwise (`SkipReason`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from services.worker.gateways import GatewayWatch
 from services.worker.kv.cache import PrefixCache
 from services.worker.kv.pool import BlockPool
+from services.worker.pie.pool import ElasticPool
 from services.worker.prefixes import Prefixes
 from services.worker.sampling import FAILED, Sampled
 from services.worker.state import HeldSequence
@@ -61,6 +62,8 @@ class SequenceTable:
         self._tombstones = Tombstones(limits.end_retention_s)
         self._gateways = GatewayWatch(limits.gateway_timeout_s)
         self._unreported: list[HeldSequence] = []
+        if isinstance(pool, ElasticPool):
+            pool.on_moved = self._follow
 
     def find(self, ref: SequenceRef) -> HeldSequence | None:
         """The sequence, when exactly this attempt of it is held."""
@@ -208,6 +211,11 @@ class SequenceTable:
     def _free(self, sequence: HeldSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.forget_blocks()
+
+    def _follow(self, moves: Mapping[int, int]) -> None:
+        """Blocks were moved: in place, as a step's rows have the same lists."""
+        for held in self._held.values():
+            held.blocks[:] = [moves.get(block, block) for block in held.blocks]
 
     def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
         """What is stored of the next chunk, and of what follows, is not computed."""

@@ -7,7 +7,14 @@ import asyncio
 import sys
 from collections.abc import Callable
 
-from services.worker.assembly import core_of, make_bound_engine, open_cache, prefixes_of, work_ahead
+from services.worker.assembly import (
+    core_of,
+    expansion_of,
+    make_bound_engine,
+    open_cache,
+    prefixes_of,
+    work_ahead,
+)
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
 from services.worker.courier import Courier
@@ -55,6 +62,7 @@ class Worker:
     def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, clock: Clock = monotonic_s) -> None:
         self._bus = bus
         self._config = config
+        self._engine = engine
         self._clock = clock
         self._started_s = clock()
         self._loop = asyncio.get_running_loop()
@@ -157,6 +165,7 @@ class Worker:
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
                 **({} if figures is None else figures.details()),
+                **expansion_of(self._engine),
             },
         )
 

@@ -179,6 +179,8 @@ class StepCore:
                 total_blocks=pool.total_blocks,
                 free_blocks=pool.free_blocks,
                 evictable_blocks=pool.evictable_blocks,
+                growable_blocks=pool.growable_blocks,
+                doomed_blocks=pool.doomed_blocks,
             ),
             sequences=self._table.reports(now_s),
             host=self._identity.host,
@@ -266,7 +268,8 @@ class StepCore:
 
     @property
     def _plannable_blocks(self) -> int:
-        return self._table.pool.free_blocks + self._table.pool.evictable_blocks
+        pool = self._table.pool
+        return max(0, pool.free_blocks + pool.evictable_blocks - pool.doomed_blocks)
 
     def _give_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
         reports = []

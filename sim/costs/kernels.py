@@ -64,6 +64,15 @@ KERNEL_COSTS = (
         layers=40,
         peak_tflops=H100_TFLOPS,
     ),
+    # Scaled from 13B: the fixed part with the weights, context with bytes of KV, batch with FLOPs.
+    kernel_cost(
+        "opt-30b-h100",
+        DecodePart(22.6, 4.41e-4, 4.9e-2),
+        parameters=30.0e9,
+        hidden=7168,
+        layers=48,
+        peak_tflops=H100_TFLOPS,
+    ),
     kernel_cost(
         "llama2-7b-h200",
         DecodePart(4.213, 1.132e-4, 1.800e-2),

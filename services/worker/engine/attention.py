@@ -26,6 +26,7 @@ from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.worker.engine.gpu.backend import TritonBackend
+    from services.worker.pie.store import LayerStore
 
 _log = logging.getLogger("kvasir.worker.attention")
 _numbers = count()
@@ -73,7 +74,8 @@ class PagedAttention:
     """The KV pools of all layers, and attention over them for one step at a time.
 
     `begin` is called before each forward with the spans of the packed input; the first `decodes` have one
-    token each and are sorted by position. `mode`: see `native.library.choose`.
+    token each and are sorted by position. `mode`: see `native.library.choose`. With a `store` the pools are
+    its: they change from layer to layer and step to step, and each layer is waited for (`enter`, `leave`).
     """
 
     library: ctypes.CDLL | None
@@ -93,11 +95,16 @@ class PagedAttention:
         device: torch.device,
         mode: native.AttentionMode = "auto",
         threads: int = 1,
+        store: "LayerStore | None" = None,
     ) -> None:
         self.name = f"kvasir_{next(_numbers)}"
         self._block_tokens = block_tokens
         self._device = device
-        self.pools = [_make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
+        self.store = store
+        if store is None:
+            self.pools = [make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
+        else:
+            self.pools = [store.memory.views(0) for _ in layers]
         self.library = native.choose(mode, device=device, dtype=dtype)
         self._native = None if self.library is None else NativeBackend(self.library, self.pools, threads)
         self.triton = _make_triton(self.pools, block_tokens, device) if mode != "torch" else None
@@ -152,8 +159,23 @@ class PagedAttention:
 
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
         """
+        self.enter(layer)
         self._backend.write(layer, keys, values, self.slots)
-        return self._backend.attend(layer, queries, keys, values, shape, window_tokens)
+        attended = self._backend.attend(layer, queries, keys, values, shape, window_tokens)
+        self.leave(layer)
+        return attended
+
+    def enter(self, layer: int) -> None:
+        """The layer is next: its pools are there when this returns."""
+        if self.store is not None:
+            self.pools[layer] = self.store.enter(layer)
+            if self._native is not None:
+                self._native.repoint(layer, self.pools[layer])
+
+    def leave(self, layer: int) -> None:
+        """The layer's KV is done with, for this step."""
+        if self.store is not None:
+            self.store.leave(layer)
 
 
 def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device) -> "TritonBackend | None":
@@ -168,9 +190,10 @@ def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device
     return TritonBackend(pools, block_tokens, device)
 
 
-def _make_pools(
+def make_pools(
     shape: LayerShape, kv_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Pools:
+    """K and V of one layer, zero; see `services.worker.engine.paged`."""
     key_size = (kv_blocks, shape.kv_heads, shape.head_dim, block_tokens)
     value_size = (kv_blocks, shape.kv_heads, block_tokens, shape.value_dim)
     if device.type != "cpu":

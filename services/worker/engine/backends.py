@@ -52,6 +52,10 @@ class NativeBackend:
         self._packed = pack((), 1)
         self._spans: dict[int, native.Spans] = {}
 
+    def repoint(self, layer: int, pools: Pools) -> None:
+        """The layer's K and V are elsewhere from now on."""
+        self._pools[layer] = native.describe_pool(*pools)
+
     def begin(self, spans: Sequence[Span], decodes: int, packed: PackedSpans) -> None:
         self._packed = packed
         self._spans.clear()

@@ -16,6 +16,10 @@ from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.sampler import sample
+from services.worker.kv.pool import BlockPool
+from services.worker.pie.assembly import Pie, assemble
+from services.worker.pie.pool import ElasticPool
+from services.worker.pie.settings import PieSettings
 from services.worker.sampling import Sampled, SamplePoint
 from shared.blocks import fingerprint
 from shared.messages.sequence import Sampling
@@ -66,8 +70,12 @@ class TorchEngine:
     """A transformers model with paged KV. Pools are allocated once, here.
 
     `attention`: see `native.library.choose`. With `release` the model's module is left without its weights
-    where a faster form of them is used instead.
+    where a faster form of them is used instead. With `pie` the bytes of `kv_blocks` hold more blocks than
+    that.
     """
+
+    kv_blocks: int
+    """At the start; under Pie the pool made for this engine (`make_pool`) grows and shrinks."""
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class TorchEngine:
         attention: AttentionMode = "auto",
         threads: int = 1,
         release: bool = False,
+        pie: PieSettings | None = None,
     ) -> None:
         self._model = model
         self.weights = weights_digest(model.module)
@@ -90,6 +99,17 @@ class TorchEngine:
         )
         self.kv_blocks = kv_blocks
         self.block_tokens = block_tokens
+        self.pie: Pie | None = None
+        if pie is not None and pie.enabled:
+            self.pie = assemble(
+                pie,
+                model.layers,
+                device_blocks=kv_blocks,
+                block_tokens=block_tokens,
+                dtype=model.dtype,
+                device=model.device,
+            )
+            self.kv_blocks = self.pie.growth.capacity_blocks
         self._attention = PagedAttention(
             model.layers,
             kv_blocks=kv_blocks,
@@ -98,6 +118,7 @@ class TorchEngine:
             device=model.device,
             mode=attention,
             threads=threads,
+            store=None if self.pie is None else self.pie.store,
         )
         self._forward = make_forward(model, self._attention, threads=threads, release=release)
 
@@ -114,8 +135,26 @@ class TorchEngine:
     def max_positions(self) -> int:
         return self._model.max_positions
 
+    def make_pool(self) -> BlockPool:
+        """A pool of this engine's blocks; under Pie the one whose size follows the expansion."""
+        if self.pie is None:
+            return BlockPool(self.kv_blocks, self.block_tokens)
+        pool = ElasticPool(self.pie.growth.capacity_blocks, self.block_tokens)
+        self.pie.growth.attach(pool)
+        return pool
+
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        if self.pie is None:
+            return self._step_in_order(rows)
+        self.pie.store.step_begins(row.blocks for row in rows)
+        sampled = self._step_in_order(rows)
+        is_decoding = all(len(row.tokens) == 1 for row in rows)
+        self.pie.store.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
+        self.pie.growth.after_step()
+        return sampled
+
+    def _step_in_order(self, rows: Sequence[Row]) -> list[Sampled | None]:
         if self._attention.library is not None:
             return self._step(rows)
         order = sorted(range(len(rows)), key=lambda index: _packing_key(rows[index]))

@@ -13,6 +13,7 @@ from services.worker.engine.llama import LlamaForward, is_plain
 from services.worker.engine.loading import LoadedModel, replace_attention
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.llama import NativeLlama, is_computable
+from services.worker.pie.llama import SwappedLlama
 
 
 class Forward(Protocol):
@@ -48,7 +49,8 @@ def make_forward(
 
     With `release` a path with weights of its own takes the module's away.
     """
-    if attention.triton is not None and isinstance(model.module, LlamaForCausalLM):
+    is_fixed = attention.store is None  # CUDA graphs hold on to where the pools were.
+    if attention.triton is not None and is_fixed and isinstance(model.module, LlamaForCausalLM):
         from services.worker.engine.gpu import llama as gpu_llama  # imports Triton
 
         if gpu_llama.is_computable(model.module):
@@ -57,5 +59,9 @@ def make_forward(
         return TransformersForward(model, attention)
     library = attention.library
     if library is not None and is_computable(model.module):
+        if attention.store is not None:
+            return SwappedLlama(
+                model.module, attention, attention.store, library, threads=threads, release=release
+            )
         return NativeLlama(model.module, attention, library, threads=threads, release=release)
     return LlamaForward(model.module, attention)

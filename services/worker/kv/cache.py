@@ -79,6 +79,14 @@ class PrefixCache(LowerTiers):
         """Named and used by nobody."""
         return self._books.evictable
 
+    @property
+    def growable_blocks(self) -> int:
+        return self._pool.growable_blocks
+
+    @property
+    def doomed_blocks(self) -> int:
+        return self._pool.doomed_blocks
+
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self._pool.free_blocks + self.evictable_blocks
 

@@ -14,6 +14,10 @@ class BlockPool:
             raise ValueError(f"a pool needs blocks and tokens in them, got {total_blocks} of {block_tokens}")
         self.total_blocks = total_blocks
         self.block_tokens = block_tokens
+        self.growable_blocks = 0
+        """More, that there could be."""
+        self.doomed_blocks = 0
+        """Of `total_blocks`, those that are about to go."""
         self._free = list(range(total_blocks - 1, -1, -1))
         self._is_free = [True] * total_blocks
 

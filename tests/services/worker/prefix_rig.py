@@ -10,7 +10,7 @@ from services.worker.kv.pool import BlockPool
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.prefixes import Prefixes
-from services.worker.runner import _row
+from services.worker.runner import row_of
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.state import HeldSequence
 from services.worker.steps import Identity, StepCore
@@ -107,7 +107,7 @@ class PrefixRig:
             self.prefixes.work_ahead()
         work, effects = self.core.begin_step(now_s)
         while work is not None:
-            rows: list[Row] = [_row(item) for item in work.items]
+            rows: list[Row] = [row_of(item) for item in work.items]
             self.prefilled_tokens += work.prefilled_tokens
             began_s = time.perf_counter()
             sampled = self.engine.step(rows)

@@ -12,6 +12,7 @@ import pytest_asyncio
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Row
+from services.worker.pie.settings import PieSettings
 from services.worker.sampling import Sampled
 from services.worker.service import Worker
 from shared import subjects
@@ -343,3 +344,36 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
         subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=DEADLINE_S
     )
     assert answer.added.startswith(told.added) and answer.seq >= 1
+
+
+async def test_under_pie_the_prefix_cache_is_left_out_and_it_says_so(
+    connect_bus: ConnectBus, config: WorkerConfig, peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    pie = PieSettings(enabled=True, expansion="fixed")
+    bus = await connect_bus("worker", "worker-0")
+    with caplog.at_level("INFO", logger="kvasir"):
+        async with serving(bus, config.model_copy(update={"pie": pie}), peers):
+            await peers.start("a", steps=3, max_tokens=3)
+            answers = await peers.bus.gather(
+                subjects.status("worker"), Empty(), ServiceStatus, deadline_s=DEADLINE_S, expected=1
+            )
+            report = await peers.fresh_report()
+    assert "prefix cache left out" in caplog.text
+    assert report.fingerprint == b"" and (report.capacity.total_blocks, report.capacity.doomed_blocks) == (
+        60,
+        0,
+    )
+    assert answers[0].details["pie_fifo_layers"] == 0 and "prefix_tiers" not in answers[0].details
+
+
+async def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no model"):
+        make_engine(WorkerConfig(model=str(tmp_path)))
+
+
+def test_capacity_can_be_given_in_bytes(config: WorkerConfig) -> None:
+    block_bytes = 2 * 2 * (16 + 16) * 4 * 4
+    engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
+    assert engine.kv_blocks == 11
+    with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
+        make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))

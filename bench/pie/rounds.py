@@ -1,0 +1,101 @@
+"""Sides measured by turns: what each served in its slices, and one compared with another, round by round."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.pie.sides import Side
+from bench.ratios import Ratio, order_of, ratio_of
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One side's turn."""
+
+    tokens_per_s: float
+    step_s: float
+    batch: float
+    stall_share: float
+    """Waited for KV over computed."""
+    fifo_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One side in all its turns."""
+
+    name: str
+    slices: tuple[Slice, ...]
+    normalized_s: float
+    """Mean over the requests that ended: seconds per token of the answer, waiting included."""
+    first_s: float
+    """Mean time to the first token, waiting included."""
+    ended: int
+    failures: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median over the turns."""
+        return statistics.median(each.tokens_per_s for each in self.slices)
+
+    def mean(self, what: Callable[[Slice], float]) -> float:
+        return statistics.fmean(what(each) for each in self.slices)
+
+
+def take_turns(
+    sides: Sequence[Side], rounds: int, slice_s: float, on_slice: Callable[[Side, Slice], None]
+) -> list[Served]:
+    """A B C, C B A, …: `rounds` slices of `slice_s` seconds for each side."""
+    found: list[list[Slice]] = [[] for _ in sides]
+    before = [len(side.loop.answers) for side in sides]
+    for turn in range(rounds):
+        for index in order_of(turn, len(sides)):
+            one = measure(sides[index], slice_s)
+            found[index].append(one)
+            on_slice(sides[index], one)
+    return [
+        _served(side, tuple(slices), ended) for side, slices, ended in zip(sides, found, before, strict=True)
+    ]
+
+
+def measure(side: Side, duration_s: float) -> Slice:
+    """Let it run for so long."""
+    loop = side.loop
+    tokens, steps, batch, ran_s = loop.tokens, loop.steps, loop.batch_sum, loop.ran_s
+    stalled_s, computed_s = side.stall_s
+    loop.run(duration_s)
+    took_s, count = loop.ran_s - ran_s, max(1, loop.steps - steps)
+    waited_s, busy_s = (after - was for after, was in zip(side.stall_s, (stalled_s, computed_s), strict=True))
+    return Slice(
+        (loop.tokens - tokens) / took_s,
+        took_s / count,
+        (loop.batch_sum - batch) / count,
+        waited_s / busy_s if busy_s > 0 else 0.0,
+        side.fifo_layers,
+    )
+
+
+def compared(ours: Served, theirs: Served) -> Ratio:
+    """Throughput, within each round."""
+    return ratio_of(
+        [each.tokens_per_s for each in ours.slices], [each.tokens_per_s for each in theirs.slices]
+    )
+
+
+def _served(side: Side, slices: tuple[Slice, ...], ended_before: int) -> Served:
+    answers = side.loop.answers[ended_before:]
+    return Served(
+        side.kind.name,
+        slices,
+        statistics.fmean(each.normalized_s for each in answers) if answers else 0.0,
+        statistics.fmean(each.first_s - each.sent_s for each in answers) if answers else 0.0,
+        len(answers),
+        sum(each.reason not in ("stop", "length") for each in answers),
+    )
+
+
+def same_text_share(ours: Side, theirs: Side) -> float:
+    """Of the requests that both have answered, those with the same tokens; 1 when there are none."""
+    theirs_by_index = {each.index: each.tokens for each in theirs.loop.answers}
+    both = [each for each in ours.loop.answers if each.index in theirs_by_index]
+    return statistics.fmean(each.tokens == theirs_by_index[each.index] for each in both) if both else 1.0

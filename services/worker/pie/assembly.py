@@ -1,0 +1,90 @@
+"""Pie put together for one engine: memory, controllers and a copier from settings and the model's shapes."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.engine.attention import LayerShape, make_pools
+from services.worker.pie import sizes
+from services.worker.pie.copier import Copier, InlineCopier, ThreadCopier
+from services.worker.pie.expansion import ExpansionController
+from services.worker.pie.growth import Growth
+from services.worker.pie.link import Link
+from services.worker.pie.memory import BlockShape, LayerMemory
+from services.worker.pie.partition import Partition
+from services.worker.pie.settings import PieSettings
+from services.worker.pie.store import LayerStore
+from services.worker.pie.swap import Direction, SwapController
+from shared.clock import monotonic_s
+from shared.errors import ConfigError
+
+_MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pie:
+    """One engine's: `links` are where background traffic is injected (empty on a GPU)."""
+
+    store: LayerStore
+    growth: Growth
+    links: dict[Direction, Link]
+
+
+def assemble(
+    settings: PieSettings,
+    layers: Sequence[LayerShape],
+    *,
+    device_blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Callable[[], float] = monotonic_s,
+) -> Pie:
+    """On the bytes that `device_blocks` blocks of all layers take. Raises ConfigError where Pie cannot be."""
+    shape = _common_shape(layers, block_tokens, dtype)
+    count, host_blocks = len(layers), settings.host_mb * _MEBIBYTE // shape.block_bytes
+    most = sizes.most_within_host(count, device_blocks, host_blocks)
+    if settings.fifo_layers not in (0, *range(sizes.LEAST_FIFO_LAYERS, most + 1)):
+        raise ConfigError(
+            f"pie: {settings.fifo_layers} layers cannot be swapped: 0, or from 3 to {most} of this model's "
+            f"{count} within host_mb {settings.host_mb}",
+            param="pie.fifo_layers",
+        )
+    partition = Partition(count * device_blocks, sizes.device_slots(count, settings.fifo_layers))
+    arena = make_pools(layers[0], count * device_blocks, block_tokens, dtype, device)
+    memory = LayerMemory(shape, partition, device, *arena)
+    copier, links = _make_copier(settings, memory, clock)
+    controller = SwapController(count, settings.fifo_layers)
+    store = LayerStore(controller, memory, copier, clock, wait_timeout_s=settings.wait_timeout_s)
+    expansion = None
+    if settings.expansion == "auto" and most:
+        expansion = ExpansionController(count, most, fifo_layers=settings.fifo_layers)
+    growth = Growth(
+        store, device_blocks, expansion, settings.window_iterations, clock, notice_s=settings.notice_s
+    )
+    return Pie(store, growth, links)
+
+
+def _common_shape(layers: Sequence[LayerShape], block_tokens: int, dtype: torch.dtype) -> BlockShape:
+    first = layers[0]
+    if any(layer != first for layer in layers):
+        raise ConfigError(
+            "pie swaps layers of one shape, this model's differ: set pie.enabled false", param="pie"
+        )
+    return BlockShape(first.kv_heads, first.head_dim, first.value_dim, block_tokens, dtype)
+
+
+def _make_copier(
+    settings: PieSettings, memory: LayerMemory, clock: Callable[[], float]
+) -> tuple[Copier, dict[Direction, Link]]:
+    if memory.device.type == "cuda":
+        from services.worker.pie.streams import StreamCopier  # CUDA only
+
+        return StreamCopier(memory), {}
+    links = {direction: Link(settings.bandwidth_limit, clock, time.sleep) for direction in Direction}
+    for link in links.values():
+        link.background_bytes_s = settings.background_traffic
+    make = ThreadCopier if settings.overlap else InlineCopier
+    return make(memory, links, clock), links

@@ -1,0 +1,153 @@
+"""Who carries Pie's transfers out on a CPU: one thread per direction, paced by a link.
+
+Knows slots and block ids; decides nothing. The same protocol has a version with CUDA streams (`streams`), and
+one without any overlap, for comparison.
+"""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from services.worker.pie.link import Link
+from services.worker.pie.memory import LayerMemory
+from services.worker.pie.swap import Direction, Transfer
+
+_log = logging.getLogger("kvasir.worker.pie")
+
+Done = Callable[[Transfer, int, float, BaseException | None], None]
+"""Transfer, bytes, seconds it took, what went wrong. Called on any thread."""
+
+
+class Copier(Protocol):
+    """Copies in the background; at most one transfer per direction is given to it at a time."""
+
+    @property
+    def poll_interval_s(self) -> float:
+        """While somebody waits: how often `poll` is to be called."""
+        ...
+
+    def start(self, done: Done) -> None: ...
+
+    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
+        """`used`: int64, ascending, the blocks that count (for a copy out)."""
+        ...
+
+    def before_layer(self) -> None:
+        """A layer, which is present, is computed next."""
+        ...
+
+    def after_layer(self) -> None:
+        """A computation on the slots was submitted: what is copied from now on comes after it."""
+        ...
+
+    def poll(self) -> None:
+        """Report what is complete, where no thread does so by itself."""
+        ...
+
+    def close(self, deadline_s: float) -> bool:
+        """End; False when that took longer."""
+        ...
+
+
+class ThreadCopier:
+    """Implements `Copier` between two places in RAM."""
+
+    poll_interval_s = 1.0
+
+    def __init__(self, memory: LayerMemory, links: dict[Direction, Link], clock: Callable[[], float]) -> None:
+        self._memory, self._links, self._clock = memory, links, clock
+        self._queues: dict[Direction, queue.Queue[tuple[Transfer, torch.Tensor] | None]] = {
+            direction: queue.Queue(2) for direction in Direction
+        }
+        self._threads: list[threading.Thread] = []
+
+    def start(self, done: Done) -> None:
+        for direction in Direction:
+            thread = threading.Thread(
+                target=self._run, args=(direction, done), name=f"pie-{direction}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
+        self._queues[transfer.direction].put_nowait((transfer, used))
+
+    def before_layer(self) -> None:
+        """Nothing: a completed copy is visible."""
+
+    def after_layer(self) -> None:
+        """Nothing: the computation is over."""
+
+    def poll(self) -> None:
+        """Nothing: the threads report."""
+
+    def close(self, deadline_s: float) -> bool:
+        for each in self._queues.values():
+            each.put_nowait(None)
+        for thread in self._threads:
+            thread.join(deadline_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, direction: Direction, done: Done) -> None:
+        if hasattr(os, "sched_setaffinity"):  # Not on the engine's core, if it has one for itself.
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
+        while (work := self._queues[direction].get()) is not None:
+            transfer, used = work
+            began_s, sent, failure = self._clock(), 0, None
+            try:
+                sent = self._copy(transfer, used)
+            except Exception as error:
+                _log.exception("%s failed", transfer)
+                failure = error
+            done(transfer, sent, self._clock() - began_s, failure)
+
+    def _copy(self, transfer: Transfer, used: torch.Tensor) -> int:
+        return copied(self._memory, self._links[transfer.direction], transfer, used)
+
+
+class InlineCopier:
+    """Implements `Copier` in the computation's own time: each copy is over before the computation goes on.
+
+    What swapping costs without Pie's overlap (papers/004 §2.3, on FlexGen); for comparison only.
+    """
+
+    poll_interval_s = 1.0
+
+    def __init__(self, memory: LayerMemory, links: dict[Direction, Link], clock: Callable[[], float]) -> None:
+        self._memory, self._links, self._clock = memory, links, clock
+        self._done: Done | None = None
+
+    def start(self, done: Done) -> None:
+        self._done = done
+
+    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
+        """Copies, and reports at once: `done` may submit the next before this returns."""
+        assert self._done is not None
+        began_s = self._clock()
+        sent = copied(self._memory, self._links[transfer.direction], transfer, used)
+        self._done(transfer, sent, self._clock() - began_s, None)
+
+    def before_layer(self) -> None:
+        """Nothing: a completed copy is visible."""
+
+    def after_layer(self) -> None:
+        """Nothing: the computation is over."""
+
+    def poll(self) -> None:
+        """Nothing: what was submitted is complete."""
+
+    def close(self, deadline_s: float) -> bool:
+        return True
+
+
+def copied(memory: LayerMemory, link: Link, transfer: Transfer, used: torch.Tensor) -> int:
+    """Copy a layer over a link of RAM, at its pace; the bytes."""
+    link.open()
+    if transfer.direction is Direction.OUT:
+        return memory.copy_out(transfer.device_slot, transfer.host_slot, used, link.pace)
+    return memory.copy_in(transfer.device_slot, transfer.host_slot, link.pace)

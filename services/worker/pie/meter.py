@@ -1,0 +1,123 @@
+"""What Pie's swapping costs: waits per layer, bytes and times of copies, windows for the expansion
+controller. Pure.
+"""
+
+from collections import deque
+from statistics import median
+
+from services.worker.pie.expansion import Window
+from services.worker.pie.swap import Direction, SwapController
+
+_WEIGHT = 0.1
+"""Of the newest step."""
+_ENOUGH_SWAPS, _LATEST_SWAPS = 2, 8
+
+
+class SwapMeter:
+    """Sums since the start, and since the last window."""
+
+    def __init__(self, layers: int) -> None:
+        self.stall_s = [0.0] * layers
+        """By layer: how long its computation waited for its KV."""
+        self.stalls = [0] * layers
+        self.compute_s = 0.0
+        """Of all steps, without the waits."""
+        self.moved_bytes = dict.fromkeys(Direction, 0)
+        self.copying_s = 0.0
+        """Both directions added up, whether anybody waited or not."""
+        self.resize_s = 0.0
+        """In which slots changed size and nothing was computed."""
+        self.iterations = 0
+        self._swap_s: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+        self._used_blocks = 0
+        self._tokens = 0
+        self._work_rates: list[float] = []
+        self._step_times: list[float] = []
+        self._latest_s: dict[Direction, deque[float]] = {
+            direction: deque(maxlen=_LATEST_SWAPS) for direction in Direction
+        }
+        self._step_s = 0.0
+        self._began_s: float | None = None
+        self._before = (0.0, 0.0, 0, 0)
+
+    @property
+    def stall_share(self) -> float:
+        """Waiting over computing, since the start."""
+        return sum(self.stall_s) / self.compute_s if self.compute_s else 0.0
+
+    def on_stall(self, layer: int, waited_s: float) -> None:
+        self.stall_s[layer] += waited_s
+        self.stalls[layer] += 1
+
+    def on_copied(self, direction: Direction, sent_bytes: int, took_s: float) -> None:
+        self.moved_bytes[direction] += sent_bytes
+        self.copying_s += took_s
+        self._swap_s[direction].append(took_s)
+        self._latest_s[direction].append(took_s)
+
+    def forget_swaps(self) -> None:
+        """What `pace` says is measured anew from here on."""
+        for times in self._latest_s.values():
+            times.clear()
+
+    def pace(self) -> tuple[float, float] | None:
+        """One swap, the slower direction, and one step's computation, in seconds, of late; None before two
+        swaps in each direction."""
+        if min(len(times) for times in self._latest_s.values()) < _ENOUGH_SWAPS:
+            return None
+        return max(median(times) for times in self._latest_s.values()), self._step_s
+
+    def window_stall_s(self) -> float:
+        """Waited since the last window."""
+        return sum(self.stall_s) - self._before[0]
+
+    @property
+    def step_s(self) -> float:
+        """One step's computation, smoothed; 0 before the first."""
+        return self._step_s
+
+    def on_step(
+        self, tokens: int, compute_s: float, stall_s: float, used_blocks: int, *, is_decoding: bool
+    ) -> None:
+        """One iteration; `is_decoding`: no prompt is in it."""
+        self.iterations += 1
+        if is_decoding and compute_s > 0:
+            self._work_rates.append(used_blocks / (compute_s + stall_s))
+        self._step_times.append(compute_s)
+        self._step_s = compute_s if not self._step_s else self._step_s + _WEIGHT * (compute_s - self._step_s)
+        self.compute_s += compute_s
+        self._tokens += tokens
+        self._used_blocks = max(self._used_blocks, used_blocks)
+
+    def close_window(
+        self, iterations: int, controller: SwapController, capacity_blocks: int, now_s: float
+    ) -> Window:
+        """What was since the last call."""
+        stall_s, compute_s, ins, early = self._before
+        self._before = (sum(self.stall_s), self.compute_s, controller.swap_ins, controller.early_swap_ins)
+        began_s, self._began_s = self._began_s, now_s
+        window = Window(
+            iterations=iterations,
+            tokens=self._tokens,
+            elapsed_s=self._before[0] - stall_s + self._before[1] - compute_s
+            if began_s is None
+            else now_s - began_s,
+            compute_s=self._before[1] - compute_s,
+            stall_s=self._before[0] - stall_s,
+            swap_ins=self._before[2] - ins,
+            early_swap_ins=self._before[3] - early,
+            used_blocks=self._used_blocks,
+            capacity_blocks=capacity_blocks,
+            swap_s=max(_mean(times) for times in self._swap_s.values()),
+            token_s=median(self._step_times) if self._step_times else 0.0,
+            work_rate=median(self._work_rates) if self._work_rates else 0.0,
+        )
+        self._work_rates, self._step_times = [], []
+        self._tokens = self._used_blocks = 0
+        for times in self._swap_s.values():
+            times.clear()
+        return window
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

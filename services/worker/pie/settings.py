@@ -1,0 +1,38 @@
+"""Settings of Pie in one worker (`worker.pie`)."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PieSettings(BaseModel):
+    """Layers' KV swapped to host memory behind the computation. Rates in bytes per second."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(default=False, description="swap layers of KV to the host")
+    expansion: Literal["auto", "fixed"] = Field(
+        default="auto", description="how many layers are swapped: found while running, or `fifo_layers`"
+    )
+    fifo_layers: int = Field(
+        default=0, ge=0, description="layers in the swap queue at the start: 0, or 3 and more"
+    )
+    host_mb: int = Field(default=1024, ge=1, description="host memory for swapped layers at most, in MiB")
+    bandwidth_limit: float = Field(
+        default=0.0, ge=0, description="bytes per second of the link, in each direction; 0: as fast as memory"
+    )
+    background_traffic: float = Field(
+        default=0.0, ge=0, description="bytes per second that others send over the link, for experiments"
+    )
+    overlap: bool = Field(
+        default=True, description="copy behind the computation; false, for experiments: in its way (CPU only)"
+    )
+    window_iterations: int = Field(
+        default=32, ge=4, description="iterations between two looks at the expansion"
+    )
+    notice_s: float = Field(
+        default=0.5, ge=0, description="from the report that blocks will go to their going: two heartbeats"
+    )
+    wait_timeout_s: float = Field(
+        default=30.0, gt=0, description="a layer that takes longer to arrive is an error"
+    )

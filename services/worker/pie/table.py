@@ -1,0 +1,134 @@
+"""Where each layer's KV is: Pie's mapping table, with updates in two phases. Pure.
+
+A transfer first takes its destination (`begin_…`), and only its completion makes the layer present there and
+gives the source back (`end_…`). Knows no bytes, no policy. Source: papers/004 §3.2, figure 3.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.worker.pie.sizes import device_slots
+
+
+class Place(StrEnum):
+    """Of one layer's KV."""
+
+    DEVICE = "device"
+    LEAVING = "leaving"
+    """Present on the device until the copy on the host is complete; not to be written any more."""
+    HOST = "host"
+    ARRIVING = "arriving"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One layer's line of the table."""
+
+    place: Place
+    device_slot: int | None
+    host_slot: int | None
+    since_s: float
+
+
+class MappingTable:
+    """Layers 0 … n-1 to slots of the device and of the host; slot numbers are dense from 0.
+
+    Made for a FIFO of `fifo_layers`: what has no slot begins on the host.
+    """
+
+    def __init__(self, layers: int, fifo_layers: int = 0) -> None:
+        self.layers = layers
+        self.slots = device_slots(layers, fifo_layers)
+        """On the device, held or free."""
+        self.entries = [
+            Entry(Place.DEVICE, layer, None, 0.0)
+            if layer < self.slots
+            else Entry(Place.HOST, None, layer - self.slots, 0.0)
+            for layer in range(layers)
+        ]
+        self._free_slots = set(range(self.slots)) - {each.device_slot for each in self.entries}
+        self._free_host = set(range(layers)) - {each.host_slot for each in self.entries}
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def layers_at(self, *places: Place) -> list[int]:
+        return [layer for layer, entry in enumerate(self.entries) if entry.place in places]
+
+    def is_present(self, layer: int) -> bool:
+        """Whether the layer can be computed."""
+        return self.entries[layer].place is Place.DEVICE
+
+    def begin_leaving(self, layer: int, now_s: float) -> Entry:
+        entry = self._take(layer, Place.DEVICE)
+        entry.host_slot = min(self._free_host)
+        self._free_host.remove(entry.host_slot)
+        entry.place, entry.since_s = Place.LEAVING, now_s
+        return entry
+
+    def end_leaving(self, layer: int, now_s: float) -> None:
+        entry = self._take(layer, Place.LEAVING)
+        assert entry.device_slot is not None
+        self._free_slots.add(entry.device_slot)
+        entry.place, entry.device_slot, entry.since_s = Place.HOST, None, now_s
+
+    def begin_arriving(self, layer: int, now_s: float) -> Entry:
+        entry = self._take(layer, Place.HOST)
+        entry.device_slot = min(self._free_slots)
+        self._free_slots.remove(entry.device_slot)
+        entry.place, entry.since_s = Place.ARRIVING, now_s
+        return entry
+
+    def end_arriving(self, layer: int, now_s: float) -> None:
+        entry = self._take(layer, Place.ARRIVING)
+        assert entry.host_slot is not None
+        self._free_host.add(entry.host_slot)
+        entry.place, entry.host_slot, entry.since_s = Place.DEVICE, None, now_s
+
+    def add_slot(self) -> int:
+        """One more slot, free; its number."""
+        self._free_slots.add(self.slots)
+        self.slots += 1
+        return self.slots - 1
+
+    def retire_slot(self) -> tuple[int, int] | None:
+        """Give up the last slot. Raises ValueError when none is free, or the last one is in a transfer.
+
+        (from, to) where the layer in the last slot has to be moved to the free one, else None.
+        """
+        last = self.slots - 1
+        if last in self._free_slots:
+            self._free_slots.remove(last)
+            self.slots = last
+            return None
+        moved = next(entry for entry in self.entries if entry.device_slot == last)
+        if not self._free_slots or moved.place is not Place.DEVICE:
+            raise ValueError(
+                f"slot {last} cannot be retired: {self.free_slots} free, its layer {moved.place}"
+            )
+        to = min(self._free_slots)
+        self._free_slots.remove(to)
+        moved.device_slot = to
+        self.slots = last
+        return last, to
+
+    def _take(self, layer: int, place: Place) -> Entry:
+        entry = self.entries[layer]
+        if entry.place is not place:
+            raise ValueError(f"layer {layer} is {entry.place}, not {place}")
+        return entry
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every slot holds one layer or is free, and places agree with slots."""
+        held = [entry.device_slot for entry in self.entries if entry.device_slot is not None]
+        assert sorted([*held, *self._free_slots]) == list(range(self.slots)), (
+            "a slot is lost or holds two layers"
+        )
+        host = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
+        assert sorted([*host, *self._free_host]) == list(range(self.layers)), (
+            "a host slot is lost or held twice"
+        )
+        for entry in self.entries:
+            assert (entry.device_slot is None) == (entry.place is Place.HOST)
+            assert (entry.host_slot is None) == (entry.place is Place.DEVICE)

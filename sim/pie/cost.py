@@ -1,0 +1,145 @@
+"""What a step costs when layers are swapped: the model's own cost, and the waits of the live swap
+controller.
+
+A step's layers take equal times; a swap takes the bytes of the step's context over the link's bandwidth.
+Waits come from running the controller at that ratio (`timeline.settle`), not from a formula; where the
+queue is back in time there are none, which a test compares with the controller.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from services.worker.pie.expansion import Window
+from sim.costs.base import CostModel
+from sim.pie.timeline import Pace, Steady, settle
+
+_COMPUTE_TICKS = 100
+_GRID = 1.05
+"""Ratios of swap to computation are rounded up to powers of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieModel:
+    """A model's KV. Bytes of one token in one layer."""
+
+    name: str
+    cost: str
+    layers: int
+    token_layer_bytes: int
+
+    def capacity_blocks(self, device_bytes: float, block_tokens: int) -> int:
+        return int(device_bytes // (self.layers * self.token_layer_bytes * block_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """Bytes per second in each direction."""
+
+    to_device: float
+    to_host: float
+    source: str
+
+
+GH200 = Interconnect(419e9, 371e9, "papers/004 §2.4, measured with nvbandwidth")
+
+
+def is_in_time(layers: int, fifo_layers: int, swap_in: float, swap_out: float, compute: float) -> bool:
+    """Whether a layer is surely back before it is needed: q swaps within n − 2 layers' computation."""
+    return fifo_layers * max(swap_in, swap_out) <= (layers - 2) * compute
+
+
+@lru_cache(maxsize=65536)
+def _settled(layers: int, fifo_layers: int, exponent_in: int, exponent_out: int) -> Steady:
+    swap_in, swap_out = (
+        max(1, math.ceil(_COMPUTE_TICKS * _GRID**exponent)) for exponent in (exponent_in, exponent_out)
+    )
+    return settle(layers, fifo_layers, Pace(_COMPUTE_TICKS, swap_in, swap_out), warm_tokens=4, tokens=4)
+
+
+def steady(layers: int, fifo_layers: int, swap_in_s: float, swap_out_s: float, compute_s: float) -> Steady:
+    """Waits and early swaps per token of a queue of `fifo_layers`."""
+    if not fifo_layers or not compute_s:
+        return Steady(0.0, 0.0, 0.0)
+    slower = max(swap_in_s, swap_out_s) / compute_s
+    if is_in_time(layers, fifo_layers, swap_in_s, swap_out_s, compute_s):
+        early = max(0.0, 1 - (fifo_layers - 1) * slower / layers)
+        return Steady(0.0, early, min(layers, layers / max(slower, 1e-9)))
+    exponents = [math.ceil(math.log(each / compute_s, _GRID)) for each in (swap_in_s, swap_out_s)]
+    return _settled(layers, fifo_layers, *exponents)
+
+
+@dataclass
+class PieCost:
+    """Implements `CostModel`, with a queue whose length may change; sums up windows as a worker's meter
+    does.
+    """
+
+    base: CostModel
+    model: PieModel
+    link: Interconnect
+    fifo_layers: int = 0
+    background_bytes_s: float = 0.0
+    """Of others, in both directions."""
+    iterations: int = 0
+    stall_s: float = 0.0
+    compute_s: float = 0.0
+    _tokens: int = 0
+    _swap_ins: float = 0.0
+    _early: float = 0.0
+    _work_tokens: int = 0
+    _work_s: float = 0.0
+    _swap_s: float = 0.0
+    _before: tuple[float, float] = field(default=(0.0, 0.0))
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}+pie"
+
+    @property
+    def source(self) -> str:
+        return f"{self.base.source}; link: {self.link.source}"
+
+    def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
+        took_s = self.base.step_s(chunks, decodes, context_tokens)
+        tokens = context_tokens + sum(end for _, end in chunks)
+        moved = tokens * self.model.token_layer_bytes
+        swap_in_s = moved / max(self.link.to_device - self.background_bytes_s, 1.0)
+        swap_out_s = moved / max(self.link.to_host - self.background_bytes_s, 1.0)
+        found = steady(self.model.layers, self.fifo_layers, swap_in_s, swap_out_s, took_s / self.model.layers)
+        self._add(took_s, found, decodes, max(swap_in_s, swap_out_s))
+        if not chunks:
+            self._work_tokens += tokens
+            self._work_s += took_s * (1 + found.stall_share)
+        return took_s * (1 + found.stall_share)
+
+    def _add(self, took_s: float, found: Steady, decodes: int, swap_s: float) -> None:
+        self.iterations += 1
+        self.compute_s += took_s
+        self.stall_s += took_s * found.stall_share
+        self._tokens += decodes
+        self._swap_ins += found.swap_ins
+        self._early += found.swap_ins * found.early_share
+        self._swap_s += swap_s
+
+    def close_window(self, elapsed_s: float, capacity_blocks: int, used_blocks: int) -> Window:
+        """What was since the last call."""
+        compute_s, stall_s = self._before
+        window = Window(
+            iterations=self.iterations,
+            tokens=self._tokens,
+            elapsed_s=elapsed_s,
+            compute_s=self.compute_s - compute_s,
+            stall_s=self.stall_s - stall_s,
+            swap_ins=round(100 * self._swap_ins),
+            early_swap_ins=round(100 * self._early),
+            used_blocks=used_blocks,
+            capacity_blocks=capacity_blocks,
+            swap_s=self._swap_s / max(1, self.iterations) if self.fifo_layers else 0.0,
+            work_rate=self._work_tokens / self._work_s if self._work_s else 0.0,
+        )
+        self._before = (self.compute_s, self.stall_s)
+        self.iterations = self._tokens = self._work_tokens = 0
+        self._swap_ins = self._early = self._swap_s = self._work_s = 0.0
+        return window

@@ -1,0 +1,40 @@
+"""The GPU bench: refused without a device; its measurement on a CPU, with threads instead of streams."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.context import Context
+from bench.gpu.shapes import Shape
+from bench.pie import gpu
+from shared.errors import ConfigError
+
+CPU = torch.device("cpu")
+SMALL = Shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, vocabulary=50, head_dim=16)
+
+
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        gpu.run(Context("pie-gpu", False, 0, tmp_path, parser.parse_args([])))
+
+
+def test_copies_run_beside_the_computation() -> None:
+    compute = gpu.layer_of(SMALL, 4, CPU, torch.float32)
+    plain, queued = (gpu.measure(SMALL, q, 16, 12, compute, CPU, 8, torch.float32) for q in (0, 4))
+    assert plain.step_s > 0 and plain.bytes_per_s == 0 and plain.stall_share == 0
+    assert queued.step_s > 0 and queued.bytes_per_s > 0 and queued.stall_share >= 0
+
+
+@pytest.mark.gpu
+def test_on_a_device_the_overlap_is_measured() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    compute = gpu.layer_of(SMALL, 4, device)
+    assert gpu.measure(SMALL, 4, 16, 12, compute, device, 8).bytes_per_s > 0

@@ -1,0 +1,52 @@
+"""Turns, and what is made of them."""
+
+from itertools import islice
+
+import pytest
+
+from bench.engine.checkpoint import TINY_CHAT
+from bench.pie.rounds import Served, Slice, compared, measure, same_text_share, take_turns
+from bench.pie.sides import RECOMPUTE, Ground, Side, fixed
+from bench.pie.workload import Workload
+
+GROUND = Ground(TINY_CHAT, 40, 0.0, clients=8)
+
+
+def served(name: str, *rates: float) -> Served:
+    return Served(name, tuple(Slice(rate, 0.01, 4.0, 0.0, 0) for rate in rates), 0.1, 0.2, 9, 0)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    versus = compared(served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
+    assert (versus.median, versus.worst, versus.highest) == (3, 1, 4)
+    assert served("x", 3, 1, 2).tokens_per_s == 2
+    assert served("x", 1).mean(lambda one: one.batch) == 4
+
+
+def test_two_real_sides_take_turns_and_say_the_same() -> None:
+    workload = Workload(str(TINY_CHAT), 0)
+    requests = list(islice(workload.requests(), 400))
+    sides = [Side(kind, GROUND, iter(requests)) for kind in (RECOMPUTE, fixed(5))]
+    order: list[str] = []
+    try:
+        found = take_turns(sides, 2, 0.5, lambda side, one: order.append(side.kind.name))
+        assert order == ["recompute", "fixed 5", "fixed 5", "recompute"]
+        assert [each.name for each in found] == ["recompute", "fixed 5"]
+        assert all(len(each.slices) == 2 and each.tokens_per_s > 0 for each in found)
+        assert [each.failures for each in found] == [0, 0]
+        assert found[0].slices[0].fifo_layers == 0 and found[1].slices[0].fifo_layers == 5
+        for side in sides:
+            side.loop.run(10.0, until=lambda side=side: len(side.loop.answers) >= 8)  # type: ignore[misc]
+        assert same_text_share(sides[1], sides[0]) == 1.0
+        sides[1].loop.answers[0].tokens[0] += 1
+        assert same_text_share(sides[1], sides[0]) < 1.0
+        assert measure(sides[0], 0.1).stall_share == 0.0
+    finally:
+        for side in sides:
+            side.close()
+
+
+def test_nothing_in_common_is_not_different() -> None:
+    side = Side(RECOMPUTE, GROUND, iter(()))
+    assert same_text_share(side, side) == pytest.approx(1.0)
+    side.close()

@@ -1,0 +1,183 @@
+"""The expansion controller: up, down, background traffic, low demand. Windows come from a model of the
+link.
+"""
+
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.pie.expansion import ExpansionController, Reason, Thresholds, Window
+from services.worker.pie.sizes import expansion, most_fifo_layers
+
+LAYERS = 40
+BLOCKS = 1000
+
+
+def window(
+    fifo_layers: int, *, swap: float = 2.0, demand: float = 1e9, layers: int = LAYERS, gain: float = 1.0
+) -> Window:
+    """32 iterations in which a swap of an unexpanded layer takes `swap` layer-times, at `demand` blocks."""
+    ratio = expansion(layers, fifo_layers)
+    capacity = int(BLOCKS * ratio)
+    used = min(capacity, demand)
+    turn = fifo_layers * swap * used / BLOCKS
+    stall = max(0.0, turn - (layers - 1)) / layers
+    took = 1.0 + stall
+    return Window(
+        iterations=32,
+        tokens=int(32 * (BLOCKS + gain * (used - BLOCKS))),
+        elapsed_s=32 * took,
+        compute_s=32.0,
+        stall_s=32 * stall,
+        swap_ins=640 if fifo_layers else 0,
+        early_swap_ins=int(640 * max(0.0, 1 - turn / layers)) if fifo_layers else 0,
+        used_blocks=int(used),
+        capacity_blocks=capacity,
+        swap_s=swap * used / BLOCKS / layers if fifo_layers else 0.0,
+        work_rate=(BLOCKS + gain * (used - BLOCKS)) / took,
+    )
+
+
+def settle(
+    controller: ExpansionController,
+    windows: int = 200,
+    *,
+    swap: float = 2.0,
+    demand: float = 1e9,
+    gain: float = 1.0,
+) -> list[int]:
+    lengths = []
+    for _ in range(windows):
+        found = window(controller.fifo_layers, swap=swap, demand=demand, gain=gain)
+        lengths.append(controller.on_window(found))
+        controller.check_integrity()
+    return lengths
+
+
+def best(swap: float) -> int:
+    """Of those that wait for no more than a hundredth."""
+    found = [(window(q, swap=swap), q) for q in range(3, most_fifo_layers(LAYERS) + 1)]
+    return max((one.work_rate, q) for one, q in found if one.stall_s <= 0.01 * one.compute_s)[1]
+
+
+@pytest.mark.parametrize("swap", [0.7, 1.0, 2.0])
+def test_it_finds_the_best_and_stays(swap: float) -> None:
+    lengths = settle(ExpansionController(LAYERS, most_fifo_layers(LAYERS)), swap=swap)
+    assert abs(lengths[-1] - best(swap)) <= 1
+    reached = [window(q, swap=swap).work_rate for q in lengths[-60:]]
+    assert sum(reached) / len(reached) >= 0.98 * window(best(swap), swap=swap).work_rate
+
+
+def test_the_first_step_up_is_three() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    assert controller.on_window(window(0)) == 3
+    assert controller.reason is Reason.ROOM
+
+
+def test_a_raise_that_brings_nothing_is_taken_back_and_not_repeated_for_a_while() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    lengths = settle(controller, 12, gain=0.0)
+    assert lengths == [3, 3, 3, 3, 3, 0, 0, 0, 0, 0, 3, 3]
+    assert settle(controller, 12, gain=0.0) == [3, 3, 3, *[0] * 9]
+
+
+def test_either_measure_of_throughput_will_do_and_a_late_gain_counts() -> None:
+    """Tokens per second and blocks attended to, noisy both."""
+    for tokens, work in ((1.2, 0.8), (0.8, 1.2)):
+        controller = ExpansionController(LAYERS, 39)
+        controller.on_window(window(0))
+        slow, good = window(3, gain=0.0), window(3)
+        lucky = replace(good, tokens=int(tokens * good.tokens), work_rate=work * good.work_rate)
+        assert [controller.on_window(one) for one in (slow, slow, lucky)] == [3, 3, 5]
+
+
+def test_background_traffic_lowers_it_and_its_end_raises_it() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    quiet = settle(controller, swap=1.0)[-1]
+    loaded = settle(controller, swap=2.5)[-1]
+    assert loaded < quiet - 5
+    assert settle(controller, swap=1.0)[-1] >= quiet - 1
+
+
+def test_a_brief_disturbance_is_tolerated() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    length = settle(controller)[-1]
+    settle(controller, 40)
+    before = controller.fifo_layers
+    slow = next(
+        one
+        for tenths in range(20, 40)
+        if (one := window(before, swap=tenths / 10)).stall_s > 0.01 * one.compute_s
+    )
+    assert slow.stall_s < 0.1 * slow.compute_s
+    assert controller.on_window(slow) == before
+    assert before == length
+
+
+def test_low_demand_raises_nothing_and_gives_back_what_is_unused() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    assert settle(controller, 50, demand=500) == [0] * 50
+    settle(controller, swap=0.5)
+    assert controller.fifo_layers > 10
+    assert settle(controller, 400, swap=0.5, demand=500)[-1] == 0
+
+
+def test_while_slots_change_nothing_is_decided() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    assert controller.on_window(window(0), is_resizing=True) == 0
+    assert controller.reason is Reason.RESIZING
+
+
+def test_a_drop_holds_for_four_windows() -> None:
+    controller = ExpansionController(LAYERS, 39, fifo_layers=20)
+    slow = window(20, swap=1.13)
+    assert 0.01 < slow.stall_s / slow.compute_s < 0.1
+    assert [controller.on_window(slow) for _ in range(2)] == [20, 19]
+    assert controller.reason is Reason.STALLED
+    held = [controller.on_window(window(19, swap=0.2)) for _ in range(5)]
+    assert held == [19, 19, 19, 19, 20]
+
+
+def test_where_it_waits_long_it_drops_at_once_to_what_fits() -> None:
+    controller = ExpansionController(LAYERS, 39, fifo_layers=30)
+    lower = controller.on_window(window(30, swap=4.0))
+    fits = [q for q in range(3, 40) if window(q, swap=4.0).stall_s == 0]
+    assert abs(lower - max(fits)) <= 1
+    assert controller.on_window(window(lower, swap=400.0)) == 0
+
+
+def test_raises_grow_as_long_as_they_are_kept() -> None:
+    controller = ExpansionController(LAYERS, 39)
+    steps = [length for length, _ in groupby(settle(controller, 24, swap=0.05))]
+    assert steps[:5] == [3, 5, 9, 17, 25]
+
+
+def test_a_raise_that_is_refused_before_it_counts_holds_longer_and_longer() -> None:
+    controller, held = ExpansionController(LAYERS, 39), []
+    for _ in range(6):
+        windows = 1
+        while controller.on_window(window(0)) == 0:
+            windows += 1
+        held.append(windows)
+        assert not controller.fits(swap_s=1.0, token_s=1.0, ratio=1.05)
+        assert controller.fits(swap_s=0.3, token_s=1.0, ratio=1.05)
+        assert controller.refuse() == 0 and controller.reason is Reason.TOO_SLOW
+    assert held == [1, 5, 9, 17, 33, 33]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    layers=st.integers(4, 48),
+    swaps=st.lists(st.tuples(st.floats(0.05, 20), st.floats(1, 4000)), min_size=1, max_size=60),
+)
+def test_it_keeps_its_bounds_whatever_comes(layers: int, swaps: list[tuple[float, float]]) -> None:
+    most = most_fifo_layers(layers)
+    controller = ExpansionController(layers, most, Thresholds())
+    for swap, demand in swaps:
+        before = controller.fifo_layers
+        after = controller.on_window(window(before, swap=swap, demand=demand, layers=layers))
+        assert after - before <= 8
+        controller.check_integrity()

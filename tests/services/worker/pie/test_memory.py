@@ -1,0 +1,124 @@
+"""Bytes are identical after any number of swaps, relocations and changes of size."""
+
+import random
+
+import pytest
+import torch
+
+from services.worker.pie.memory import BlockShape, LayerMemory
+from services.worker.pie.partition import Partition
+from services.worker.pie.sizes import device_slots
+from services.worker.pie.swap import Direction, SwapController, Transfer
+
+SHAPE = BlockShape(kv_heads=2, head_dim=3, value_dim=5, block_tokens=4, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def make_memory(layers: int, device_blocks: int, fifo_layers: int = 0) -> LayerMemory:
+    blocks = layers * device_blocks
+    keys, values = torch.zeros(blocks, *SHAPE.key), torch.zeros(blocks, *SHAPE.value)
+    return LayerMemory(SHAPE, Partition(blocks, device_slots(layers, fifo_layers)), CPU, keys, values)
+
+
+def ignore(_: int) -> None:
+    """Nobody paces these copies."""
+
+
+def test_only_used_blocks_travel() -> None:
+    memory = make_memory(4, 6)
+    keys, values = memory.views(1)
+    keys.copy_(torch.randn_like(keys))
+    values.copy_(torch.randn_like(values))
+    wanted = keys.clone(), values.clone()
+    used = torch.tensor([0, 2, 5])
+    parts: list[int] = []
+    assert memory.copy_out(1, 0, used, parts.append) == 3 * SHAPE.block_bytes == sum(parts)
+    assert SHAPE.block_bytes == 4 * 2 * (3 + 5) * 4
+    assert memory.copy_in(3, 0, ignore) == 3 * SHAPE.block_bytes
+    for found, expected in zip(memory.views(3), wanted, strict=True):
+        assert torch.equal(found[used], expected[used])
+        assert not found[1].any()
+
+
+def test_blocks_beyond_a_shrunk_slot_are_left_out() -> None:
+    memory = make_memory(4, 6, fifo_layers=3)
+    memory.views(0)[0][:] = 1.0
+    memory.copy_out(0, 0, torch.tensor([1, 7]), ignore)
+    memory.shift(memory.partition.resize(4), frozenset({1, 2}))
+    assert memory.copy_in(0, 0, ignore) == SHAPE.block_bytes
+
+
+def test_moved_blocks_keep_their_contents_on_the_device_and_on_the_host() -> None:
+    memory = make_memory(4, 6)
+    keys, values = memory.views(2)
+    keys.copy_(torch.randn_like(keys))
+    values.copy_(torch.randn_like(values))
+    memory.copy_out(2, 0, torch.tensor([0, 1, 4, 5]), ignore)
+    memory.rename_blocks(0, {4: 1, 5: 3})  # What lay on 1 was given back meanwhile.
+    memory.rename_blocks(7, {1: 0})
+    wanted = [keys[[0, 4, 5]].clone(), values[[0, 4, 5]].clone()]
+    memory.move_blocks(2, {4: 1, 5: 3})
+    assert memory.copy_in(0, 0, ignore) == 3 * SHAPE.block_bytes
+    for slot in (0, 2):
+        for found, expected in zip(memory.views(slot), wanted, strict=True):
+            assert torch.equal(found[[0, 1, 3]], expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_number_of_swaps_and_changes_of_size(seed: int) -> None:
+    """Real byte arrays under the real controller; each layer is rewritten when it is computed."""
+    dice, layers, device_blocks = random.Random(seed), 6, 12
+    torch.manual_seed(seed)
+    memory, controller = make_memory(layers, device_blocks), SwapController(layers)
+    flying: list[Transfer] = []
+    used = torch.arange(device_blocks)
+    wanted = [
+        tuple(torch.zeros(device_blocks, *size) for size in (SHAPE.key, SHAPE.value)) for _ in range(layers)
+    ]
+
+    def complete() -> None:
+        transfer = flying.pop(dice.randrange(len(flying)))
+        if transfer.direction is Direction.IN:
+            memory.copy_in(transfer.device_slot, transfer.host_slot, ignore)
+        else:
+            memory.copy_out(transfer.device_slot, transfer.host_slot, used, ignore)
+        flying.extend(controller.on_completed(transfer, 0.0))
+
+    def recut() -> None:
+        controller.pause()
+        while flying:
+            complete()
+        while controller.can_retire_slot:
+            moved = controller.retire_slot()
+            if moved is not None:
+                memory.relocate(moved.from_slot, moved.to_slot)
+        added = max(0, -controller.excess_slots)
+        held = frozenset(
+            each.device_slot for each in controller.table.entries if each.device_slot is not None
+        )
+        memory.shift(memory.partition.resize(controller.table.slots + added), held)
+        for _ in range(added):
+            controller.add_slot()
+        flying.extend(controller.resume(0.0))
+
+    for _ in range(60):
+        for layer in range(layers):
+            flying.extend(controller.on_awaited(layer, 0.0))
+            while not controller.table.is_present(layer):
+                complete()
+            controller.on_started(layer)
+            slot = controller.table.entries[layer].device_slot
+            assert slot is not None
+            for pool, expected in zip(memory.views(slot), wanted[layer], strict=True):
+                assert torch.equal(pool[:device_blocks], expected)
+                block = dice.randrange(device_blocks)
+                expected[block] = torch.randn_like(expected[block])
+                pool[block] = expected[block]
+            flying.extend(controller.on_ended(layer, 0.0))
+            if flying and dice.random() < 0.6:
+                complete()
+        controller.check_integrity()
+        if dice.random() < 0.3 and controller.excess_slots == 0:
+            flying.extend(controller.set_fifo(dice.choice([0, 3, 4, 5]), 0.0))
+        if controller.excess_slots < 0 or controller.can_retire_slot:
+            recut()

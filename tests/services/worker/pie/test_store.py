@@ -1,0 +1,147 @@
+"""Waits, their accounting, and errors of copies; with the real threads and a real throttle."""
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from services.worker.pie.copier import InlineCopier, ThreadCopier
+from services.worker.pie.link import Link
+from services.worker.pie.store import LayerStore
+from services.worker.pie.swap import Direction, SwapController
+from shared.clock import monotonic_s
+from shared.errors import InternalError
+from tests.services.worker.pie.test_memory import SHAPE, make_memory
+
+LAYERS, BLOCKS = 6, 8
+
+
+def make_store(fifo_layers: int, bandwidth: float) -> LayerStore:
+    memory = make_memory(LAYERS, BLOCKS, fifo_layers)
+    links = {direction: Link(bandwidth, monotonic_s, time.sleep) for direction in Direction}
+    copier = ThreadCopier(memory, links, monotonic_s)
+    store = LayerStore(SwapController(LAYERS, fifo_layers), memory, copier, monotonic_s, wait_timeout_s=20.0)
+    store.attach(lambda: list(range(BLOCKS)))
+    return store
+
+
+def step(store: LayerStore, compute_s: float, write: Callable[[int, torch.Tensor], None]) -> None:
+    store.step_begins([])
+    for layer in range(LAYERS):
+        keys, _ = store.enter(layer)
+        write(layer, keys)
+        time.sleep(compute_s)
+        store.leave(layer)
+    store.step_ends(4, is_decoding=True)
+
+
+def test_bytes_stay_and_waits_are_counted_by_layer() -> None:
+    store, expected = make_store(4, BLOCKS * SHAPE.block_bytes / 0.004), [0.0] * LAYERS
+
+    def write(layer: int, keys: torch.Tensor) -> None:
+        # What begins on the host was never written: nobody reads such blocks.
+        assert expected[layer] == 0 or bool((keys[:BLOCKS] == expected[layer]).all())
+        expected[layer] += layer + 1
+        keys[:BLOCKS] = expected[layer]
+
+    try:
+        for _ in range(6):
+            step(store, 0.0, write)
+        meter = store.meter
+        assert meter.iterations == 6
+        assert min(meter.moved_bytes.values()) >= BLOCKS * SHAPE.block_bytes * 6
+        assert sum(meter.stall_s) > 0.02 and sum(meter.stalls) > 6
+        assert meter.stall_share > 1
+    finally:
+        assert store.close(5.0)
+
+
+def test_a_store_without_a_queue_waits_for_nothing() -> None:
+    store = make_store(0, 1.0)
+    try:
+        assert store.is_static
+        for _ in range(3):
+            step(store, 0.0, lambda layer, keys: None)
+        assert store.meter.stall_share == 0 and sum(store.meter.moved_bytes.values()) == 0
+        window = store.meter.close_window(3, store.controller, BLOCKS, monotonic_s())
+        assert (window.tokens, window.used_blocks, window.swap_ins) == (12, BLOCKS, 0)
+    finally:
+        assert store.close(5.0)
+
+
+def test_a_failed_copy_is_an_error_of_the_step() -> None:
+    store = make_store(4, 0.0)
+    store.attach(lambda: [0, 10_000])
+    try:
+        with pytest.raises(InternalError, match="a copy of KV failed"):
+            for _ in range(3):
+                step(store, 0.0, lambda layer, keys: None)
+    finally:
+        assert store.close(5.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_layer_is_computed_without_its_kv_whatever_changes(seed: int) -> None:
+    """Real threads and bytes; queue, slots and blocks change while each layer checks what it wrote."""
+    dice, store = random.Random(seed), make_store(0, BLOCKS * SHAPE.block_bytes / 0.0005)
+    blocks = list(range(BLOCKS))
+    store.attach(lambda: sorted(blocks))
+    written = [dict.fromkeys(range(BLOCKS), 0.0) for _ in range(LAYERS)]
+
+    def check_and_write(layer: int, keys: torch.Tensor) -> None:
+        assert store.controller.table.is_present(layer)
+        expected = written[layer]
+        assert [float(keys[block].flatten()[0]) for block in blocks] == [expected[block] for block in blocks]
+        assert [float(keys[block].min()) for block in blocks] == [
+            float(keys[block].max()) for block in blocks
+        ]
+        block = dice.choice(blocks)
+        expected[block] += 1.0
+        keys[block] = expected[block]
+
+    try:
+        for _ in range(60):
+            step(store, 0.0, check_and_write)
+            store.controller.check_integrity()
+            if store.controller.excess_slots == 0 and dice.random() < 0.3:
+                store.set_fifo(dice.choice([0, 3, 4, 5]))
+            if store.controller.excess_slots < 0 or store.controller.can_retire_slot:
+                store.resize()
+            elif dice.random() < 0.2:
+                gone = dice.choice(blocks)
+                free = (
+                    next(block for block in range(BLOCKS) if block not in blocks)
+                    if len(blocks) < BLOCKS
+                    else None
+                )
+                blocks.remove(gone)
+                if free is not None:
+                    blocks.append(free)
+                    store.move_blocks({gone: free})
+                    for expected in written:
+                        expected[free] = expected[gone]
+        assert sum(store.meter.moved_bytes.values()) > 0
+    finally:
+        assert store.close(5.0)
+
+
+def test_without_overlap_a_copy_is_over_before_anything_goes_on() -> None:
+    memory = make_memory(LAYERS, BLOCKS, 4)
+    links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
+    copier = InlineCopier(memory, links, monotonic_s)
+    store = LayerStore(SwapController(LAYERS, 4), memory, copier, monotonic_s, wait_timeout_s=1.0)
+    store.attach(lambda: list(range(BLOCKS)))
+    expected = [0.0] * LAYERS
+
+    def write(layer: int, keys: torch.Tensor) -> None:
+        assert not store.controller.in_flight
+        assert expected[layer] == 0 or bool((keys[:BLOCKS] == expected[layer]).all())
+        expected[layer] += layer + 1
+        keys[:BLOCKS] = expected[layer]
+
+    for _ in range(4):
+        step(store, 0.0, write)
+    assert store.meter.copying_s > 0 and store.meter.stall_share == 0
+    assert store.close(1.0)
