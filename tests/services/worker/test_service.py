@@ -364,16 +364,3 @@ async def test_under_pie_the_prefix_cache_is_left_out_and_it_says_so(
         0,
     )
     assert answers[0].details["pie_fifo_layers"] == 0 and "prefix_tiers" not in answers[0].details
-
-
-async def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no model"):
-        make_engine(WorkerConfig(model=str(tmp_path)))
-
-
-def test_capacity_can_be_given_in_bytes(config: WorkerConfig) -> None:
-    block_bytes = 2 * 2 * (16 + 16) * 4 * 4
-    engine = make_engine(config.model_copy(update={"kv_bytes": 11 * block_bytes + 5}))
-    assert engine.kv_blocks == 11
-    with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
-        make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
