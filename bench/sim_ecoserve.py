@@ -28,6 +28,7 @@ from bench.simulated.sides import (
 )
 from shared.errors import ConfigError
 from sim.case import Machine
+from sim.knee import TOLERANCE
 from sim.workloads import Source, find_source
 
 TRACES = ("sharegpt", "alpaca", "books")
@@ -52,6 +53,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="least of a run [500, quick: 200]")
     parser.add_argument("--duration", type=float, help="of arrivals at least, in s [600, quick: 60]")
     parser.add_argument("--seeds", type=int, help="runs per rate [2, quick: 1]")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help="of sustained rates: above them, this is too much [%(default)s]",
+    )
     parser.add_argument("--processes", type=int, help="[one per core]")
     parser.add_argument("--predictors", action="store_true", help="also every predictor, with our policies")
     parser.add_argument("--sensitivities", action="store_true", help="also EcoServe's figure 12")
@@ -65,6 +72,7 @@ def run(context: Context) -> Outcome:
         duration_s=flags.duration or (60.0 if context.quick else 600.0),
         seeds=tuple(range(context.seed, context.seed + (flags.seeds or (1 if context.quick else 2)))),
         processes=flags.processes,
+        tolerance=flags.tolerance,
     )
     sides = _sides(flags.policies, flags.predictor, context.quick, flags.predictors)
     sources = _sources(flags.trace, flags.traces or (TRACES[:1] if context.quick else TRACES))

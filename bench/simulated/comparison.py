@@ -16,6 +16,7 @@ from bench.simulated.measures import (
 )
 from bench.simulated.sides import Side, case_of
 from sim.case import Case, Machine
+from sim.knee import TOLERANCE
 from sim.sweep import sweep
 from sim.workloads import Source
 
@@ -34,6 +35,8 @@ class Effort:
     duration_s: float
     seeds: tuple[int, ...]
     processes: int | None = None
+    tolerance: float = TOLERANCE
+    """Of sustained rates."""
 
 
 @dataclass(slots=True)
@@ -114,6 +117,7 @@ def _find_knees(
             one.reference.capacity_per_s,
             effort.seeds,
             one.reference.longest_s if is_stable else math.inf,
+            effort.tolerance,
         )
         for one, side, is_stable in asked
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from sim.case import Case, latency_within_s, run_case
-from sim.knee import sustained_rate
+from sim.knee import TOLERANCE, sustained_rate
 from sim.summary import ServiceLevel, measure_level, normalized_latency_s, summarize
 
 LOW_LOAD = 0.1
@@ -41,6 +41,8 @@ class KneeQuestion:
     """If finite, the rate has to be *stable* as well: what is left at the last arrival is worked off within
     this and `DRAIN_SHARE` of the arrivals' duration. A policy that lets long requests starve keeps its mean
     latency low at any rate, for as long as a finite run lasts."""
+    tolerance: float = TOLERANCE
+    """The next rate tried, at most so much above the answer, is not sustained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def is_sustained(question: KneeQuestion, rate_per_s: float) -> bool:
 
 def answer_knee(question: KneeQuestion) -> float:
     """The sustained rate, in requests per second."""
-    return sustained_rate(lambda rate: is_sustained(question, rate), question.start_rate)
+    return sustained_rate(lambda rate: is_sustained(question, rate), question.start_rate, question.tolerance)
 
 
 def answer_rate(question: RateQuestion) -> dict[str, float]:

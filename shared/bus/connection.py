@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from shared.bus import tracing
 from shared.bus.clearance import Clearance, publish_refused
 from shared.bus.counters import BusCounters
-from shared.bus.express import Express
+from shared.bus.express import Express, close_unwanted
 from shared.bus.handlers import Handler, Listener
 from shared.bus.inbox import Inbox
 from shared.bus.inline import handle_inline
@@ -203,9 +203,15 @@ class Bus:
         return answers.replies
 
     async def express(self) -> Express:
-        """A connection for one thread that publishes often; see `shared.bus.express`. Raises
-        BusUnavailable."""
-        return await asyncio.to_thread(Express.connect, self.config, self.instance, self._counters)
+        """A connection for one thread; see `shared.bus.express`. Raises BusUnavailable."""
+        opening = asyncio.get_running_loop().run_in_executor(
+            None, Express.connect, self.config, self.instance, self._counters
+        )
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(close_unwanted)
+            raise
 
     async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
         """Wait, for as long as it takes, until this instance holds the role; see `shared.bus.lease`."""

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import socket
+from asyncio import Future
 from collections.abc import Sequence
 from urllib.parse import unquote, urlsplit
 
@@ -134,6 +135,12 @@ class Express:
         if self._is_up:
             _log.warning("the express connection is over: %s", why)
             self.close()
+
+
+def close_unwanted(opening: "Future[Express]") -> None:
+    """Nobody waits any more for the connection that this future brings."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _introduce(connection: socket.socket, config: BusConfig, name: str) -> int:

@@ -1,7 +1,10 @@
 """What a service may rely on, each against a real nats-server."""
 
 import asyncio
+import gc
 import json
+import warnings
+from contextlib import suppress
 
 import msgpack  # type: ignore[import-untyped]
 import nats
@@ -46,6 +49,23 @@ async def test_request_and_reply(connect_bus: ConnectBus) -> None:
     caller = await connect_bus()
     answer = await caller.request(ASK, Question(text="hi", number=3), Answer, deadline_s=DEADLINE_S)
     assert (answer.text, answer.number) == ("hi", 3)
+
+
+async def test_an_express_connection_that_nobody_waits_for_any_more_is_closed(
+    connect_bus: ConnectBus,
+) -> None:
+    bus = await connect_bus("worker", "worker-0")
+    for rounds in range(10):
+        opening = asyncio.create_task(bus.express())
+        await asyncio.sleep(0.0005 * rounds)
+        opening.cancel()
+        with suppress(asyncio.CancelledError):
+            (await opening).close()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert not [each for each in caught if issubclass(each.category, ResourceWarning)]
 
 
 async def test_nobody_there_is_no_responder_at_once(connect_bus: ConnectBus) -> None:
