@@ -41,12 +41,20 @@ class Answer:
     ended_s: float = 0.0
     completion_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those that were not computed because a cache had them."""
+    pieces: list[str] = field(default_factory=list)
+    """Its text, event by event."""
     finish_reason: str = ""
     error: str = ""
 
     @property
     def ok(self) -> bool:
         return not self.error
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     @property
     def first_s(self) -> float:
@@ -194,10 +202,13 @@ class _Exchange(asyncio.Protocol):
             text = choice["text"] if "text" in choice else choice["delta"].get("content")
             if text:
                 self._answer.event_s.append(self._now_s)
+                self._answer.pieces.append(text)
             self._answer.finish_reason = choice["finish_reason"] or self._answer.finish_reason
         if usage := event.get("usage"):
             self._answer.completion_tokens = usage["completion_tokens"]
             self._answer.prompt_tokens = usage["prompt_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            self._answer.cached_tokens = details.get("cached_tokens") or 0
 
     def _end(self, error: str) -> None:
         if not self.over.done():

@@ -46,6 +46,9 @@ BENCHES: tuple[Bench, ...] = (
     Bench("gpu", "bench.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
     Bench("experiment", "bench.experiment", "a YAML grid of policies, predictors, traces, rates"),
     Bench("placement", "bench.placement.bench", "GPUs and moves of MELL against its rivals, simulated"),
+    Bench(
+        "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"
+    ),
     Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
     Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
     Bench("serve", "bench.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),

@@ -74,6 +74,7 @@ def _settings(context: Context) -> dict[str, object]:
     flags = context.arguments
     return {
         "worker.threads": 1,
+        "worker.prefix_cache.enabled": "false",
         "worker.kv_blocks": flags.kv_blocks,
         "worker.block_tokens": BLOCK_TOKENS,
         "scheduler.policy": flags.policy,

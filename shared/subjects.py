@@ -28,6 +28,7 @@ GATEWAY_FINISHED = f"{PREFIX}.evt.gateway.finished"
 ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
 ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
+ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
 
 LEASE_BUCKET = "kvasir_leases"
 """JetStream key-value bucket; the key is the name of the role, the value its holder."""
@@ -65,12 +66,21 @@ def worker_acknowledge(worker_id: str) -> str:
     return f"{PREFIX}.cmd.worker.acknowledge.{checked_id(worker_id)}"
 
 
+def worker_prefixes(worker_id: str) -> str:
+    return f"{PREFIX}.cmd.worker.prefixes.{checked_id(worker_id)}"
+
+
 def worker_reported(worker_id: str) -> str:
     return f"{PREFIX}.evt.worker.reported.{checked_id(worker_id)}"
 
 
 def worker_stepped(worker_id: str) -> str:
     return f"{PREFIX}.evt.worker.stepped.{checked_id(worker_id)}"
+
+
+def worker_cached(worker_id: str) -> str:
+    """What came into its prefix cache and what left it."""
+    return f"{PREFIX}.evt.worker.cached.{checked_id(worker_id)}"
 
 
 def gateway_reported(gateway_id: str) -> str:
@@ -159,17 +169,22 @@ PERMISSIONS: Mapping[str, Permissions] = {
         ),
     ),
     "predictor": _service("predictor", subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED)),
-    "placement": _service("placement", subscribe=(PLACEMENT_PLACE, ANY_WORKER_REPORTED, ANY_WORKER_STEPPED)),
+    "placement": _service(
+        "placement",
+        publish=(_every(worker_prefixes),),
+        subscribe=(PLACEMENT_PLACE, ANY_WORKER_REPORTED, ANY_WORKER_STEPPED, ANY_WORKER_CACHED),
+    ),
     "ledger": _service("ledger", subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED)),
     "worker": _service(
         "worker",
-        publish=(_every(tokens), ANY_WORKER_REPORTED, ANY_WORKER_STEPPED),
+        publish=(_every(tokens), ANY_WORKER_REPORTED, ANY_WORKER_STEPPED, ANY_WORKER_CACHED),
         subscribe=(
             _every(worker_plan),
             _every(worker_snapshot),
             _every(worker_cancel),
             _every(worker_fetch),
             _every(worker_acknowledge),
+            _every(worker_prefixes),
             ANY_GATEWAY_REPORTED,
         ),
     ),

@@ -54,6 +54,7 @@ def start_kvasir(setup: Setup) -> Served:
     port, run_dir = free_port(), setup.run_dir / "kvasir"
     settings = {
         "worker.threads": 1,
+        "worker.prefix_cache.enabled": "false",
         "worker.kv_bytes": setup.kv_gib * GIB,
         "scheduler.policy": "vllm",
         "scheduler.max_batch_sequences": setup.max_sequences,

@@ -1,11 +1,13 @@
-"""A stack for this bench: one worker whose engine has a core of its own, everything else on another."""
+"""A stack for this bench: one worker with a core of its own, everything else on another."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,14 +43,19 @@ class Stack:
 
     def engine_time_s(self) -> tuple[float, float]:
         """Seconds since its start that the engine computed, and that it did not although there was work."""
+        details = self.details("engine_s")
+        return float(details["engine_s"]), float(details["between_steps_s"])
+
+    def details(self, key: str) -> dict[str, Any]:
+        """That part of the stack's status which has `key`. Raises InternalError when there is none."""
         argv = [sys.executable, "-m", "services", "status", "--json", "--run-dir", str(self.run_dir)]
         done = subprocess.run(
             argv, cwd=ROOT, capture_output=True, text=True, timeout=_STATUS_DEADLINE_S, check=False
         )
-        details = _find(json.loads(done.stdout), "engine_s") if done.returncode == 0 else None
+        details = _find(json.loads(done.stdout), key) if done.returncode == 0 else None
         if details is None:
-            raise InternalError(f"the stack's status does not tell the engine's time: {done.stderr[-300:]}")
-        return float(details["engine_s"]), float(details["between_steps_s"])
+            raise InternalError(f"the stack's status does not tell {key}: {done.stderr[-300:]}")
+        return details
 
     def _pid(self, name: str) -> int:
         try:
@@ -61,15 +68,24 @@ class Stack:
         return {child["name"]: child["pid"] for child in state["children"] if child["pid"]}
 
 
-def start(model: Path, engine_core: int, kv_blocks: int, max_sequences: int, run_dir: Path) -> Stack:
+def start(
+    model: Path,
+    engine_core: int,
+    kv_blocks: int,
+    max_sequences: int,
+    run_dir: Path,
+    more_settings: Mapping[str, object] | None = None,
+) -> Stack:
     """Started by a process that is bound to the core that everything but the engine is to have."""
     port = free_port()
     settings = {
         "worker.threads": 1,
-        "worker.engine_cores": f"[{engine_core}]",
+        "worker.prefix_cache.enabled": "false",
+        "worker.cores": f"[{engine_core}]",
         "worker.kv_blocks": kv_blocks,
         "scheduler.max_batch_sequences": max_sequences,
         "scheduler.policy": "vllm",
+        **(more_settings or {}),
     }
     argv = [sys.executable, "-m", "services", "up", "--run-dir", str(run_dir), "--port", str(port)]
     argv += ["--nats-port", str(free_port()), "--workers", "1", "--model", str(model)]
@@ -89,7 +105,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _find(document: object, key: str) -> dict[str, float] | None:
+def _find(document: object, key: str) -> dict[str, Any] | None:
     """The object, however deep in a JSON document, that has `key`."""
     if isinstance(document, dict):
         if key in document:

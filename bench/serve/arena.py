@@ -41,7 +41,6 @@ class Cell:
 class Workload:
     """What the sides are asked. `truths` belongs to `measured`, in answer tokens."""
 
-    lessons: Sequence[Sequence[int]]
     measured: Sequence[Sequence[int]]
     truths: Sequence[int]
     max_tokens: int

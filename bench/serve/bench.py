@@ -5,6 +5,7 @@ and a predictor that learned from other prompts, and `kvasir` told the true leng
 """
 
 import json
+import os
 from argparse import ArgumentParser
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,22 +32,27 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--oracle", choices=("yes", "no"), help="kvasir told the lengths too [yes; --quick no]"
     )
-    parser.add_argument("--requests", type=int, help="of a cell [500; --quick 40]")
-    parser.add_argument("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 12]")
-    parser.add_argument("--lessons", type=int, help="prompts served beforehand [600; --quick 40]")
-    parser.add_argument("--pool", type=int, help="different prompts to be measured [500; --quick 40]")
+    parser.add_argument("--requests", type=int, help="of a cell [500; --quick 24]")
+    parser.add_argument("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 6]")
+    parser.add_argument(
+        "--beyond-requests",
+        type=int,
+        help="of a cell at 1.2 times the knee: overload shows late [2000; quick 24]",
+    )
+    parser.add_argument("--lessons", type=int, help="prompts served beforehand [600; --quick 24]")
+    parser.add_argument("--pool", type=int, help="different prompts to be measured [500; --quick 24]")
     parser.add_argument("--kv-requests", type=float, default=12, help="mean requests in the KV [%(default)g]")
     parser.add_argument("--kv-tokens", type=int, help="size of the KV, instead")
-    parser.add_argument("--max-tokens", type=int, default=400, help="of every request [%(default)s]")
+    parser.add_argument("--max-tokens", type=int, help="of every request [400; --quick 96]")
     parser.add_argument("--story-share", type=float, default=0.6, help="of the prompts [%(default)g]")
     parser.add_argument("--trace", type=Path, help="JSONL with prompt and response or length, instead")
-    parser.add_argument("--tolerance", type=float, help="of the sustained rate [0.05; --quick 0.25]")
+    parser.add_argument("--tolerance", type=float, help="of the sustained rate [0.05; --quick 0.5]")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of every rate searched [%(default)s]")
     parser.add_argument("--alternations", type=int, help="at 1.2 times the knee [5; --quick 1]")
     parser.add_argument("--slo-scale", type=float, default=2.0, help="[%(default)g]")
     parser.add_argument("--model", type=Path, default=Path("models/tiny_chat"), help="[%(default)s]")
     parser.add_argument(
-        "--budget-s", type=float, help="no cell begins that would end later [3600; --quick 40]"
+        "--budget-s", type=float, help="no cell begins that would end later [3600; --quick 20]"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
 
@@ -59,6 +65,7 @@ def run(context: Context) -> Outcome:
     _check_resumable(context, plan)
     cores = Cores.choose()
     with ExitStack() as running:
+        running.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # the record is of all cores
         arena = Arena(context, cores)
         workload = open_arena(context, plan, arena, running)
         cores.bind_client()

@@ -2,12 +2,15 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from math import isclose
 from typing import Any
 
 from bench.outcome import Table
 from bench.serve.sides import BASE, ORACLE, OURS, PEER
 
 Rows = Sequence[Mapping[str, Any]]
+BEYOND = 1.2
+"""So many times the yardstick's knee: where service levels are compared."""
 LATENCY_FACTOR = 3.0
 """Above the yardstick's normalized latency at low load a rate is not sustained."""
 
@@ -47,7 +50,10 @@ def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
     ):
         if knees.get(above) and knees.get(below):
             made[name] = knees[above] / knees[below]
-    made |= _attainments(rows, base)
+    if base in knees:
+        at_rate = [row for row in rows if is_beyond(row, knees[base])]
+        made |= _attainments(at_rate, base, "attained", "slo")
+        made |= _attainments(at_rate, base, "attained_first", "slo_first")
     for kind, field, name in (
         ("low", "normalized_ms", "low_normalized_ms"),
         ("low", "ttft_ms_p50", "low_ttft_ms"),
@@ -61,20 +67,25 @@ def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
     return made
 
 
-def _attainments(rows: Rows, base: str) -> dict[str, float]:
-    """At 1.2 times the yardstick's knee: by side, and ours over the others', turn by turn."""
+def is_beyond(row: Mapping[str, Any], knee_per_s: float) -> bool:
+    """Whether it was measured where levels are compared, for a yardstick with this knee."""
+    return row["kind"] == "beyond" and isclose(row["rate_per_s"], BEYOND * knee_per_s, rel_tol=1e-3)
+
+
+def _attainments(rows: Rows, base: str, field: str, prefix: str) -> dict[str, float]:
+    """By side, and ours over the others', turn by turn."""
     by_side: dict[str, dict[int, tuple[float, int]]] = {}
     for row in rows:
-        if row["kind"] == "beyond" and row["attained"] is not None:
-            by_side.setdefault(row["side"], {})[row["repeat"]] = (row["attained"], row["requests"])
+        if row[field] is not None:
+            by_side.setdefault(row["side"], {})[row["repeat"]] = (row[field], row["requests"])
     made = {
-        f"slo_{side}": statistics.median(share for share, _ in turns.values())
+        f"{prefix}_{side}": statistics.median(share for share, _ in turns.values())
         for side, turns in by_side.items()
     }
     for name, above, below in (
-        ("slo_ratio", OURS, base),
-        ("slo_ratio_oracle", ORACLE, base),
-        ("slo_policy_factor", OURS, BASE),
+        (f"{prefix}_ratio", OURS, base),
+        (f"{prefix}_ratio_oracle", ORACLE, base),
+        (f"{prefix}_policy_factor", OURS, BASE),
     ):
         ratios = _ratios(by_side.get(above, {}), by_side.get(below, {}))
         if ratios:

@@ -79,6 +79,8 @@ class Measured:
     """Median over answers of (end − first text) / (output tokens − 1)."""
     attained: float | None
     """Share of all requests within the service level; None where that is not known yet."""
+    attained_first: float | None
+    """The same of the first quarter of the arrivals."""
     same_length: float
     """Share of answers as long as the true one."""
     late_ms_max: float
@@ -137,7 +139,7 @@ def ask_at_rate(
 
 def measure(asked: Sequence[Asked], level: Level | None) -> Measured:
     """Failed requests attain no service level, and count in no latency."""
-    good = [one for one in asked if one.answer.ok and one.answer.completion_tokens and one.answer.event_s]
+    good = [one for one in asked if _is_good(one)]
     answers = [one.answer for one in good]
     wall_s = max(one.answer.ended_s for one in asked) - min(one.planned_s for one in asked)
     first_ms = [1e3 * (one.answer.event_s[0] - one.planned_s) for one in good]
@@ -146,7 +148,6 @@ def measure(asked: Sequence[Asked], level: Level | None) -> Measured:
         for one in answers
         if one.completion_tokens > 1
     ]
-    kept = sum(level is not None and one.took_s <= level.limit_s(one.true_tokens) for one in good)
     return Measured(
         requests=len(asked),
         failures=len(asked) - len(good),
@@ -157,10 +158,21 @@ def measure(asked: Sequence[Asked], level: Level | None) -> Measured:
         ttft_ms_mean=_mean(first_ms),
         ttft_ms_p50=statistics.median(first_ms) if first_ms else 0.0,
         itl_ms_p50=statistics.median(gaps_ms) if gaps_ms else 0.0,
-        attained=None if level is None else kept / len(asked),
+        attained=_attained(asked, level),
+        attained_first=_attained(asked[: -(-len(asked) // 4)], level),
         same_length=_mean([float(one.answer.completion_tokens == one.true_tokens) for one in good]),
         late_ms_max=max(1e3 * (one.answer.sent_s - one.planned_s) for one in asked),
     )
+
+
+def _attained(asked: Sequence[Asked], level: Level | None) -> float | None:
+    if level is None:
+        return None
+    return _mean([float(_is_good(one) and one.took_s <= level.limit_s(one.true_tokens)) for one in asked])
+
+
+def _is_good(one: Asked) -> bool:
+    return one.answer.ok and one.answer.completion_tokens > 0 and bool(one.answer.event_s)
 
 
 def _mean(values: Sequence[float]) -> float:

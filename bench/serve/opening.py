@@ -22,6 +22,8 @@ from services.predictor.samples import write_samples
 from shared.messages.sequence import pack_tokens
 
 _LESSONS, _TRUTHS, _VERSIONS, _LENGTHS = "lessons.jsonl", "truths.jsonl", "regressor", "lengths.json"
+_WARM_UP = 32
+"""Lessons asked of a side that nothing is to be learned from."""
 
 
 def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -> Workload:
@@ -37,19 +39,20 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
         starts.append(partial(start_peer, shape, chosen(plan.model)[0]))
     context.say(f"KV of {plan.kv_tokens} tokens; starting {', '.join(plan.sides)}")
     first = _start(starts, running)
-    lessons = plan.prompts.lessons
+    warm_up = plan.prompts.lessons[:_WARM_UP]
     base = next(served for served in first if served.name == BASE)
     lengths = _lengths(context, plan, arena, base)
     for served in first:
         if served is not base:
-            arena.admit(served, lessons, plan.max_tokens)
+            arena.admit(served, warm_up, plan.max_tokens)
     knowledge = _knowledge(context, plan, lengths, folder)
     starts = [partial(start_ours, shape, Policy(OURS, "kvasir", plan.predictor, knowledge))]
     if ORACLE in plan.sides:
         starts.append(partial(start_ours, shape, Policy(ORACLE, "kvasir", "oracle", folder / _TRUTHS)))
     for served in _start(starts, running):
-        arena.admit(served, lessons, plan.max_tokens)
-    return Workload(lessons, plan.prompts.measured, lengths[len(lessons) :], plan.max_tokens)
+        arena.admit(served, warm_up, plan.max_tokens)
+    truths = lengths[len(plan.prompts.lessons) :]
+    return Workload(plan.prompts.measured, truths, plan.max_tokens)
 
 
 def _start(starts: Sequence[Callable[[], Served]], running: ExitStack) -> list[Served]:
@@ -72,11 +75,12 @@ def _start(starts: Sequence[Callable[[], Served]], running: ExitStack) -> list[S
 
 def _lengths(context: Context, plan: Plan, arena: Arena, base: Served) -> list[int]:
     """Of the greedy answers to all lessons, then to all that is measured."""
-    answered = arena.admit(base, plan.prompts.lessons, plan.max_tokens)
     file = context.run_dir / _LENGTHS
     if file.exists():
+        arena.admit(base, plan.prompts.lessons[:_WARM_UP], plan.max_tokens)
         known: list[int] = json.loads(file.read_text())
         return known
+    answered = arena.admit(base, plan.prompts.lessons, plan.max_tokens)
     context.say(f"{BASE}: true lengths of {len(plan.prompts.measured)} answers")
     base.side.resume()
     try:

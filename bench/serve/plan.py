@@ -25,6 +25,7 @@ class Plan:
     max_tokens: int
     requests: int
     low_requests: int
+    beyond_requests: int
     tolerance: float
     repeats: int
     alternations: int
@@ -44,9 +45,10 @@ class Plan:
         return -(-longest // _BLOCK) * _BLOCK
 
     def identity(self) -> dict[str, Any]:
-        """What a run that goes on must have in common with its beginning: all but patience and turns."""
+        """What a run that goes on must have in common with its beginning: all but patience, turns and how
+        closely it looks."""
         told = asdict(self)
-        for name in ("prompts", "budget_s", "alternations"):
+        for name in ("prompts", "budget_s", "alternations", "tolerance", "repeats", "beyond_requests"):
             del told[name]
         counts = {"lessons": len(self.prompts.lessons), "pool": len(self.prompts.measured)}
         first = list(self.prompts.measured[0])
@@ -59,7 +61,8 @@ def plan_of(context: Context) -> Plan:
     model = Path(flags.model).resolve()
     if not (model / "config.json").exists():
         raise ConfigError(f"{flags.model} is no folder with a config.json", param="model")
-    prompts = _prompts(context, model)
+    max_tokens = flags.max_tokens or (96 if quick else 400)
+    prompts = _prompts(context, model, max_tokens)
     kv_tokens = flags.kv_tokens or kv_tokens_for(prompts.mean_request_tokens, flags.kv_requests)
     plan = Plan(
         model=model,
@@ -68,14 +71,15 @@ def plan_of(context: Context) -> Plan:
         with_oracle=(flags.oracle or ("no" if quick else "yes")) == "yes",
         prompts=prompts,
         kv_tokens=-(-kv_tokens // _BLOCK) * _BLOCK,
-        max_tokens=flags.max_tokens,
-        requests=flags.requests or (40 if quick else 500),
-        low_requests=flags.low_requests or (12 if quick else 100),
-        tolerance=flags.tolerance or (0.25 if quick else 0.05),
+        max_tokens=max_tokens,
+        requests=flags.requests or (24 if quick else 500),
+        low_requests=flags.low_requests or (6 if quick else 100),
+        beyond_requests=flags.beyond_requests or (24 if quick else 2000),
+        tolerance=flags.tolerance or (0.5 if quick else 0.05),
         repeats=flags.repeats,
         alternations=flags.alternations or (1 if quick else 5),
         slo_scale=flags.slo_scale,
-        budget_s=flags.budget_s or (40.0 if quick else 3600.0),
+        budget_s=flags.budget_s or (20.0 if quick else 3600.0),
     )
     if plan.context_tokens > plan.kv_tokens:
         raise ConfigError(
@@ -86,11 +90,16 @@ def plan_of(context: Context) -> Plan:
     return plan
 
 
-def _prompts(context: Context, model: Path) -> Prompts:
+def _prompts(context: Context, model: Path, max_tokens: int) -> Prompts:
     flags, quick = context.arguments, context.quick
-    lessons, pool = flags.lessons or (40 if quick else 600), flags.pool or (40 if quick else 500)
+    lessons, pool = flags.lessons or (24 if quick else 600), flags.pool or (24 if quick else 500)
     if flags.trace is not None:
-        return read_prompts(flags.trace, model, lessons=lessons, measured=pool)
+        return read_prompts(flags.trace, model, lessons=lessons, measured=pool, max_tokens=max_tokens)
     return drawn_prompts(
-        context.random("prompts"), model, lessons=lessons, measured=pool, story_share=flags.story_share
+        context.random("prompts"),
+        model,
+        lessons=lessons,
+        measured=pool,
+        max_tokens=max_tokens,
+        story_share=flags.story_share,
     )

@@ -27,21 +27,21 @@ class Prompts:
     lessons: tuple[tuple[int, ...], ...]
     measured: tuple[tuple[int, ...], ...]
     mean_request_tokens: float
-    """Prompt and model answer, of those measured: what the KV is sized by."""
+    """Prompt and model answer, cut at the limit, of those measured: what the KV is sized by."""
 
 
 def drawn_prompts(
-    draw: random.Random, model: Path, *, lessons: int, measured: int, story_share: float
+    draw: random.Random, model: Path, *, lessons: int, measured: int, max_tokens: int, story_share: float
 ) -> Prompts:
     """Raises ConfigError when the templates do not have so many different prompts."""
     chats = (
         story_chat(draw) if draw.random() < story_share else template_chat(draw)
         for _ in range(_TRIES * (lessons + measured))
     )
-    return _prompts(chats, model, lessons, measured)
+    return _prompts(chats, model, lessons, measured, max_tokens)
 
 
-def read_prompts(file: Path, model: Path, *, lessons: int, measured: int) -> Prompts:
+def read_prompts(file: Path, model: Path, *, lessons: int, measured: int, max_tokens: int) -> Prompts:
     """From JSONL rows with `prompt` and `response` or `length` (tokens). Raises ConfigError."""
     try:
         rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
@@ -50,7 +50,7 @@ def read_prompts(file: Path, model: Path, *, lessons: int, measured: int) -> Pro
         raise ConfigError(
             f"{file.name}: {error!r}; each row needs `prompt` and `response` or `length`", param="trace"
         ) from error
-    return _prompts(chats, model, lessons, measured)
+    return _prompts(chats, model, lessons, measured, max_tokens)
 
 
 def _response(row: dict[str, object]) -> str:
@@ -60,7 +60,7 @@ def _response(row: dict[str, object]) -> str:
     return "the " * int(str(row["length"]))
 
 
-def _prompts(chats: Iterable[Chat], model: Path, lessons: int, measured: int) -> Prompts:
+def _prompts(chats: Iterable[Chat], model: Path, lessons: int, measured: int, max_tokens: int) -> Prompts:
     chosen = _different(chats, lessons + measured)
     if len(chosen) < lessons + measured:
         raise ConfigError(
@@ -71,7 +71,8 @@ def _prompts(chats: Iterable[Chat], model: Path, lessons: int, measured: int) ->
     encoder = load_tokenizer(model)
     ids = [one.ids for one in encoder.encode_batch([c.prompt() for c in chosen], add_special_tokens=False)]
     answers = [c.answer() + END for c in chosen[lessons:]]
-    answer_tokens = [len(one.ids) for one in encoder.encode_batch(answers, add_special_tokens=False)]
+    encoded = encoder.encode_batch(answers, add_special_tokens=False)
+    answer_tokens = [min(max_tokens, len(one.ids)) for one in encoded]
     prompts = [tuple(one) for one in ids]
     tokens = sum(len(one) for one in prompts[lessons:]) + sum(answer_tokens)
     return Prompts(tuple(prompts[:lessons]), tuple(prompts[lessons:]), tokens / measured)

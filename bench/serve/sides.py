@@ -57,6 +57,7 @@ def start_ours(shape: Shape, side: Policy) -> Served:
     port, run_dir = free_port(), shape.run_dir / side.name
     settings: dict[str, object] = {
         "worker.threads": 1,
+        "worker.prefix_cache.enabled": "false",
         "worker.block_tokens": BLOCK_TOKENS,
         "worker.kv_blocks": shape.kv_tokens // BLOCK_TOKENS,
         "scheduler.policy": side.policy,

@@ -5,6 +5,7 @@ times the yardstick's knee over and over. Sides take turns; what a run directory
 import statistics
 import time
 from collections.abc import Mapping
+from math import isclose
 from typing import Any
 
 from bench.context import Context
@@ -13,12 +14,12 @@ from bench.serve import figures
 from bench.serve.arena import Arena, Cell, Row, Workload, rows_of
 from bench.serve.load import Level
 from bench.serve.plan import Plan
-from bench.serve.search import knee_step, next_step
+from bench.serve.search import knee_step, nearest_step, next_step
+from bench.serve.sides import OURS
 
 LOW_LOAD = 0.1
-BEYOND = 1.2
-"""So many times the yardstick's knee: where service levels are compared."""
 _ALL_AT_ONCE_PER_S = 1e4
+_BURST_REQUESTS = 200
 
 
 class Turns:
@@ -52,7 +53,7 @@ class Turns:
         for side in self._plan.sides:
             tried = self._tried(side)
             step = knee_step(tried)
-            if tried and next_step(tried) is None and step is not None:
+            if tried and step is not None and next_step(tried, step) is None:
                 found[side] = self._rate(step)
         return found
 
@@ -60,15 +61,15 @@ class Turns:
         """What the yardstick does with everything at once, and at a tenth of that."""
         plan = self._plan
         for side in plan.sides:
-            self._measure(Cell("burst", side, _ALL_AT_ONCE_PER_S, plan.requests))
-        low = LOW_LOAD * self._capacity_per_s()
+            self._measure(Cell("burst", side, _ALL_AT_ONCE_PER_S, min(_BURST_REQUESTS, plan.requests)))
+        low = LOW_LOAD * self._capacity_per_s(self._base)
         self._measure(Cell("low", self._base, low, plan.low_requests))
 
     def _search(self) -> None:
         """A rate of every side that still looks for its knee, then the next round."""
         turn = 0
         while True:
-            wanted = [(side, next_step(self._tried(side))) for side in self._plan.sides]
+            wanted = [(side, self._next_step(side)) for side in self._plan.sides]
             left = [(side, step) for side, step in wanted if step is not None]
             if not left:
                 return
@@ -82,38 +83,43 @@ class Turns:
         knee = self.knees().get(self._base)
         if knee is None:
             return
-        sides = self._plan.sides
+        sides = sorted(self._plan.sides, key=lambda side: side not in (self._base, OURS))
+        rate, requests = figures.BEYOND * knee, self._plan.beyond_requests
         for turn in range(self._plan.alternations):
             for index in order_of(turn, len(sides)):
-                self._measure(Cell("beyond", sides[index], BEYOND * knee, self._plan.requests, turn))
+                self._measure(Cell("beyond", sides[index], rate, requests, turn))
 
     def _tried(self, side: str) -> Mapping[int, bool]:
         """Step → sustained, of steps with all their repeats."""
         limit = figures.limit_ms(self.rows)
         if limit is None:
             return {}
-        by_rate: dict[float, list[Row]] = {}
+        by_step: dict[int, list[Row]] = {}
         for row in self.rows:
             if row["kind"] == "search" and row["side"] == side:
-                by_rate.setdefault(round(row["rate_per_s"], 4), []).append(row)
-        steps = {round(self._rate(step), 4): step for step in range(-64, 65)}
+                step = self._step(row["rate_per_s"])
+                if isclose(self._rate(step), row["rate_per_s"], rel_tol=1e-4):
+                    by_step.setdefault(step, []).append(row)
         return {
-            steps[rate]: figures.is_sustained(of_rate, limit)
-            for rate, of_rate in by_rate.items()
+            step: figures.is_sustained(of_rate, limit)
+            for step, of_rate in by_step.items()
             if len(of_rate) >= self._plan.repeats
         }
 
-    def _rate(self, step: int) -> float:
-        return float(self._capacity_per_s() * (1 + self._plan.tolerance) ** step)
+    def _next_step(self, side: str) -> int | None:
+        """The search begins at what the side does with everything at once."""
+        return next_step(self._tried(side), self._step(self._capacity_per_s(side)))
 
-    def _capacity_per_s(self) -> float:
-        """Of the yardstick, everything at once."""
-        rates = [
-            row["requests"] / row["wall_s"]
-            for row in self.rows
-            if row["kind"] == "burst" and row["side"] == self._base
-        ]
-        return statistics.median(rates)
+    def _step(self, rate_per_s: float) -> int:
+        return nearest_step(rate_per_s, self._capacity_per_s(self._base), 1 + self._plan.tolerance)
+
+    def _rate(self, step: int) -> float:
+        return float(self._capacity_per_s(self._base) * (1 + self._plan.tolerance) ** step)
+
+    def _capacity_per_s(self, side: str) -> float:
+        """Everything at once."""
+        bursts = [row for row in self.rows if row["kind"] == "burst" and row["side"] == side]
+        return float(statistics.median(row["requests"] / row["wall_s"] for row in bursts))
 
     def _level(self) -> Level | None:
         low = [row for row in self.rows if row["kind"] == "low" and row["side"] == self._base]
@@ -140,7 +146,7 @@ class Turns:
         )
 
     def _expected_s(self, cell: Cell) -> float:
-        """As long as the arrivals, at least as long as everything at once took; 0 before anything is known."""
+        """As long as the arrivals, or as everything at once took; 0 before anything is known."""
         bursts = [row["wall_s"] for row in self.rows if row["kind"] == "burst"]
         return max(cell.requests / cell.rate_per_s, max(bursts, default=0.0))
 

@@ -38,6 +38,8 @@ class Job:
     stream: bool
     include_usage: bool
     unknown_fields: tuple[str, ...]
+    cache_salt: str = ""
+    """From the client: what it wants to share stored prefixes within."""
 
     @property
     def top_logprobs(self) -> int | None:
@@ -118,6 +120,7 @@ class Acceptance:
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             unknown_fields=tuple(unknown),
+            cache_salt=request.cache_salt or "",
         )
 
     def _limit(self, kind: Kind, prompt_tokens: int, limit: int | None, context_tokens: int) -> int:

@@ -20,7 +20,7 @@ class KeyRing:
         self._hashes = tuple(key_sha256)
 
     def check(self, authorization: str | None) -> str:
-        """A short fingerprint, for logs, of the key in `Authorization: Bearer …`. Raises Unauthorized."""
+        """The digest, in hex, of the key in `Authorization: Bearer …`. Raises Unauthorized."""
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
@@ -29,4 +29,4 @@ class KeyRing:
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
             raise Unauthorized("Incorrect API key provided.")
-        return digest[:8]
+        return digest

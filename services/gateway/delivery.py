@@ -25,6 +25,7 @@ from services.gateway.lane import LANE
 from services.gateway.logprobs import chat_logprobs, text_logprobs
 from services.gateway.record import RequestRecord
 from services.gateway.replies import DONE, FinishedChoice, Letterhead, Usage, error_event
+from services.gateway.salt import salt_of
 from shared.errors import KvasirError
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -53,7 +54,8 @@ class Delivery(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
         lane = scope.get(LANE)
-        exchange = self._desk.open(self._job, self._record.request_id, self._deadline)
+        salt = salt_of(self._record.tenant, self._job.cache_salt)
+        exchange = self._desk.open(self._job, self._record.request_id, self._deadline, salt)
         answers = self._desk.answers(exchange, self._job)
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
         remaining_s = self._deadline.remaining_s()

@@ -105,8 +105,11 @@ class Desk:
             if record.first_token_s is not None:
                 self.counters.first_token_s.observe(record.first_token_s - record.accepted_s)
 
-    def open(self, job: Job, request_id: str, deadline: Deadline = NONE) -> Exchange:
-        """Submit the job's sequences. Raises Overloaded when that would be too many at once."""
+    def open(self, job: Job, request_id: str, deadline: Deadline = NONE, salt: bytes = b"") -> Exchange:
+        """Submit the job's sequences. Raises Overloaded when that would be too many at once.
+
+        Stored prefixes are shared among requests of one `salt`.
+        """
         if len(self._open) + len(job.prompts) * job.n > self._config.max_active_sequences:
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
         exchange = Exchange(deadline=deadline)
@@ -116,7 +119,9 @@ class Desk:
             sequence_id = request_id if at == 0 else f"{request_id}-{at}"
             for choice in range(job.n):
                 stream = Stream((sequence_id, choice), self._timing, now_s)
-                exchange.sequences.append(Sequence(stream, packed, sampling, exchange, now_s, copy_context()))
+                exchange.sequences.append(
+                    Sequence(stream, packed, sampling, exchange, now_s, copy_context(), salt)
+                )
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence
             self.apply(sequence, sequence.stream.submit(now_s))

@@ -46,7 +46,7 @@ class Edge:
         record: RequestRecord = scope[RECORD]
         try:
             if scope["path"] not in OPEN_PATHS:
-                record.key = self._keys.check(authorization)
+                record.tenant = self._keys.check(authorization)
             await self._app(scope, receive, send)
         except Exception as error:
             record.error = error

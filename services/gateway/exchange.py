@@ -26,6 +26,7 @@ class Sequence:
     accepted_s: float
     context: Context
     """Of the request that began it, so that its trace goes along with every submission."""
+    cache_salt: bytes = b""
 
     _told: tuple[int, Phase, bool] = (0, Phase.OPEN, False)
 
@@ -46,6 +47,7 @@ class Sequence:
             generated=pack_tokens(self.stream.tokens),
             waited_s=max(0.0, now_s - self.accepted_s),
             deadline_in_s=self.exchange.deadline.remaining_s(),
+            cache_salt=self.cache_salt,
         )
 
 

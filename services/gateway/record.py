@@ -34,7 +34,8 @@ class RequestRecord:
     accepted_s: float | None = None
     """When the whole request had arrived and was found valid."""
     first_token_s: float | None = None
-    key: str | None = None
+    tenant: str = ""
+    """Digest of its key."""
     trace_id: str | None = None
     status: int | None = None
     error: BaseException | None = None
@@ -70,7 +71,7 @@ class RequestRecord:
             "method": self.method,
             "path": self.path,
             "status": self.status,
-            "key": self.key,
+            "key": self.tenant[:8] or None,
             "duration_s": round(now_s - self.began_s, 6),
             "first_token_s": _since(self.accepted_s, self.first_token_s),
             "stream": self.stream,

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from services.gateway.acceptance import Acceptance
 from services.gateway.body import ClientGone, parse_object, read_body
@@ -21,6 +22,7 @@ from services.gateway.edge import CLIENT_GONE_STATUS, RECORD
 from services.gateway.errors import HttpError, error_response
 from services.gateway.record import RequestRecord
 from services.gateway.replies import Kind, Letterhead, model_body
+from services.gateway.shortcut import Handler, Shortcut
 from services.gateway.tokenization import Tokenization
 from shared import metrics
 from shared.clock import unix_s
@@ -29,18 +31,20 @@ from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponde
 VERSION = "0.1.0"
 
 
-def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> FastAPI:
+def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> ASGIApp:
     """The application behind `Edge`. It has no pages of its own: no schema, no docs."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_completions(app, desk, acceptance, config)
+    completions = _completions(desk, acceptance, config)
+    for path, handler in completions.items():
+        app.add_route(path, handler, methods=["POST"])
     _add_tokenization(app, desk, acceptance, config)
     _add_models(app, desk, config)
     _add_probes(app, desk)
     _handle_errors(app)
-    return app
+    return Shortcut(app, completions)
 
 
-def _add_completions(app: FastAPI, desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> None:
+def _completions(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> dict[str, Handler]:
     async def complete(kind: Kind, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         fields = await _fields(request, config)
@@ -65,9 +69,7 @@ def _add_completions(app: FastAPI, desk: Desk, acceptance: Acceptance, config: G
     async def completions(request: Request) -> Response:
         return await complete("text", request)
 
-    # Plain routes: FastAPI's own have a way through dependencies that takes longer than the rest of the way.
-    app.add_route("/v1/chat/completions", chat_completions, methods=["POST"])
-    app.add_route("/v1/completions", completions, methods=["POST"])
+    return {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
 
 
 def _add_models(app: FastAPI, desk: Desk, config: GatewayConfig) -> None:

@@ -16,6 +16,7 @@ from shared.errors import InvalidRequest
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
+MAX_CACHE_SALT_CHARS = 1024
 MAX_REPETITION_PENALTY = 100.0
 """And its inverse is the least: beyond, logits in half precision become infinite."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
@@ -76,6 +77,7 @@ class CompletionFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)

@@ -1,30 +1,36 @@
-"""Placement on the bus: answers `PlaceSequences` from workers' heartbeats.
+"""Placement on the bus: answers `PlaceSequences` from workers' heartbeats and what they say of their caches.
 
-Soft state: one round of heartbeats after a restart rebuilds it. It knows no request beyond its size.
+Soft state: one round of heartbeats after a restart rebuilds it, and a question to each worker what it has
+cached. It knows no request beyond its size and what its blocks are called.
 """
 
 import asyncio
 
 from services.placement.config import PlacementConfig
+from services.placement.order import find_order
 from services.placement.policy import create
 from services.placement.policy.base import PlacementPolicy
 from services.placement.state import Fleet
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
 from shared.clock import Clock, monotonic_s
+from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
 from shared.messages.plans import WorkerStepped
+from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+    Listener(subjects.ANY_WORKER_CACHED, WorkerPrefixes, "on_cached"),
     Endpoint(subjects.PLACEMENT_PLACE, PlaceSequences, "place", concurrency=1),
     Gatherable(subjects.status("placement"), Empty, "status"),
 )
 _TICK_S = 0.5
+_ANSWER_DEADLINE_S = 1.0
 
 _log = get_logger("placement")
 
@@ -38,17 +44,30 @@ class Placement:
         self._bus = bus
         self._policy = policy
         self._policy_name = config.policy
-        self.fleet = Fleet(silence_s=config.worker_timeout_s, reservation_s=config.reservation_s)
+        self._order_name = config.order
+        self.fleet = Fleet(
+            silence_s=config.worker_timeout_s,
+            reservation_s=config.reservation_s,
+            order=find_order(config.order),
+        )
         self._clock = clock
         self._started_s = clock()
         self._placed = 0
         self._waits = 0
+        self._questions = 0
+        self._missed = asyncio.Event()
 
     def on_reported(self, report: WorkerReported) -> None:
         self.fleet.on_reported(report, self._clock())
+        if report.fingerprint:
+            self.fleet.prefixes.on_worker(report.worker_id, report.incarnation)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         self.fleet.on_stepped(stepped)
+
+    def on_cached(self, news: WorkerPrefixes) -> None:
+        self.fleet.prefixes.on_news(news)
+        self._missed.set()
 
     async def place(self, asked: PlaceSequences) -> Placements:
         """A worker id per item, in order; None says wait."""
@@ -60,11 +79,35 @@ class Placement:
         return Placements(worker_ids=worker_ids)
 
     async def watch(self) -> None:
-        """Drops workers that fell silent."""
+        """Until cancelled: drops workers that fell silent, asks those whose news had a gap."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            tasks.create_task(self._catch_up())
+
+    async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
+            self._missed.set()
             for worker_id in self.fleet.on_tick(self._clock()):
                 canonical(_log, "worker dropped", worker=worker_id)
+
+    async def _catch_up(self) -> None:
+        while True:
+            await self._missed.wait()
+            self._missed.clear()
+            for worker_id, question in list(self.fleet.prefixes.questions(self._clock())):
+                await self._ask(worker_id, question)
+
+    async def _ask(self, worker_id: str, question: FindPrefixes) -> None:
+        """One worker at a time; one that does not answer is asked again later."""
+        subject = subjects.worker_prefixes(worker_id)
+        try:
+            answer = await self._bus.request(subject, question, WorkerPrefixes, deadline_s=_ANSWER_DEADLINE_S)
+        except KvasirError as error:
+            _log.info("%s did not say what it has cached: %s", worker_id, error)
+            return
+        self._questions += 1
+        self.fleet.prefixes.on_answer(answer)
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
@@ -76,8 +119,10 @@ class Placement:
             uptime_s=self._clock() - self._started_s,
             details={
                 "policy": self._policy_name,
+                "order": self._order_name,
                 "placed": self._placed,
                 "waits": self._waits,
+                "prefix_questions": self._questions,
                 "workers": [
                     {
                         "worker": worker.worker_id,
@@ -85,6 +130,7 @@ class Placement:
                         "free_tokens": worker.free_blocks * worker.block_tokens,
                         "sequences": len(worker.residents),
                         "reserved": len(worker.reservations),
+                        "cached_blocks": self.fleet.prefixes.blocks(worker.worker_id),
                     }
                     for worker in workers
                 ],

@@ -4,9 +4,12 @@ Soft state: one round of heartbeats rebuilds it; a reservation ends when a heart
 a step report says it ended, or after `reservation_s`. It knows no bus and no clock; `now_s` is passed in.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.placement.order import ORDERS, Rank, Waiting, arrange, distance
 from services.placement.policy.base import PlacementPolicy, Room
+from services.placement.prefixes import NOTHING, CachedTokens, PrefixIndex
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
@@ -88,23 +91,28 @@ class Opening:
         self.worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s)
         self.free_blocks -= blocks
 
-    def room(self) -> Room:
+    def room(self, cached_tokens: CachedTokens = NOTHING) -> Room:
         worker = self.worker
         return Room(
             worker_id=worker.worker_id,
             free_tokens=self.free_blocks * worker.block_tokens,
             total_tokens=worker.total_blocks * worker.block_tokens,
             sequences=worker.sequences,
+            cached_tokens=cached_tokens,
         )
 
 
 class Fleet:
     """All workers that were heard within `silence_s`."""
 
-    def __init__(self, *, silence_s: float = 2.0, reservation_s: float = 5.0) -> None:
+    def __init__(
+        self, *, silence_s: float = 2.0, reservation_s: float = 5.0, order: Rank = ORDERS["fcfs"]
+    ) -> None:
         self.silence_s = silence_s
         self.reservation_s = reservation_s
         self.workers: dict[str, Worker] = {}
+        self._rank = order
+        self.prefixes = PrefixIndex(expect_s=reservation_s)
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in. An older one is ignored; a new incarnation starts without reservations."""
@@ -134,13 +142,17 @@ class Fleet:
             resident = worker.residents.get(key)
             if stepped.seq > worker.stepped_seq and resident is not None and resident.attempt <= attempt:
                 del worker.residents[key]
-                worker.plannable_blocks += resident.allocated_blocks
+                # Blocks of a common prefix count in everyone that has them.
+                free = worker.plannable_blocks + resident.allocated_blocks
+                worker.plannable_blocks = min(free, worker.total_blocks)
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and expired reservations; returns the ids of the workers dropped."""
         silent = [w.worker_id for w in self.workers.values() if now_s - w.heard_s > self.silence_s]
         for worker_id in silent:
             del self.workers[worker_id]
+            self.prefixes.forget(worker_id)
+        self.prefixes.on_tick(now_s)
         for worker in self.workers.values():
             worker.reservations = {
                 key: r for key, r in worker.reservations.items() if now_s - r.placed_s <= self.reservation_s
@@ -154,7 +166,7 @@ class Fleet:
         policy: PlacementPolicy,
         now_s: float,
     ) -> tuple[str | None, ...]:
-        """A worker for each item, or None: wait. First come, first served: once one waits, so do all after.
+        """A worker for each item, or None: wait. Taken by `order`: once one waits, so do all after.
 
         An item larger than every worker waits alone: room for it can only come with another worker.
         """
@@ -163,13 +175,42 @@ class Fleet:
         openings = {w.worker_id: Opening(w, w.free_blocks) for w in self.workers.values()}
         for worker_id in excluded:
             openings.pop(worker_id, None)
-        answers: list[str | None] = []
+        answers: list[str | None] = [None] * len(items)
         somebody_waits = False
-        for item in items:
-            chosen = None if somebody_waits else _place_one(item, openings, policy, now_s)
+        for at in self._arranged(items, openings, now_s):
+            item = items[at]
+            chosen = None if somebody_waits else self._place_one(item, openings, policy, now_s)
             somebody_waits |= chosen is None and any(w.admits(item) for w in self.workers.values())
-            answers.append(chosen)
+            answers[at] = chosen
         return tuple(answers)
+
+    def _arranged(
+        self, items: tuple[PlacementItem, ...], openings: dict[str, Opening], now_s: float
+    ) -> Sequence[int]:
+        if self._rank is ORDERS["fcfs"]:
+            return range(len(items))
+        cached = self.prefixes.cached
+        waiting = [
+            Waiting(item.waited_s, distance(item, [cached(name, item.prefixes, now_s) for name in openings]))
+            for item in items
+        ]
+        return arrange(waiting, self._rank)
+
+    def _place_one(
+        self, item: PlacementItem, openings: dict[str, Opening], policy: PlacementPolicy, now_s: float
+    ) -> str | None:
+        able = [
+            opening.room(self.prefixes.cached(worker_id, item.prefixes, now_s) if item.prefixes else NOTHING)
+            for worker_id, opening in openings.items()
+            if opening.fits(item)
+        ]
+        if not able:
+            return None
+        chosen = policy.choose(item.size_tokens, able)
+        openings[chosen].reserve(item, now_s)
+        if item.prefixes:
+            self.prefixes.expect(chosen, item.prefixes, now_s)
+        return chosen
 
     def _release(self, items: tuple[PlacementItem, ...]) -> None:
         """They are asked for again: an earlier answer did not arrive or no longer holds."""
@@ -179,6 +220,7 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books contradict themselves."""
+        self.prefixes.check_integrity()
         homes: set[SequenceKey] = set()
         for worker_id, worker in self.workers.items():
             assert worker_id == worker.worker_id
@@ -190,17 +232,6 @@ class Fleet:
             ), "counted twice"
             assert not homes & worker.reservations.keys(), "reserved on two workers"
             homes |= worker.reservations.keys()
-
-
-def _place_one(
-    item: PlacementItem, openings: dict[str, Opening], policy: PlacementPolicy, now_s: float
-) -> str | None:
-    able = [opening.room() for opening in openings.values() if opening.fits(item)]
-    if not able:
-        return None
-    chosen = openings[policy.choose(item.size_tokens, able)]
-    chosen.reserve(item, now_s)
-    return chosen.worker.worker_id
 
 
 def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> Worker:

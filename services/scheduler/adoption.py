@@ -40,7 +40,13 @@ def adopt_snapshot(
         roster.adopt(sequence, lane, _PHASES[listed.state], now_s)
         adopted.append((sequence, listed))
     effects += _note_missing(roster, lane, {sequence.key for sequence, _ in adopted}, now_s)
-    capacity_blocks = sum(listed.allocated_blocks for listed in alive) + snapshot.capacity.plannable_blocks
+    capacity = snapshot.capacity
+    held_blocks = sum(
+        listed.allocated_blocks for listed in alive
+    )  # more than there are where they are shared
+    capacity_blocks = min(
+        held_blocks + capacity.plannable_blocks, capacity.total_blocks - capacity.doomed_blocks
+    )
     policy = make_policy(WorkerShape(snapshot.block_tokens, capacity_blocks), roster.rules.settings)
     policy.on_measured(snapshot.prefill_tokens_per_s, snapshot.decode_step_s, now_s)
     for sequence, listed in adopted:

@@ -8,10 +8,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from services.scheduler.effects import AskPlacement
+from services.scheduler.prefixes import Kind, names_of
 from services.scheduler.rules import Rules
 from services.scheduler.state import Sequence
 from shared.messages.commands import PlacementItem
 from shared.messages.sequence import SequenceKey, SequenceRef
+
+NO_QUESTION = 0
+"""Questions are numbered from 1."""
 
 
 class Backlog:
@@ -20,7 +24,7 @@ class Backlog:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._waiting: list[Sequence] = []
-        self._question = 0
+        self._question = NO_QUESTION
         self._open: tuple[SequenceRef, ...] | None = None
         self._due_s = float("-inf")
 
@@ -48,23 +52,23 @@ class Backlog:
         """Something changed: the next question need not wait for the interval."""
         self._due_s = float("-inf")
 
-    def ask(self, excluded_workers: tuple[str, ...], now_s: float) -> AskPlacement | None:
-        """The next question, when one is due and none is open."""
+    def ask(
+        self, excluded_workers: tuple[str, ...], now_s: float, kinds: tuple[Kind, ...] = ()
+    ) -> AskPlacement | None:
+        """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks."""
         if self._open is not None or not self._waiting or now_s < self._due_s:
             return None
         batch = self._waiting[: self._rules.placement_batch]
         self._question += 1
         self._open = tuple(sequence.ref for sequence in batch)
         self._due_s = float("inf")
-        items = tuple(
-            PlacementItem(
-                ref=sequence.ref,
-                size_tokens=sequence.prompt_tokens + sequence.generated_tokens,
-                limit_tokens=sequence.limit_tokens,
-            )
-            for sequence in batch
-        )
+        items = tuple(_item(sequence, kinds, now_s) for sequence in batch)
         return AskPlacement(self._question, items, excluded_workers)
+
+    @staticmethod
+    def tell(sequence: Sequence, excluded_workers: tuple[str, ...]) -> AskPlacement:
+        """For placement's books, about a sequence that needed no question: nobody waits for the answer."""
+        return AskPlacement(NO_QUESTION, (_item(sequence, (), sequence.arrival_s),), excluded_workers)
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
         """The refs that the question was about; empty when it is not the open one. `more`: go on without a
@@ -80,6 +84,16 @@ class Backlog:
         keys: list[SequenceKey] = [sequence.key for sequence in self._waiting]
         assert len(keys) == len(set(keys))
         assert self._waiting == sorted(self._waiting, key=_order), "out of order"
+
+
+def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> PlacementItem:
+    return PlacementItem(
+        ref=sequence.ref,
+        size_tokens=sequence.prompt_tokens + sequence.generated_tokens,
+        limit_tokens=sequence.limit_tokens,
+        prefixes=names_of(sequence, kinds),
+        waited_s=max(0.0, now_s - sequence.arrival_s),
+    )
 
 
 def _order(sequence: Sequence) -> tuple[float, SequenceKey]:

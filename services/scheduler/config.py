@@ -1,8 +1,10 @@
 """The scheduler's settings."""
 
+import json
+from contextlib import suppress
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.rules import Rules
@@ -12,7 +14,7 @@ from shared.config import ServiceConfig
 class SchedulerConfig(ServiceConfig):
     """Read once at start. All times are seconds."""
 
-    policy: str = Field(default="vllm", description="name of the batching policy")
+    policy: str = Field(default="kvasir", description="name of the batching policy")
     policy_options: dict[str, Any] = Field(
         default={}, description="settings that only this policy understands"
     )
@@ -54,6 +56,17 @@ class SchedulerConfig(ServiceConfig):
     snapshot_deadline_s: float = Field(
         default=2.0, gt=0, description="a worker is asked for its snapshot again after this"
     )
+
+    @field_validator("policy_options")
+    @classmethod
+    def _options_are_typed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """`--set scheduler.policy_options.pad=0.2` arrives as text: whatever is JSON is taken as that."""
+        typed = dict(options)
+        for name, value in options.items():
+            if isinstance(value, str):
+                with suppress(ValueError):
+                    typed[name] = json.loads(value)
+        return typed
 
     @model_validator(mode="after")
     def _budget_covers_the_batch(self) -> "SchedulerConfig":

@@ -12,6 +12,7 @@ from services.scheduler.fleet import Fleet
 from services.scheduler.intake import Admission, Intake
 from services.scheduler.planning import Sync
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.prefixes import kinds_of
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Sequence
@@ -58,7 +59,13 @@ class SchedulerCore:
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
         """Raises what `Intake.on_submit` raises; then nothing has changed."""
         admission, effects = self._intake.on_submit(spec, now_s)
-        return admission, effects + self._ask_placement(now_s)
+        sequence = self._roster.find(spec.ref)
+        lane = None if sequence is None else self._roster.lane_without_choice(sequence)
+        if lane is None or sequence is None or self._deposed:
+            return admission, effects + self._ask_placement(now_s)
+        self._roster.place(sequence, lane, now_s)
+        told = self._roster.backlog.tell(sequence, self._roster.closed_workers())
+        return admission, [*self._after(effects, now_s), told]
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         return self._after(self._intake.on_cancel(command, now_s), now_s)
@@ -162,7 +169,8 @@ class SchedulerCore:
         lanes = self._roster.lanes
         if not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
             return []
-        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s)
+        kinds = kinds_of(lane.report for lane in lanes.values())
+        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)
         return [] if question is None else [question]
 
     def _step_down(self, epoch: int, reason: str) -> list[Effect]:

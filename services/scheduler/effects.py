@@ -17,7 +17,10 @@ class SendPlan:
 
 @dataclass(frozen=True, slots=True)
 class AskPlacement:
-    """One question is open at a time; answer with `on_placed(question, …)`, None when there was no answer."""
+    """One question is open at a time; answer with `on_placed(question, …)`, None when there was no answer.
+
+    Number 0 asks nothing: the sequence is placed already, and placement's books should know of it.
+    """
 
     question: int
     items: tuple[PlacementItem, ...]

@@ -208,6 +208,10 @@ class Lane:
         if isinstance(progress, Trouble):
             return progress
         self._note(progress)
+        for hit in event.hits:
+            sequence = self.sequences.get(hit.ref.key)
+            if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
+                self.policy.on_prefix_hit(hit.ref.key, hit.cached_tokens, now_s)
         for sent in progress.over:
             self._take_back(sent, self.policy, now_s)
         return None

@@ -58,6 +58,21 @@ class Roster:
         """Of any worker known; None when none is."""
         return max((lane.report.max_context_tokens for lane in self.lanes.values()), default=None)
 
+    def lane_without_choice(self, sequence: Sequence) -> Lane | None:
+        """The one worker there is, when nothing else waits and it has room for the limits of all there are.
+
+        Then placement could only name that one.
+        """
+        count, batch = len(self.sequences), self.rules.settings.max_batch_sequences
+        if len(self.lanes) != 1 or len(self.backlog) != 1 or sequence not in self.backlog or count > batch:
+            return None
+        (lane,) = self.lanes.values()
+        report = lane.report
+        if lane.sync is not Sync.IN_STEP or sequence.limit_tokens > report.max_context_tokens:
+            return None
+        blocks = sum(-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values())
+        return lane if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
+
     def add(self, sequence: Sequence) -> None:
         """A new sequence without a worker. Whatever attempt was known before has left."""
         assert sequence.key not in self.sequences

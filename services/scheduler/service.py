@@ -9,6 +9,7 @@ import asyncio
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.policy import find_policy
+from services.scheduler.policy.contract import WorkerShape
 from services.scheduler.term import HANDLERS as TERM_HANDLERS
 from services.scheduler.term import Term
 from shared import subjects
@@ -28,6 +29,9 @@ HANDLERS = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
 )
 """Served at all times; `term.HANDLERS` are added while leading."""
+
+_TRIAL_SHAPE = WorkerShape(block_tokens=16, capacity_blocks=4096)
+"""Options are checked where a policy is made: once before any worker is heard of."""
 
 
 class SchedulerService:
@@ -110,8 +114,9 @@ class SchedulerService:
 
 
 async def run(config: SchedulerConfig) -> None:
-    """Connect and serve until cancelled. Raises ConfigError (unknown policy) and BusUnavailable."""
-    find_policy(config.policy)
+    """Connect and serve until cancelled. Raises ConfigError (a policy or an option of it that is not known)
+    and BusUnavailable."""
+    find_policy(config.policy)(_TRIAL_SHAPE, config.rules().settings)
     bus = await Bus.connect(config.bus, service="scheduler", instance=config.instance)
     try:
         await SchedulerService(config, bus).serve()

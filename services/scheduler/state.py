@@ -11,6 +11,7 @@ from enum import StrEnum
 from services.scheduler.policy.contract import Task
 from shared.errors import InternalError
 from shared.messages.commands import LengthPrediction
+from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
 
@@ -115,6 +116,8 @@ class Sequence:
     """Resyncs it has caused since its worker last ran smoothly."""
     started_s: float | None = None
     """When its first chunk was planned."""
+    prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
+    """Names of its prompt's blocks, and the kinds of workers that call them so (`prefixes.names_of`)."""
 
     @property
     def key(self) -> SequenceKey:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import yaml
 
@@ -130,7 +130,7 @@ def _model_env(config: StackConfig) -> dict[str, str]:
 def _is_in(config_file: Path | None, section: str, setting: str) -> bool:
     """Whether the file says so; one that cannot be read is for the services to complain about."""
     try:
-        content = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
+        content: Any = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
         return setting in content[section]
     except (OSError, yaml.YAMLError, LookupError, TypeError):
         return False

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from services.worker.kv.settings import PrefixCacheConfig
 from shared.config import ServiceConfig
 
 
@@ -27,6 +28,9 @@ class WorkerConfig(ServiceConfig):
     block_tokens: int = Field(default=16, ge=1, description="tokens in one KV block")
     kv_blocks: int = Field(default=1024, ge=1, description="KV capacity in blocks")
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead; 0: kv_blocks counts")
+    prefix_cache: PrefixCacheConfig = Field(
+        default=PrefixCacheConfig(), description="KV that outlives its sequence"
+    )
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(

@@ -38,6 +38,7 @@ def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
             first_index,
             (sequence.tokens[-1],),
             sequence.finish_reason,
+            sequence.cached_tokens,
         )
     start = sequence.prompt_tokens + max(0, min(first_index, sequence.generated_tokens))
     end = len(sequence.tokens)
@@ -55,6 +56,7 @@ def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
         first_index=start - sequence.prompt_tokens,
         tokens=tuple(sequence.tokens[start:end]),
         finish_reason=sequence.finish_reason if end == len(sequence.tokens) else None,
+        cached_tokens=sequence.cached_tokens,
         logprobs=tuple(logprobs),
     )
 

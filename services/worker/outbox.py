@@ -1,10 +1,12 @@
-"""What leaves a worker: frames and step reports, in order, from the engine's thread to the bus.
+"""What leaves a worker: frames and step reports, in order, from the event loop to the bus.
 
-Nothing here is delivered for certain: a gateway fetches what it misses, a scheduler resynchronises on a gap.
+The way for what `courier` cannot send from the engine's thread. Nothing here is delivered for certain: a
+gateway fetches what it misses, a scheduler resynchronises on a gap.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,10 +19,13 @@ from shared.log import canonical, get_logger
 from shared.messages.plans import WorkerStepped
 from shared.metrics import counter, histogram
 
+Addressed = tuple[str, msgspec.Struct]
+"""A subject and what goes there."""
 _MAX_WAITING = 8192
 _log = get_logger("worker.outbox")
 
 _tokens = counter("kvasir_worker_tokens_total", "Tokens computed, by kind of work.", ["kind"])
+_prefilled, _decoded = _tokens.labels("prefill"), _tokens.labels("decode")
 _step_seconds = histogram("kvasir_worker_step_seconds", "Duration of one iteration.")
 _lost = counter("kvasir_worker_messages_lost_total", "Frames and step reports that could not be sent.")
 _dropped = counter("kvasir_worker_final_frames_dropped_total", "Frames dropped by fault_drop_final_frames.")
@@ -32,20 +37,31 @@ class Outbox:
     def __init__(self, bus: Bus, *, drop_final_frames: bool = False) -> None:
         self._bus = bus
         self._drop_final_frames = drop_final_frames
-        self._waiting: deque[tuple[str, msgspec.Struct]] = deque()
+        self._waiting: deque[Addressed] = deque()
         self._filled = asyncio.Event()
 
-    def put(self, effects: Effects) -> None:
-        """Take effects over; on the event loop's thread."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything put here has been handed to the bus."""
+        return not self._waiting
+
+    def addressed(self, effects: Effects) -> list[Addressed]:
+        """What is to be sent where, in order; on any thread."""
         frames = effects.frames
         if self._drop_final_frames:
             frames = without_ends(frames)
             _dropped.inc(len(effects.frames) - len(frames))
-        for addressed in frames:
-            self._add(subjects.tokens(addressed.gateway_id), addressed.frame)
-        for stepped in effects.stepped:
-            _note(stepped)
-            self._add(subjects.worker_stepped(stepped.worker_id), stepped)
+        messages: list[Addressed] = [(subjects.tokens(each.gateway_id), each.frame) for each in frames]
+        messages += [(subjects.worker_stepped(each.worker_id), each) for each in effects.stepped]
+        return messages
+
+    def put(self, messages: Sequence[Addressed]) -> None:
+        """Take messages over; on the event loop's thread."""
+        for message in messages:
+            if len(self._waiting) >= _MAX_WAITING:
+                _lost.inc()
+            else:
+                self._waiting.append(message)
         self._filled.set()
 
     async def drain(self) -> None:
@@ -61,18 +77,17 @@ class Outbox:
                     _lost.inc()
                     _log.warning("%s not sent: %s", type(message).__name__, error)
 
-    def _add(self, subject: str, message: msgspec.Struct) -> None:
-        if len(self._waiting) >= _MAX_WAITING:
-            _lost.inc()
-            return
-        self._waiting.append((subject, message))
 
-
-def _note(stepped: WorkerStepped) -> None:
+def count(stepped: WorkerStepped) -> None:
+    """For the metrics; on any thread."""
     if stepped.prefilled_tokens or stepped.decoded_tokens:
-        _tokens.labels("prefill").inc(stepped.prefilled_tokens)
-        _tokens.labels("decode").inc(stepped.decoded_tokens)
+        _prefilled.inc(stepped.prefilled_tokens)
+        _decoded.inc(stepped.decoded_tokens)
         _step_seconds.observe(stepped.step_s)
+
+
+def log_ends(stepped: WorkerStepped) -> None:
+    """One line for each sequence that ended; too slow for the engine's thread."""
     for ended in stepped.ended:
         canonical(
             _log,

@@ -1,7 +1,8 @@
 """The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
 
-Everything that changes the core runs on this thread. The event loop hands in commands (`post`, `ask`) and is
-handed effects (`deliver`, called on this thread). Knows neither the bus nor what is in a message.
+Everything that changes the core runs on this thread. The event loop hands in commands (`post`, `ask`).
+Effects are handed to `deliver`, and `on_tick` is called a few times a second, both on this thread. Knows
+neither the bus nor what is in a message.
 """
 
 import logging
@@ -41,7 +42,7 @@ class _Posted:
 class Runner:
     """Owns the core, the engine and the thread, which is bound to `cores` (none: as the process is).
 
-    `on_broken` is called on that thread when it ends by an error.
+    `between` is called on that thread before each iteration, and `on_broken` when it ends by an error.
     """
 
     def __init__(
@@ -51,15 +52,19 @@ class Runner:
         clock: Clock,
         *,
         deliver: Callable[[Effects], None],
+        on_tick: Callable[[], None] = lambda: None,
         on_broken: Callable[[BaseException], None],
         cores: Sequence[int] = (),
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self._core = core
         self._engine = engine
         self._clock = clock
         self._deliver = deliver
+        self._on_tick = on_tick
         self._on_broken = on_broken
         self._cores = cores
+        self._between = between
         self.occupancy = Occupancy()
         self._commands: queue.Queue[_Posted | None] = queue.Queue(_MAX_COMMANDS)
         self._stopping = threading.Event()
@@ -73,12 +78,16 @@ class Runner:
     def stop(self, deadline_s: float) -> bool:
         """Let the running step finish and end the thread. False when that took longer than the deadline."""
         self._stopping.set()
+        self.wake()
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Let the engine's thread look around now, from whatever thread."""
         try:
             self._commands.put_nowait(None)
         except queue.Full:
             _log.debug("the engine thread has commands enough to wake up")
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
 
     def post(self, command: Command) -> None:
         """Run a command between two steps and deliver its effects. Raises Overloaded when too many wait."""
@@ -114,6 +123,7 @@ class Runner:
             bind_to(self._cores, "engine_cores")
             while not self._stopping.is_set():
                 self._take_commands()
+                self._between()
                 self._step()
         except BaseException as error:
             self._on_broken(error)
@@ -133,6 +143,7 @@ class Runner:
         if now_s - self._ticked_s >= _TICK_S:
             self._ticked_s = now_s
             self._emit(self._core.on_tick(now_s))
+            self._on_tick()
 
     def _step(self) -> None:
         work, effects = self._core.begin_step(self._clock())

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.gateways import GatewayWatch
+from services.worker.kv.cache import PrefixCache
 from services.worker.kv.pool import BlockPool
+from services.worker.prefixes import Prefixes
 from services.worker.sampling import FAILED, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
@@ -42,10 +44,18 @@ class WorkItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class SequenceTable:
-    """Held sequences by (request, choice), their blocks, the tombstones of those that may not return."""
+    """Held sequences by (request, choice), their blocks, the tombstones of those that may not return.
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    `prefixes` shares blocks between sequences; None: each computes all of its own.
+    """
+
+    def __init__(
+        self, pool: BlockPool | PrefixCache, limits: Limits, prefixes: Prefixes | None = None
+    ) -> None:
+        """With `prefixes`, `pool` is its cache."""
         self.pool = pool
+        self.prefixes = prefixes
+        self._block_tokens = pool.block_tokens
         self._limits = limits
         self._held: dict[SequenceKey, HeldSequence] = {}
         self._tombstones = Tombstones(limits.end_retention_s)
@@ -77,8 +87,10 @@ class SequenceTable:
                 skipped.append(SkippedItem(ref=spec.ref, reason=reason))
         return skipped
 
-    def prepare(self, item: PrefillChunk | Decode, sequence: HeldSequence | None) -> WorkItem | SkipReason:
-        """Allocate for one item and say what to compute, or why it cannot be.
+    def prepare(
+        self, item: PrefillChunk | Decode, sequence: HeldSequence | None
+    ) -> WorkItem | SkipReason | None:
+        """Allocate for one item and say what to compute, or why it cannot be; None: nothing is left of it.
 
         `sequence` is what `find` has for the item.
         """
@@ -90,16 +102,21 @@ class SequenceTable:
             aligned = sequence.state is SequenceState.DECODING
         else:
             first, end = item.first_token, item.end_token
-            aligned = sequence.state is not SequenceState.DECODING and sequence.computed_tokens == first
+            aligned = _is_aligned(sequence, first)
         if not aligned or not first < end <= held_tokens:
             return SkipReason.MISALIGNED
+        if not is_decode:
+            self._share(sequence, item.allocated_blocks)
+            first = sequence.computed_tokens
         held_blocks = len(sequence.blocks)
         if item.allocated_blocks > held_blocks:
             if not self._raise_allocation(sequence, item.allocated_blocks - held_blocks):
                 return SkipReason.NO_BLOCKS
             held_blocks = item.allocated_blocks
-        if held_blocks * self.pool.block_tokens < end:
+        if held_blocks * self._block_tokens < end:
             return SkipReason.EXHAUSTED
+        if first >= end:
+            return None
         return WorkItem(sequence, first, end, end == held_tokens, is_decode)
 
     def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
@@ -112,6 +129,8 @@ class SequenceTable:
             self.end(sequence, FinishReason.ERROR, now_s)
             return
         sequence.computed_tokens = item.end_token
+        if self.prefixes is not None and item.end_token // self._block_tokens > sequence.published_blocks:
+            self.prefixes.publish(sequence)
         if sequence.state is SequenceState.WAITING:
             sequence.move_to(SequenceState.PREFILLING)
         if sampled is None:
@@ -175,7 +194,7 @@ class SequenceTable:
         for key, held in self._held.items():
             assert held.ref.key == key
             assert not self._tombstones.covers(held.ref), f"{held.ref} is held and buried"
-            assert held.computed_tokens <= len(held.blocks) * self.pool.block_tokens
+            assert held.computed_tokens <= len(held.blocks) * self._block_tokens
             held.check_integrity()
             assert held.alive or (held.finish_reason is not None and not held.blocks)
             if held.state is SequenceState.DECODING:
@@ -188,8 +207,14 @@ class SequenceTable:
 
     def _free(self, sequence: HeldSequence) -> None:
         self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.computed_tokens = 0
+        sequence.forget_blocks()
+
+    def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
+        """What is stored of the next chunk, and of what follows, is not computed."""
+        if self.prefixes is not None:
+            self.prefixes.extend(sequence, most_blocks)
+            if sequence.computed_tokens and sequence.state is SequenceState.WAITING:
+                sequence.move_to(SequenceState.PREFILLING)
 
     def _raise_allocation(self, sequence: HeldSequence, missing: int) -> bool:
         if not self.pool.can_allocate(missing):
@@ -239,3 +264,12 @@ class SequenceTable:
             return False
         del self._held[min(ended, key=lambda held: held.ended_s).ref.key]
         return True
+
+
+def _is_aligned(sequence: HeldSequence, first_token: int) -> bool:
+    """Whether a chunk may begin there: where the computation stands, or, once a stored prefix was found,
+    anywhere up to its end; what is missing then is computed along."""
+    if sequence.state is SequenceState.DECODING:
+        return False
+    reach = max(sequence.computed_tokens, sequence.promised_tokens)
+    return first_token == sequence.computed_tokens or (sequence.promised_tokens > 0 and first_token <= reach)

@@ -13,13 +13,16 @@ class SpeedMeter:
         self.prefill_tokens_per_s = 0.0
         self.decode_step_s = 0.0
 
-    def on_step(self, prefilled_tokens: int, decoded_tokens: int, step_s: float) -> None:
+    def on_step(self, prefilled_tokens: int, decoded_tokens: int, step_s: float) -> float:
+        """Seconds that the step's prompt tokens took; 0 where it says nothing about that."""
         if prefilled_tokens == 0 and decoded_tokens:
             self.decode_step_s = _blend(self.decode_step_s, step_s)
         elif prefilled_tokens >= LEAST_PREFILL_TOKENS and step_s > 0:
             decoding_s = self.decode_step_s if decoded_tokens else 0.0
             prefill_s = max(step_s - decoding_s, 0.1 * step_s)
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prefilled_tokens / prefill_s)
+            return prefill_s
+        return 0.0
 
 
 def _blend(old: float, new: float) -> float:

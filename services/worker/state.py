@@ -6,6 +6,7 @@ Legal transitions are one table, `TRANSITIONS`; anything else is a bug here and 
 from dataclasses import dataclass, field
 
 from services.worker.sampling import Sampled
+from shared.blocks import BlockHash
 from shared.errors import InternalError
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import (
@@ -49,6 +50,18 @@ class HeldSequence:
     blocks: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Where wanted: of the last tokens, those sampled in this attempt. The gateway has the others."""
+    cache_salt: bytes = b""
+    names: list[BlockHash] = field(default_factory=list)
+    """Of its whole blocks, as far as they were asked for."""
+    published_blocks: int = 0
+    """So many of its blocks were offered to the prefix cache, or came from there."""
+    promised_tokens: int = 0
+    """A chunk may begin up to here, wherever the computation stands: the scheduler was told that what
+    precedes it is stored."""
+    cached_tokens: int = 0
+    """Of the prompt, those not computed for the first token of this attempt, because they were stored."""
+    sampled: bool = False
+    """This attempt has sampled a token."""
     finish_reason: FinishReason | None = None
     ended_s: float = 0.0
 
@@ -70,6 +83,7 @@ class HeldSequence:
             waited_s=spec.waited_s,
             received_s=now_s,
             deadline_in_s=spec.deadline_in_s,
+            cache_salt=spec.cache_salt,
         )
 
     @property
@@ -82,9 +96,17 @@ class HeldSequence:
 
     def append(self, sampled: Sampled) -> None:
         """The answer's next token."""
+        self.sampled = True
         self.tokens.append(sampled.token)
         if sampled.logprobs is not None:
             self.logprobs.append(sampled.logprobs)
+
+    def forget_blocks(self) -> None:
+        """Nothing of it is computed any more. What its blocks were called stays true."""
+        self.blocks = []
+        self.computed_tokens = self.published_blocks = self.promised_tokens = 0
+        if not self.sampled:
+            self.cached_tokens = 0
 
     def due_reason(self) -> FinishReason | None:
         """Why the answer is complete as it stands, or None."""

@@ -20,6 +20,7 @@ from shared.messages.plans import (
     Decode,
     EndedSequence,
     PrefillChunk,
+    PrefixHit,
     SkippedItem,
     WorkerStepped,
 )
@@ -56,6 +57,7 @@ class StepWork:
     skipped: tuple[SkippedItem, ...]
     ended: tuple[HeldSequence, ...]
     """Ended since the last report, before this iteration."""
+    hits: tuple[PrefixHit, ...] = ()
 
     @property
     def prefilled_tokens(self) -> int:
@@ -83,6 +85,8 @@ class StepCore:
         return len(self._plans) > 0
 
     def on_plan(self, plan: BatchPlan, now_s: float) -> Effects:
+        if plan.starts and self._table.prefixes is not None:
+            self._table.prefixes.expect(plan.starts)
         return Effects(stepped=self._give_up(self._plans.offer(plan, now_s)))
 
     def on_cancel(self, cancel: CancelSequence, now_s: float) -> Effects:
@@ -146,11 +150,13 @@ class StepCore:
         if queued.over:
             self._plans.finish_head()
         prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
-        self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
+        prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
+        if prefill_s and self._table.prefixes is not None:
+            self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._unreported[0] += prefilled_tokens
         self._unreported[1] += decoded_tokens
         frames = self._frames(sampled, ended)
-        if not (queued.report_is_due or ended or work.skipped):
+        if not (queued.report_is_due or ended or work.skipped or work.hits):
             return Effects(frames)
         return Effects(frames, (self._stepped(work, ended, plan_over=queued.over, step_s=step_s),))
 
@@ -167,11 +173,16 @@ class StepCore:
             model=self._identity.model,
             block_tokens=pool.block_tokens,
             max_context_tokens=self._identity.max_context_tokens,
-            capacity=Capacity(total_blocks=pool.total_blocks, free_blocks=pool.free_blocks),
+            capacity=Capacity(
+                total_blocks=pool.total_blocks,
+                free_blocks=pool.free_blocks,
+                evictable_blocks=pool.evictable_blocks,
+            ),
             sequences=self._table.reports(now_s),
             host=self._identity.host,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_step_s=self._speed.decode_step_s,
+            fingerprint=b"" if self._table.prefixes is None else self._table.prefixes.fingerprint,
         )
 
     def check_integrity(self) -> None:
@@ -199,10 +210,15 @@ class StepCore:
             prepared = self._table.prepare(item, sequence)
             if isinstance(prepared, WorkItem):
                 items.append(prepared)
-            elif item.ref not in queued.ended and item.ref not in queued.skips_reported:
+            elif (
+                prepared is not None
+                and item.ref not in queued.ended
+                and item.ref not in queued.skips_reported
+            ):
                 queued.skips_reported.add(item.ref)
                 skipped.append(SkippedItem(ref=item.ref, reason=prepared))
-        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended))
+        hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
+        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended), hits)
 
     def _frames(
         self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]
@@ -239,10 +255,15 @@ class StepCore:
             prefilled_tokens=prefilled_tokens,
             decoded_tokens=decoded_tokens,
             step_s=step_s,
-            free_blocks=self._table.pool.free_blocks,
+            free_blocks=self._plannable_blocks,
             ended=tuple(_ended(sequence) for sequence in ended),
             skipped=work.skipped,
+            hits=work.hits,
         )
+
+    @property
+    def _plannable_blocks(self) -> int:
+        return self._table.pool.free_blocks + self._table.pool.evictable_blocks
 
     def _give_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
         reports = []
@@ -258,7 +279,7 @@ class StepCore:
                     outcome=plan.outcome,
                     steps_done=plan.steps_done,
                     plan_over=True,
-                    free_blocks=self._table.pool.free_blocks,
+                    free_blocks=self._plannable_blocks,
                 )
             )
         return tuple(reports)

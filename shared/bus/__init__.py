@@ -5,8 +5,19 @@ one of `shared.errors`. Knows no service and no message by name.
 """
 
 from shared.bus.connection import Bus
+from shared.bus.express import Express
 from shared.bus.handlers import Endpoint, Gatherable, Handler, Listener
 from shared.bus.lease import Lease
 from shared.bus.runtime import run_main, run_service
 
-__all__ = ["Bus", "Endpoint", "Gatherable", "Handler", "Lease", "Listener", "run_main", "run_service"]
+__all__ = [
+    "Bus",
+    "Endpoint",
+    "Express",
+    "Gatherable",
+    "Handler",
+    "Lease",
+    "Listener",
+    "run_main",
+    "run_service",
+]

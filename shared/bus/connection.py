@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from shared.bus import tracing
 from shared.bus.clearance import Clearance, publish_refused
 from shared.bus.counters import BusCounters
+from shared.bus.express import Express
 from shared.bus.handlers import Handler, Listener
 from shared.bus.inbox import Inbox
 from shared.bus.inline import handle_inline
@@ -92,6 +93,11 @@ class Bus:
     @property
     def connected(self) -> bool:
         return self._link.connected
+
+    @property
+    def reconnections(self) -> int:
+        """So often the connection was lost and regained."""
+        return self._link.reconnections
 
     def on_reconnected(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Run `callback` after each reconnection; subscriptions and endpoints are back by then."""
@@ -195,6 +201,11 @@ class Bus:
         finally:
             self._inbox.close(inbox)
         return answers.replies
+
+    async def express(self) -> Express:
+        """A connection for one thread that publishes often; see `shared.bus.express`. Raises
+        BusUnavailable."""
+        return await asyncio.to_thread(Express.connect, self.config, self.instance, self._counters)
 
     async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
         """Wait, for as long as it takes, until this instance holds the role; see `shared.bus.lease`."""

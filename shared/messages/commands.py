@@ -1,6 +1,7 @@
 """Control commands and their replies. An error is never a field of a reply: see `shared.errors.to_wire`."""
 
 from shared.messages.base import Message
+from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
 
 
@@ -62,6 +63,10 @@ class PlacementItem(Message, frozen=True, kw_only=True):
     """What is allocated to it, or will be when it starts: prompt + generated so far."""
     limit_tokens: int
     """Prompt + maximum answer: what it may grow to."""
+    prefixes: tuple[PrefixChain, ...] = ()
+    """What its prompt's blocks are called, once for each kind of worker there is; none: not known."""
+    waited_s: float = 0.0
+    """Since the gateway accepted the request."""
 
 
 class PlaceSequences(Message, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ class BatchPlan(Message, frozen=True, kw_only=True):
     steps: int = 1
     report_at: int = 0
     """0: every step is reported. Else only the step of this number, the last one, and those in which a
-    sequence ended or an item was skipped."""
+    sequence ended, an item was skipped or a stored prefix was found."""
     valid_for_s: float = 5.0
     """On the worker's monotonic clock, from receipt; an expired plan is not run and reported as such."""
     supersedes: bool = False
@@ -82,6 +82,20 @@ class SkipReason(StrEnum):
 class SkippedItem(Message, frozen=True, kw_only=True):
     ref: SequenceRef
     reason: SkipReason
+
+
+class PrefixHit(Message, frozen=True, kw_only=True):
+    """The beginning of a sequence was found in the worker's prefix cache; the next chunk may start after it.
+
+    A chunk that was planned before starts earlier; only what is missing of it is computed.
+    """
+
+    ref: SequenceRef
+    cached_tokens: int
+    """From the sequence's beginning; never all of it."""
+    blocks: tuple[int, int, int] = (0, 0, 0)
+    """Found just now on the device, the host, and disk; what else `cached_tokens` covers comes with the next
+    chunk."""
 
 
 class EndedSequence(Message, frozen=True, kw_only=True):
@@ -120,5 +134,8 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     step_s: float = 0.0
     """Of this step; 0 when none ran."""
     free_blocks: int = 0
+    """Those of unused prefixes included: what can be allocated now."""
     ended: tuple[EndedSequence, ...] = ()
     skipped: tuple[SkippedItem, ...] = ()
+    hits: tuple[PrefixHit, ...] = ()
+    """Since the last report."""

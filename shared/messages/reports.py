@@ -87,6 +87,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Measured, exponentially weighted; 0 before the first measurement."""
     decode_step_s: float = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
+    fingerprint: bytes = b""
+    """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):

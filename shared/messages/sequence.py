@@ -84,6 +84,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     waited_s: float = 0.0
     """Seconds since the gateway accepted the request, at the moment of sending (clocks are not compared)."""
     deadline_in_s: float | None = None
+    cache_salt: bytes = b""
+    """Sequences share stored prefixes only with those of the same salt: one for each tenant."""
 
     @property
     def prompt_tokens(self) -> int:

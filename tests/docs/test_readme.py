@@ -33,9 +33,14 @@ def test_the_tree_is_the_tree() -> None:
 
 def test_the_names_in_the_settings_exist() -> None:
     from services.placement.config import PlacementConfig
+    from services.predictor.config import PredictorConfig
     from services.scheduler.config import SchedulerConfig
 
-    fields = {"scheduler": SchedulerConfig.model_fields, "placement": PlacementConfig.model_fields}
+    fields = {
+        "scheduler": SchedulerConfig.model_fields,
+        "placement": PlacementConfig.model_fields,
+        "predictor": PredictorConfig.model_fields,
+    }
     named = re.findall(r"--set (\w+)\.(\w+)=", README)
     assert named
     for section, setting in named:

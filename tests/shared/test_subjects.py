@@ -15,8 +15,10 @@ BUILDERS: list[Callable[[str], str]] = [
     subjects.worker_cancel,
     subjects.worker_fetch,
     subjects.worker_acknowledge,
+    subjects.worker_prefixes,
     subjects.worker_reported,
     subjects.worker_stepped,
+    subjects.worker_cached,
     subjects.gateway_reported,
     subjects.tokens,
 ]
@@ -60,6 +62,7 @@ def test_subjects_are_unique_and_well_shaped() -> None:
     [
         (subjects.ANY_WORKER_REPORTED, subjects.worker_reported),
         (subjects.ANY_WORKER_STEPPED, subjects.worker_stepped),
+        (subjects.ANY_WORKER_CACHED, subjects.worker_cached),
         (subjects.ANY_GATEWAY_REPORTED, subjects.gateway_reported),
     ],
 )

@@ -51,6 +51,9 @@ class Scripted:
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         self.heard.append(("short", (key, missing_tokens, now_s)))
 
+    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
+        raise AssertionError("nothing is stored in the simulator")
+
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         raise AssertionError("no worker is resized here")
 

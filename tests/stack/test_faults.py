@@ -113,6 +113,7 @@ async def test_clients_that_leave_free_their_blocks(victim: RunningStack) -> Non
     for _ in range(20):
         await asyncio.sleep(0.1)
         workers = await asyncio.to_thread(lambda: [victim.details(name) for name in ("worker-0", "worker-1")])
-        if all(row["free_blocks"] == row["total_blocks"] for row in workers):
+        unused = [row["free_blocks"] + row["evictable_blocks"] == row["total_blocks"] for row in workers]
+        if all(unused) and not any(row["sequences"] for row in workers):
             return
     raise AssertionError(workers)

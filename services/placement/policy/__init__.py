@@ -15,11 +15,16 @@ from services.placement.policy.load_balance import LoadBalance
 from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import EAGER
 from services.placement.policy.packing import PackingPolicy
+from services.placement.policy.prefix_aware import PrefixAware
 from services.placement.policy.worst_fit import WorstFit
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.placement.policies"
-POLICIES: dict[str, Callable[[], PlacementPolicy]] = {"best_fit": BestFit, "worst_fit": WorstFit}
+POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+    "best_fit": BestFit,
+    "prefix_aware": PrefixAware,
+    "worst_fit": WorstFit,
+}
 PACKINGS: dict[str, Callable[[int], PackingPolicy]] = {
     "mell": Mell,
     "mell_eager": lambda capacity_blocks: Mell(capacity_blocks, EAGER),

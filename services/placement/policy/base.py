@@ -15,6 +15,8 @@ class Room:
     total_tokens: int
     sequences: int
     """Live or on their way there."""
+    cached_tokens: tuple[int, int, int] = (0, 0, 0)
+    """Of the prompt's beginning, in its prefix cache: on the device, on the host, on disk."""
 
 
 class PlacementPolicy(Protocol):

@@ -157,6 +157,10 @@ class BatchPolicy(Protocol):
         """Decodes-only batches were cut short: this sequence generated `missing_tokens` fewer than was
         planned."""
 
+    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
+        """The worker has the first `cached_tokens` of this sequence stored: its next chunk may start after
+        them. Chunks planned before stay valid; only what is missing of them is computed."""
+
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         """The worker's capacity changed; a policy that hands out too much now preempts in its next plan."""
 

@@ -5,6 +5,8 @@ all that run; then it prefills and decodes without another wait. Who can still m
 before who cannot; within either class the least remaining work, prefill included; those long overdue have
 a share of the admissions. A few that do not fit are passed over. An answer that outlives its prediction
 goes on, predicted anew. When blocks run out all the same, the one with the most left to do gives up its own.
+Where steps are short, several are planned at once although others wait: as many as nobody is expected to
+end in.
 
 Source: algorithms.md §1 (Beyond the paper); parts from `ecoserve/`.
 """
@@ -30,6 +32,8 @@ _LATE = 4.0
 """Work that comes too late for its deadline counts so many times."""
 _DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01, "aging_s": 30.0}
 """Where they differ from the paper's: nothing is allocated ahead, so nothing has to be padded."""
+_UNSEEN_S = 0.02
+"""So long those that wait may have to do without room that an unexpected end has left."""
 _PASSED_OVER = 16
 """So many that do not fit let shorter ones of the same class, or others, pass in one plan."""
 
@@ -158,6 +162,24 @@ class KvasirPolicy(Rescuing):
 
     def _room_tokens(self, job: Job) -> int:
         return max(1, job.end_tokens - job.computed_tokens)
+
+    def _steps(self, draft: Draft) -> int:
+        """Whoever waits has just been found not to fit beside what runs. Short steps in which nobody is
+        expected to end change nothing about that; an arrival that can start cuts them short."""
+        if draft.prefills or draft.preempted or self._partial or len(self._generations):
+            return 1
+        waits = self._next_prompt() is not None
+        jobs = draft.decodes.values()
+        steps = min(self._settings.max_steps, max(job.missing_tokens for job in jobs))
+        if waits:
+            steps = min(steps, int(_UNSEEN_S / self._speeds.decode_step_s))
+        for job in jobs:
+            room = self._room_tokens(job)
+            if waits or room < job.missing_tokens:
+                steps = min(steps, room, job.missing_tokens)
+        while steps > 1 and self._grown_blocks(draft, steps) > self._capacity_blocks:
+            steps -= 1
+        return max(1, steps)
 
     # Prompts
 

@@ -94,6 +94,17 @@ class Projection:
             entry.computed_tokens -= missing_tokens
             entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
 
+    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
+        """As far as the free blocks reach: what is shared counts here as if it were its own."""
+        entry = self._entries.get(key)
+        if entry is None or entry.stage is not Stage.PREFILLING:
+            return
+        room_blocks = entry.allocated_blocks + max(0, self._capacity_blocks - self._used_blocks)
+        cached_tokens = min(cached_tokens, entry.prefill_tokens - 1, room_blocks * self._block_tokens)
+        if cached_tokens > entry.computed_tokens:
+            blocks = max(entry.allocated_blocks, self._blocks(cached_tokens))
+            self._grow(entry, cached_tokens, blocks, 0)
+
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         self._capacity_blocks = capacity_blocks
 

@@ -9,12 +9,15 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.backends import Pools
+from services.worker.engine.digest import layout_name, weights_digest
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.sampler import sample
 from services.worker.sampling import Sampled, SamplePoint
+from shared.blocks import fingerprint
 from shared.messages.sequence import Sampling
 
 
@@ -72,6 +75,13 @@ class TorchEngine:
         release: bool = False,
     ) -> None:
         self._model = model
+        self.fingerprint = fingerprint(
+            model=type(model.module).__name__,
+            weights=weights_digest(model.module),
+            dtype=str(model.dtype),
+            layout=layout_name(model.layers),
+            block_tokens=block_tokens,
+        )
         self.kv_blocks = kv_blocks
         self.block_tokens = block_tokens
         self._attention = PagedAttention(
@@ -84,6 +94,11 @@ class TorchEngine:
             threads=threads,
         )
         self._forward = make_forward(model, self._attention, threads=threads, release=release)
+
+    @property
+    def pools(self) -> Sequence[Pools]:
+        """K and V of each layer, as `kv.tiers.records` copies them."""
+        return self._attention.pools
 
     @property
     def vocabulary(self) -> int:

@@ -21,6 +21,11 @@ class BlockPool:
     def free_blocks(self) -> int:
         return len(self._free)
 
+    @property
+    def evictable_blocks(self) -> int:
+        """None: what is taken here is taken until it is given back."""
+        return 0
+
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= len(self._free)
 

@@ -188,7 +188,7 @@ async def test_an_end_nobody_waits_for_is_acknowledged_and_a_run_cancelled(stack
     worker.computing.clear()
     worker.held[("req_old", 0)] = Held(spec, [1, 2])
     await until(lambda: spec.ref in worker.cancelled)
-    assert spec.ref in stack.scheduler.cancelled
+    await until(lambda: spec.ref in stack.scheduler.cancelled)
     ended = worker._listed(Held(spec, [1, 2]))
     assert ended.state is SequenceState.DECODING
 

@@ -1,15 +1,20 @@
 """Placement over a real bus."""
 
 import asyncio
+from collections.abc import Callable
 
 from services.placement.config import PlacementConfig
+from services.placement.policy.prefix_aware import PrefixAware
 from services.placement.policy.worst_fit import WorstFit
 from services.placement.service import HANDLERS, Placement
 from shared import subjects
+from shared.bus import Endpoint
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
+from tests.services.placement.test_prefixes import chain, news
 from tests.services.placement.test_state import item, report
 
 
@@ -48,3 +53,58 @@ async def test_places_on_whoever_is_heard_until_it_falls_silent(connect_bus: Con
     assert status.details["policy"] == "worst_fit"
     clock.now_s += 2.5
     assert await place("e") == (None,)
+
+
+class Caching:
+    """A worker that can say what it has cached."""
+
+    HANDLERS = (Endpoint(subjects.worker_prefixes, FindPrefixes, "find"),)
+
+    def __init__(self) -> None:
+        self.asked: list[FindPrefixes] = []
+
+    async def find(self, question: FindPrefixes) -> WorkerPrefixes:
+        self.asked.append(question)
+        return news(8, 1, 2, 3, full=True)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_prompt_goes_where_its_beginning_is_and_what_was_missed_is_asked_for(
+    connect_bus: ConnectBus,
+) -> None:
+    bus = await connect_bus("placement", "placement-0")
+    placement = Placement(bus, PlacementConfig(), PrefixAware())
+    await bus.attach(HANDLERS, placement)
+    watching = asyncio.create_task(placement.watch())
+    worker, caching = await connect_bus("worker", "w0"), Caching()
+    await worker.attach(Caching.HANDLERS, caching)
+    client = await connect_bus("scheduler", "scheduler-0")
+    heard = placement.fleet
+
+    async def place(request: str, *names: int) -> str | None:
+        asked = item(request, size=100, limit=200, prefixes=(chain(*names),))
+        question = PlaceSequences(items=(asked,))
+        answer = await client.request(subjects.PLACEMENT_PLACE, question, Placements, deadline_s=5.0)
+        return answer.worker_ids[0]
+
+    try:
+        for name in ("w0", "w1"):
+            await worker.publish(subjects.worker_reported(name), report(name))
+        await until(lambda: len(heard.workers) == 2)
+        await worker.publish(subjects.worker_cached("w0"), news(7, 1))
+        await until(lambda: heard.prefixes.blocks("w0") == 3)
+        assert [(q.incarnation, q.since_seq) for q in caching.asked] == [(1, 0)]
+        assert await place("a", 1, 2, 9) == "w0"
+        assert await place("b", 20, 21) == "w1", "nobody has it: to the emptiest"
+        assert await place("c", 20, 21) == "w1", "it is about to be computed there"
+        await worker.publish(subjects.worker_cached("w0"), news(9, 30))
+        await until(lambda: heard.prefixes.blocks("w0") == 4)
+        assert len(caching.asked) == 1, "no gap, no question"
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)

@@ -11,8 +11,10 @@ from services.placement.policy.base import PlacementPolicy
 from services.placement.policy.best_fit import BestFit
 from services.placement.policy.worst_fit import WorstFit
 from services.placement.state import GROWTH_BLOCKS, Fleet, Opening
+from shared.blocks import HASH_BYTES
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import EndedSequence, WorkerStepped
+from shared.messages.prefixes import PrefixChain
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceRef
 
@@ -23,9 +25,17 @@ def ref(request: str, attempt: int = 1) -> SequenceRef:
     return SequenceRef(request_id=request, choice=0, attempt=attempt)
 
 
-def item(request: str, size: int = 10, limit: int | None = None, attempt: int = 1) -> PlacementItem:
+def item(
+    request: str,
+    size: int = 10,
+    limit: int | None = None,
+    attempt: int = 1,
+    prefixes: tuple[PrefixChain, ...] = (),
+) -> PlacementItem:
     limit_tokens = size if limit is None else limit
-    return PlacementItem(ref=ref(request, attempt), size_tokens=size, limit_tokens=limit_tokens)
+    return PlacementItem(
+        ref=ref(request, attempt), size_tokens=size, limit_tokens=limit_tokens, prefixes=prefixes
+    )
 
 
 def report(
@@ -235,7 +245,9 @@ def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
         worker = workers[rng.choice(sorted(workers))]
         if act == "place":
             sizes = [rng.randint(1, largest) for _ in range(rng.randint(1, 5))]
-            items = tuple(item(f"r{count + i}", size, size) for i, size in enumerate(sizes))
+            items = tuple(
+                item(f"r{count + i}", size, size, prefixes=_chains(rng)) for i, size in enumerate(sizes)
+            )
             count += len(items)
             answers = _placed(fleet, items, policy, now_s)
             for one, chosen in zip(items, answers, strict=True):
@@ -255,6 +267,12 @@ def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
             if act == "beat" or now_s - fleet.workers[each.worker_id].heard_s > 1.0:
                 fleet.on_reported(each.heartbeat(), now_s)
         fleet.check_integrity()
+
+
+def _chains(rng: random.Random) -> tuple[PrefixChain, ...]:
+    """One of a few prompts, so that what was placed before draws what comes."""
+    name = rng.randrange(4).to_bytes(HASH_BYTES, "big")
+    return rng.choice([(), (PrefixChain(block_tokens=BLOCK, names=name),)])
 
 
 def _placed(

@@ -1,5 +1,7 @@
 """Adoption: what a snapshot lists, and what the scheduler knew, become one picture."""
 
+import msgspec
+
 from services.scheduler.adoption import adopt_snapshot
 from services.scheduler.effects import Effect, SendPlan
 from services.scheduler.planning import Lane, Sync
@@ -87,6 +89,16 @@ def test_what_nobody_knew_is_adopted_and_runs_on() -> None:
     assert [item.ref.request_id for item in plan.plan.decodes] == ["a"]
     assert [(item.ref.request_id, item.first_token) for item in plan.plan.prefills] == [("b", 0)]
     assert plan.plan.starts == () and plan.plan.seq == 1
+
+
+def test_blocks_that_two_share_are_not_capacity_twice() -> None:
+    desk = Desk()
+    lane = desk.roster.lanes["worker-0"]
+    shared = snapshot("worker-0", listed("a"), listed("b"))
+    capacity = Capacity(total_blocks=100, free_blocks=90, evictable_blocks=8)
+    adopt_snapshot(desk.roster, lane, msgspec.structs.replace(shared, capacity=capacity), VllmPolicy, 1.0)
+    assert isinstance(lane.policy, VllmPolicy)
+    assert lane.policy._capacity_blocks == 100
 
 
 def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:

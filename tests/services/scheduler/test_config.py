@@ -24,6 +24,14 @@ def test_settings_become_rules() -> None:
     assert rules.settings.start_tokens * 4 <= rules.max_start_bytes
 
 
+def test_options_of_a_policy_have_types_wherever_they_come_from() -> None:
+    prefix = "KVASIR_SCHEDULER__POLICY_OPTIONS"
+    single = load(SchedulerConfig, "scheduler", [], {f"{prefix}__PAD": "0.2", f"{prefix}__LENGTH": "p80"})
+    assert single.policy_options == {"pad": 0.2, "length": "p80"}
+    whole = load(SchedulerConfig, "scheduler", [], {prefix: '{"pad": 0.2, "slack_edges_s": [0.2, 2]}'})
+    assert whole.policy_options == {"pad": 0.2, "slack_edges_s": [0.2, 2]}
+
+
 def test_a_budget_below_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="token_budget"):
         load(SchedulerConfig, "scheduler", ["--token-budget", "32"], {})

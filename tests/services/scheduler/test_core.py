@@ -2,7 +2,7 @@
 
 from shared.errors import ContextOverflow
 from shared.messages.sequence import FinishReason
-from tests.services.scheduler.world import World
+from tests.services.scheduler.world import Chaos, World
 
 
 def test_a_sequence_is_placed_planned_and_ends() -> None:
@@ -56,3 +56,36 @@ def test_a_queued_sequence_that_fits_nowhere_is_given_up() -> None:
     other = world.submit("b", prompt_tokens=4, answer_tokens=5, max_tokens=5)
     world.run_until(lambda: other.over and request.over, limit_s=6.0)
     assert isinstance(request.refused, ContextOverflow)
+
+
+def questions(world: World) -> list[bool]:
+    """Of each word to placement, whether it asks."""
+    return ["question=0" not in line for line in world.lines("AskPlacement")]
+
+
+def test_where_there_is_one_worker_with_room_placement_is_told_and_not_waited_for() -> None:
+    world = World(workers=1, chaos=Chaos(silent_placement=1.0))
+    world.time.run_for(1.0)
+    request = world.submit("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
+    world.time.run_for(0.005)
+    assert len(world.lines("SendPlan")) == 2 and questions(world) == [False]
+    world.run_until(lambda: request.over, limit_s=1.0)
+    assert request.tokens == request.expected
+
+
+def test_where_there_is_a_choice_placement_is_asked() -> None:
+    world = World(workers=2)
+    world.time.run_for(1.0)
+    world.submit("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
+    world.time.run_for(0.0015)
+    assert world.lines("SendPlan") == [] and questions(world) == [True]
+
+
+def test_where_limits_exceed_the_room_placement_is_asked() -> None:
+    world = World(workers=1, total_blocks=12)
+    world.time.run_for(1.0)
+    first = world.submit("a", prompt_tokens=10, answer_tokens=30, max_tokens=30)
+    second = world.submit("b", prompt_tokens=10, answer_tokens=5, max_tokens=30)
+    world.time.run_for(0.0015)
+    assert questions(world) == [False, True]
+    world.run_until(lambda: first.over and second.over, limit_s=5.0)

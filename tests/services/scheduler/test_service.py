@@ -75,6 +75,14 @@ async def test_an_unknown_policy_stops_it_before_it_connects(bus_config: BusConf
         await run(SchedulerConfig(policy="vlm", bus=bus_config))
 
 
+@pytest.mark.parametrize("policy", ["kvasir", "ecoserve", "fastserve", "srtf"])
+async def test_an_option_that_the_policy_lacks_stops_it_before_it_connects(
+    bus_config: BusConfig, policy: str
+) -> None:
+    with pytest.raises(ConfigError, match="pud"):
+        await run(SchedulerConfig(policy=policy, policy_options={"pud": 0.2}, bus=bus_config))
+
+
 async def test_the_process_survives_its_own_kill_and_stops_on_a_signal(
     stack: BusStack, bus_config: BusConfig
 ) -> None:

@@ -21,7 +21,7 @@ async def test_a_submission_is_placed_planned_and_ends(stack: BusStack) -> None:
         assert first.incarnation == stack.reader.announced[-1].incarnation
         await until(lambda: "a" in stack.reader.ended)
         assert stack.reader.ended == {"a": 1}
-        assert [asked.max_tokens for asked in stack.predictor.asked] == [40]
+        assert {asked.max_tokens for asked in stack.predictor.asked} == {40}
         assert {plan.epoch for plan in worker.plans} == {first.epoch}
         assert worker.plans[0].starts[0].ref.request_id == "a"
 

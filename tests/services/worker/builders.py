@@ -22,6 +22,7 @@ def spec(
     gateway_id: str = "gateway-0",
     gateway_incarnation: int = 1,
     top_logprobs: int | None = None,
+    cache_salt: bytes = b"",
 ) -> SequenceSpec:
     return SequenceSpec(
         ref=sequence,
@@ -36,6 +37,7 @@ def spec(
             end_token_ids=end_token_ids,
             top_logprobs=top_logprobs,
         ),
+        cache_salt=cache_salt,
     )
 
 

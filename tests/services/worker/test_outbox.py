@@ -58,7 +58,7 @@ async def test_messages_arrive_in_order(connect_bus: ConnectBus) -> None:
     async with asyncio.TaskGroup() as tasks:
         draining = tasks.create_task(outbox.drain())
         for number in range(200):
-            outbox.put(effects(number))
+            outbox.put(outbox.addressed(effects(number)))
             if number % 50 == 0:
                 await asyncio.sleep(0)
         await reader.until_seq(200)
@@ -72,9 +72,9 @@ async def test_final_frames_can_be_dropped_on_purpose(connect_bus: ConnectBus) -
     outbox = Outbox(await connect_bus("worker", "worker-0"), drop_final_frames=True)
     async with asyncio.TaskGroup() as tasks:
         draining = tasks.create_task(outbox.drain())
-        outbox.put(effects(0))
-        outbox.put(effects(1, FinishReason.STOP))
-        outbox.put(effects(2))
+        outbox.put(outbox.addressed(effects(0)))
+        outbox.put(outbox.addressed(effects(1, FinishReason.STOP)))
+        outbox.put(outbox.addressed(effects(2)))
         await reader.until_seq(3)
         draining.cancel()
     assert reader.tokens == [0, 2] and reader.seqs == [1, 2, 3]
@@ -85,7 +85,7 @@ async def test_a_closed_bus_does_not_end_the_task(connect_bus: ConnectBus) -> No
     await bus.close()
     outbox = Outbox(bus)
     draining = asyncio.create_task(outbox.drain())
-    outbox.put(effects(0))
+    outbox.put(outbox.addressed(effects(0)))
     await asyncio.sleep(0.05)
     assert not draining.done()
     draining.cancel()

@@ -14,11 +14,13 @@ from services.worker.engine.engine import Row
 from services.worker.sampling import Sampled
 from services.worker.service import Worker, make_engine
 from shared import subjects
+from shared.blocks import chain, root
 from shared.bus import Bus, Listener
 from shared.errors import ConfigError, InternalError, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk, StepOutcome, WorkerStepped
+from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
@@ -39,6 +41,7 @@ class Peers:
         self.frames: list[TokenFrame] = []
         self.stepped: list[WorkerStepped] = []
         self.reported: list[WorkerReported] = []
+        self.cached: list[WorkerPrefixes] = []
         self._seq = 0
 
     def on_frame(self, frame: TokenFrame) -> None:
@@ -49,6 +52,9 @@ class Peers:
 
     def on_reported(self, reported: WorkerReported) -> None:
         self.reported.append(reported)
+
+    def on_cached(self, cached: WorkerPrefixes) -> None:
+        self.cached.append(cached)
 
     @property
     def deltas(self) -> list[TokenDelta]:
@@ -113,6 +119,7 @@ async def peers(connect_bus: ConnectBus) -> Peers:
         Listener(subjects.tokens("gateway-0"), TokenFrame, "on_frame"),
         Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
         Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+        Listener(subjects.ANY_WORKER_CACHED, WorkerPrefixes, "on_cached"),
     )
     await bus.attach(listeners, peers)
     return peers
@@ -322,6 +329,18 @@ async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
         subjects.status("worker"), Empty(), ServiceStatus, deadline_s=DEADLINE_S, expected=1
     )
     assert answers[0].instance == "worker-0" and answers[0].details["total_blocks"] == 60
+
+
+async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peers: Peers) -> None:
+    await peers.start("a", steps=3, max_tokens=3)
+    told = await peers.until(lambda: peers.cached[0] if peers.cached else None)
+    names = chain(root(peers.reported[-1].fingerprint), pack_tokens(PROMPT), 4)
+    assert told.seq == 1 and told.added.startswith(b"".join(names)) and set(told.tiers) == {0}
+    question = FindPrefixes(incarnation=told.incarnation)
+    answer = await peers.bus.request(
+        subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=DEADLINE_S
+    )
+    assert answer.added.startswith(told.added) and answer.seq >= 1
 
 
 async def test_a_folder_without_a_model_is_a_configuration_error(tmp_path: Path) -> None:

@@ -109,6 +109,17 @@ class Books:
             self._running[key] = job
             job.end_tokens = max(job.end_tokens, job.computed_tokens + 1)
 
+    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
+        """As far as the free blocks reach: what is shared counts here as if it were its own."""
+        job = self._partial.get(key)
+        if job is None:
+            return
+        room_blocks = job.held_blocks + max(0, self._free_blocks)
+        cached_tokens = min(cached_tokens, job.prefill_tokens - 1, room_blocks * self._block_tokens)
+        if cached_tokens > job.computed_tokens:
+            job.computed_tokens = cached_tokens
+            self._hold(job, max(job.held_blocks, self._blocks(cached_tokens)))
+
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         """Where less is left than is set aside, whatever runs asks for its reservation anew."""
         self._capacity_blocks = capacity_blocks

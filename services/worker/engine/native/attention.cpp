@@ -19,7 +19,7 @@ using namespace kvasir;
 
 constexpr int CHUNK_COLUMNS = 8;
 constexpr int CHUNK = CHUNK_COLUMNS * LANES;  // scores of one query and chunk
-constexpr int CHUNK_BYTES = 16384;            // of keys: chunk and prefetched chunk share the first-level cache
+constexpr int CHUNK_BYTES = 32768;            // of keys: what is prefetched meanwhile waits in the second-level cache
 constexpr int TILE = 32;                      // queries of a tile
 constexpr int ROWS = 4;                       // queries of a register tile
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();

@@ -58,6 +58,8 @@ class Job:
     decoding: bool = False
     started: bool = False
     over: bool = False
+    promised: int = 0
+    """Tokens that the policy was told are stored."""
 
     @property
     def total(self) -> int:
@@ -86,6 +88,8 @@ class BatchRig:
     on_batch: Callable[[PlannedBatch], None] = lambda batch: None
     predict: Callable[[Job, int], LengthPrediction | None] = lambda job, generated_tokens: None
     """Asked at every arrival and by every question; the answer comes after the batch it came with."""
+    stored: Callable[[Job], int] = lambda job: 0
+    """Tokens of it that the worker's prefix cache has when it is prefilled from the beginning."""
 
     def __post_init__(self) -> None:
         self.policy: BatchPolicy = self.make_policy(self.shape, self.settings)
@@ -182,18 +186,27 @@ class BatchRig:
     def _run(self, batch: PlannedBatch) -> None:
         for preemption in batch.preemptions:
             job = self.jobs[preemption.key]
-            job.computed = job.blocks = 0
+            job.computed = job.blocks = job.promised = 0
             job.decoding = False
         for prefill in batch.prefills:
             job = self.jobs[prefill.key]
             if job.over:
                 continue
-            assert prefill.first_token == job.computed < prefill.end_token <= job.total, "misaligned"
+            assert prefill.first_token < prefill.end_token <= job.total, "misaligned"
+            is_start = job.computed == 0
+            if is_start:
+                job.promised = min(self.stored(job), job.total - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            aligned = prefill.first_token == job.computed or prefill.first_token <= job.promised
+            assert aligned, "misaligned"
             self._allocate(job, prefill.allocated_blocks, prefill.end_token)
+            job.computed = max(job.computed, min(job.promised, job.blocks * BLOCK_TOKENS))
             if not job.started:
                 job.started = True
                 self.started.append(prefill.key)
-            self._compute(job, prefill.end_token)
+            self._compute(job, max(job.computed, prefill.end_token))
+            if is_start and job.promised:
+                self.policy.on_prefix_hit(prefill.key, job.promised, self.now_s)
+                self.policy.check_integrity()
         for step in range(batch.steps):
             for decode in batch.decodes:
                 job = self.jobs[decode.key]

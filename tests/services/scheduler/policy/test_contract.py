@@ -47,6 +47,33 @@ def test_whatever_is_predicted_every_request_ends(
 
 
 @every_policy
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=jobs_of,
+    policy_settings=settings_of,
+    stored=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    lag=st.integers(0, 3),
+)
+def test_whatever_is_stored_every_request_ends(
+    name: str, jobs: Jobs, policy_settings: PolicySettings, stored: list[int], lag: int
+) -> None:
+    bench = rig(BUILT_IN[name], policy_settings, lag=lag)
+    bench.stored = lambda job: stored[int(job.task.key[0][1:]) % len(stored)]
+    play(bench, jobs)
+
+
+@every_policy
+def test_a_chunk_after_a_hit_starts_behind_it(name: str) -> None:
+    bench = rig(BUILT_IN[name], PolicySettings(token_budget=8, max_batch_sequences=8), lag=0)
+    bench.stored = lambda job: 36
+    bench.arrive("r0", 40, 2, 4)
+    bench.turn()
+    bench.turn()
+    (chunk,) = bench.batches[1].prefills
+    assert (chunk.first_token, chunk.end_token) == (36, 40)
+
+
+@every_policy
 @settings(max_examples=30, deadline=None)
 @given(jobs=jobs_of, policy_settings=settings_of)
 def test_true_predictions_break_nothing(name: str, jobs: Jobs, policy_settings: PolicySettings) -> None:

@@ -145,6 +145,34 @@ def test_lengths_that_are_always_wrong_are_corrected() -> None:
     assert running(4) >= 0.6 * running(1) > 0
 
 
+def crowded(step_s: float) -> KvasirPolicy:
+    """`a` runs, `b` does not fit beside it."""
+    policy = policy_with(PolicySettings(max_steps=8), 88)
+    policy.on_measured(1000.0, step_s, 0.0)
+    arriving(policy, ("a", 150, 118, 99.0), ("b", 100, 195, 99.0))
+    assert starts(policy.plan(0.0)) == ["a"]
+    return policy
+
+
+def planned_steps(policy: KvasirPolicy) -> int:
+    batch = policy.plan(0.0)
+    assert batch is not None
+    return batch.steps
+
+
+def test_short_steps_are_planned_ahead_while_nobody_else_fits() -> None:
+    policy = crowded(step_s=0.005)
+    assert [planned_steps(policy) for _ in range(30)] == [4] * 29 + [2], "not beyond a predicted end"
+    assert planned_steps(crowded(step_s=0.03)) == 1, "long ones are not: an end may come any time"
+
+
+def test_one_that_fits_starts_with_the_next_plan_all_the_same() -> None:
+    policy = crowded(step_s=0.005)
+    policy.plan(0.0)
+    arriving(policy, ("c", 4, 4, 99.0))
+    assert starts(policy.plan(0.0)) == ["c"]
+
+
 def test_adopted_ones_resume_before_any_prompt_starts() -> None:
     policy = policy_with(ONE_AT_A_TIME)
     arriving(policy, ("a", 4, 4, 99.0))
@@ -166,6 +194,26 @@ def test_own_blocks_are_those_held(
         policy = bench.policy
         assert isinstance(policy, KvasirPolicy)
         assert all(job.own_blocks == job.held_blocks for job in policy._jobs.values())
+
+    bench.on_batch = check
+    play(bench, jobs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs=jobs_of, guesses=guesses_of, blocks=st.integers(24, 60), step_s=st.floats(0.0005, 0.05))
+def test_while_somebody_waits_no_plan_reaches_far_or_beyond_a_predicted_end(
+    jobs: Jobs, guesses: list[int | None], blocks: int, step_s: float
+) -> None:
+    bench = rig(KvasirPolicy, PolicySettings(max_batch_sequences=4, token_budget=64), blocks=blocks)
+    bench.policy.on_measured(1000.0, step_s, 0.0)
+    bench.predict = in_turn(guesses)
+
+    def check(batch: PlannedBatch) -> None:
+        policy = bench.policy
+        assert isinstance(policy, KvasirPolicy)
+        if batch.steps > 1 and len(policy._prompts):
+            assert batch.steps * step_s <= 0.0201
+            assert all(job.computed_tokens <= job.end_tokens for job in policy._running.values())
 
     bench.on_batch = check
     play(bench, jobs)

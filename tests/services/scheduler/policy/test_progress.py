@@ -65,3 +65,24 @@ def test_books_that_do_not_balance_are_found() -> None:
     projection._used_blocks -= 1
     with pytest.raises(AssertionError):
         projection.check_integrity()
+
+
+def test_a_hit_moves_a_prefill_on_as_far_as_blocks_are_free() -> None:
+    projection = books()
+    projection.on_adopted(Task(KEY, 40, 5, 0.0), Holding(4, 1), 0.0)
+    projection.on_prefix_hit(KEY, 30, 0.0)
+    assert (entry(projection).computed_tokens, entry(projection).allocated_blocks) == (30, 8)
+    projection.on_prefix_hit(KEY, 12, 0.0)
+    assert entry(projection).computed_tokens == 30, "never back"
+    projection.on_adopted(Task(("b", 0), 24, 5, 0.0), Holding(20, 6), 0.0)
+    projection.on_prefix_hit(KEY, 40, 0.0)
+    assert entry(projection).computed_tokens == 39, "the last token is always computed"
+    assert projection._used_blocks == 16
+
+
+def test_a_hit_of_one_that_does_not_prefill_changes_nothing() -> None:
+    projection = books()
+    projection.on_prefix_hit(KEY, 4, 0.0)
+    projection.on_arrival(Task(KEY, 8, 5, 0.0), 0.0)
+    projection.on_prefix_hit(KEY, 4, 0.0)
+    assert entry(projection).computed_tokens == 0

@@ -1,0 +1,37 @@
+"""The worker on which the prompt costs least: what is left to compute there, weighed against its load.
+
+Cost = tokens to compute + `LOAD_WEIGHT` · tokens that worker already holds for others. Tokens in a lower tier
+save less than those on the device. Where no worker has anything of the prompt, the default decides.
+Source: `algorithms.md` §5; the form of the cost is that of Dynamo's KV router.
+"""
+
+from collections.abc import Sequence
+
+from services.placement.policy.base import Room
+from services.placement.policy.worst_fit import WorstFit
+
+SAVED = (1.0, 0.9, 0.6)
+"""Of a token's computation, when it is found in that tier: loading takes time as well."""
+LOAD_WEIGHT = 0.25
+
+
+class PrefixAware:
+    """Least cost; then the most free memory, the fewest sequences, the lowest id."""
+
+    def __init__(self, load_weight: float = LOAD_WEIGHT) -> None:
+        self._load_weight = load_weight
+        self._default = WorstFit()
+
+    def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
+        if not any(sum(room.cached_tokens) for room in rooms):
+            return self._default.choose(size_tokens, rooms)
+        return min(rooms, key=lambda room: (self._cost(size_tokens, room), *_order(room))).worker_id
+
+    def _cost(self, size_tokens: int, room: Room) -> float:
+        saved = sum(tokens * share for tokens, share in zip(room.cached_tokens, SAVED, strict=True))
+        held_tokens = room.total_tokens - room.free_tokens
+        return max(0.0, size_tokens - saved) + self._load_weight * held_tokens
+
+
+def _order(room: Room) -> tuple[int, int, str]:
+    return (-room.free_tokens, room.sequences, room.worker_id)

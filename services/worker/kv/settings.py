@@ -1,0 +1,40 @@
+"""Settings of a worker's prefix cache."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class PrefixCacheConfig(BaseModel):
+    """Section `worker.prefix_cache`. The first tier is the worker's own KV; sizes here are of those below."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(default=True, description="keep the KV of finished sequences for those that follow")
+    eviction: Literal["frequent", "lru", "fifo", "random"] = Field(
+        default="frequent", description="which block goes first when a tier is full"
+    )
+    seed: int = Field(default=0, description="of the order `random`")
+    host_mb: int = Field(default=256, ge=0, description="memory for blocks that left the device, in MiB")
+    host_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: host_mb counts")
+    disk_mb: int = Field(default=0, ge=0, description="file for blocks that outlive the worker, in MiB")
+    disk_path: str = Field(default="", description="folder of that file; each worker has its own in it")
+    lookahead_sequences: int = Field(
+        default=64,
+        ge=0,
+        description="of sequences that start soon, those whose blocks are read ahead from disk",
+    )
+    host_bytes_per_s: float = Field(
+        default=0.0, ge=0, description="for tests: make the host tier so slow; 0: as fast as it is"
+    )
+    disk_bytes_per_s: float = Field(
+        default=0.0, ge=0, description="for tests: make the disk tier so slow; 0: as fast as it is"
+    )
+
+    @model_validator(mode="after")
+    def _disk_has_a_place(self) -> "PrefixCacheConfig":
+        if self.disk_mb and not self.disk_path:
+            raise ValueError("disk_mb needs disk_path, a folder that outlives the worker")
+        if self.disk_mb and not (self.host_mb or self.host_blocks):
+            raise ValueError("disk_mb needs host_mb: blocks go down one tier at a time")
+        return self

@@ -1,0 +1,105 @@
+"""The prefix cache of one worker with its real tiers: opened, worked on between steps, measured, closed.
+
+Owned by the engine's thread; copies that end on the I/O thread wait in a queue until `work` applies them.
+Decides nothing about blocks: that is `cache`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.gate import CostGate
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.tiers.disk import DiskTier, open_disk
+from services.worker.kv.tiers.host import HostTier
+from services.worker.kv.tiers.mover import Done, Throttles, TierMover
+from services.worker.kv.tiers.records import Pools, Records
+from services.worker.kv.tiers.slotfile import Geometry
+from shared.log import canonical, get_logger
+
+_log = get_logger("worker.kv")
+_MEGA = 1024 * 1024
+
+
+@runtime_checkable
+class CacheableEngine(Protocol):
+    """An engine whose KV can be copied out and in."""
+
+    @property
+    def kv_blocks(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def pools(self) -> Pools: ...
+
+    @property
+    def fingerprint(self) -> bytes:
+        """16 bytes: what must agree for KV to be exchanged."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvStore:
+    """`cache` is the engine thread's; `wake` is called on the I/O thread when a copy has ended."""
+
+    cache: PrefixCache
+    fingerprint: bytes
+    record_bytes: int
+    mover: TierMover
+    host: HostTier
+    disk: DiskTier | None
+    _done: deque[Done]
+
+    def settle(self) -> None:
+        """Apply the copies that have ended since the last call."""
+        while self._done:
+            self._done.popleft().apply(self.cache)
+
+    def close(self, deadline_s: float) -> bool:
+        """End the I/O thread; False when it did not end in time. What is on disk stays."""
+        return self.mover.close(deadline_s)
+
+
+def open_store(
+    config: PrefixCacheConfig, engine: CacheableEngine, instance: str, wake: Callable[[], None]
+) -> KvStore:
+    """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk.
+
+    A disk tier that cannot be had is warned of and left out. Raises ConfigError for an unknown order.
+    """
+    records = Records(engine.pools)
+    size = records.record_bytes
+    host_blocks = config.host_blocks or config.host_mb * _MEGA // size
+    disk_blocks = config.disk_mb * _MEGA // size
+    disk = None
+    if disk_blocks:
+        path = Path(config.disk_path) / f"{instance}.kv"
+        disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks))
+    done: deque[Done] = deque()
+
+    def on_done(one: Done) -> None:
+        done.append(one)
+        wake()
+
+    throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s)
+    host = HostTier(host_blocks, size, engine.fingerprint)
+    mover = TierMover(records, host, disk, on_done, throttles)
+    tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed)
+    cache = PrefixCache(BlockPool(engine.kv_blocks, engine.block_tokens), tiers, mover, CostGate())
+    restored = 0 if disk is None else cache.restore(disk.stored())
+    canonical(
+        _log,
+        "prefix cache open",
+        device_blocks=engine.kv_blocks,
+        host_blocks=host_blocks,
+        disk_blocks=tiers.disk_blocks,
+        block_bytes=size,
+        restored_blocks=restored,
+    )
+    return KvStore(cache, engine.fingerprint, size, mover, host, disk, done)

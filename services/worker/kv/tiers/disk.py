@@ -1,0 +1,191 @@
+"""Records in a file that outlives the worker. Whatever is wrong with it is a miss, never an exception.
+
+The file is read and written at offsets rather than mapped: under a map a truncated file or a failing disk is
+SIGBUS, which ends the process; here it is a short read or an OSError. A slot's header is cleared before its
+record is overwritten and written after it, so that a killed write leaves an empty slot. Every read is
+verified: length, and a checksum over fingerprint, name and bytes. Knows no order of eviction.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+from services.worker.kv.mover import StoredBlock
+from services.worker.kv.tiers.checksum import checksum
+from services.worker.kv.tiers.records import Row
+from services.worker.kv.tiers.slotfile import (
+    EMPTY_SLOT,
+    FILE_HEADER_BYTES,
+    PAGE_BYTES,
+    SLOT_BYTES,
+    Geometry,
+    SlotHeader,
+    is_ours,
+    pack_file,
+    pack_slot,
+    unpack_slot,
+)
+from shared.blocks import BlockHash
+from shared.log import get_logger
+
+_logger = get_logger("worker.kv")
+
+
+class DiskTier:
+    """An open, locked file, for two threads as long as they are not at the same slot.
+
+    `counts`: torn_slots, short_reads, checksum_failures, read_errors, write_errors; reinitialised, set_aside.
+    """
+
+    def __init__(self, descriptor: int, geometry: Geometry, counts: Counter[str]) -> None:
+        self._file = descriptor
+        self.geometry = geometry
+        self.counts = counts
+        self._slots: list[SlotHeader | None] = [None] * geometry.slots
+        self._counting = threading.Lock()
+
+    def stored(self) -> list[StoredBlock]:
+        """What an earlier run left, as far as headers say."""
+        return [
+            StoredBlock(slot.name, slot.parent, slot.depth, place)
+            for place, slot in enumerate(self._slots)
+            if slot is not None
+        ]
+
+    def read(self, place: int, name: BlockHash, row: Row) -> bool:
+        """The slot's record into `row`. False, counted, when it is not `name`'s or not intact."""
+        slot = self._slots[place]
+        if slot is None or slot.name != name or slot.length_bytes != row.nbytes:
+            return self._bad("torn_slots")
+        try:
+            done = _read_all(self._file, row.data, self.geometry.record_at(place))
+        except OSError as error:
+            _logger.warning("the disk tier cannot be read: %s", error)
+            return self._bad("read_errors")
+        if done < row.nbytes:
+            return self._bad("short_reads")
+        if checksum(row, name, self.geometry.fingerprint) != slot.checksum:
+            return self._bad("checksum_failures")
+        return True
+
+    def write(self, node: StoredBlock, row: Row, sum_: int) -> bool:
+        """`row`, whose checksum was taken when it was made, to the node's slot. False when it failed."""
+        slot = SlotHeader(node.name, node.parent, node.depth, row.nbytes, sum_)
+        self._slots[node.place] = None
+        header_at = self.geometry.header_at(node.place)
+        try:
+            _write_all(self._file, memoryview(EMPTY_SLOT), header_at)
+            _write_all(self._file, row.data, self.geometry.record_at(node.place))
+            _write_all(self._file, memoryview(pack_slot(slot)), header_at)
+        except OSError as error:
+            _logger.warning("the disk tier cannot be written: %s", error)
+            return self._bad("write_errors")
+        self._slots[node.place] = slot
+        return True
+
+    def close(self) -> None:
+        """Gives the file back; what is in it stays."""
+        os.close(self._file)
+
+    def load_headers(self) -> None:
+        """Read the table of slots, as after a restart. Torn headers are counted and empty."""
+        table = bytearray(self.geometry.slots * SLOT_BYTES)
+        done = _read_all(self._file, memoryview(table), PAGE_BYTES)
+        for place in range(done // SLOT_BYTES):
+            packed = bytes(table[place * SLOT_BYTES : (place + 1) * SLOT_BYTES])
+            self._slots[place] = unpack_slot(packed)
+            self.counts["torn_slots"] += self._slots[place] is None and packed != EMPTY_SLOT
+
+    def _bad(self, what: str) -> bool:
+        with self._counting:
+            self.counts[what] += 1
+        return False
+
+
+def open_disk(path: Path, geometry: Geometry) -> DiskTier | None:
+    """The tier in `path`, made or taken over; None, with a warning, where there cannot be one.
+
+    A file of another model, geometry or version is started afresh; one that is no cache at all is renamed to
+    `….aside` first. A full disk, a folder that cannot be written and a file that another worker has open
+    leave the worker without a disk tier.
+    """
+    counts: Counter[str] = Counter()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _set_aside(path, counts)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        _logger.warning("no disk tier: %s cannot be opened: %s", path, error)
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tier = DiskTier(descriptor, geometry, counts)
+        _prepare(descriptor, path, tier)
+        return tier
+    except OSError as error:
+        os.close(descriptor)
+        _logger.warning("no disk tier: %s", _reason(path, geometry, error))
+        return None
+
+
+def _prepare(descriptor: int, path: Path, tier: DiskTier) -> None:
+    geometry, wanted = tier.geometry, pack_file(tier.geometry)
+    head = os.pread(descriptor, FILE_HEADER_BYTES, 0)
+    if head != wanted:
+        if head:
+            tier.counts["reinitialised"] += 1
+            _logger.warning("the disk tier %s is of another model, size or version: started afresh", path)
+        os.ftruncate(descriptor, 0)
+    try:
+        os.posix_fallocate(descriptor, 0, geometry.file_bytes)
+    except OSError:
+        os.ftruncate(descriptor, 0)  # half a file would only fill the disk
+        raise
+    if head == wanted:
+        tier.load_headers()
+    else:
+        _write_all(descriptor, memoryview(wanted), 0)
+
+
+def _set_aside(path: Path, counts: Counter[str]) -> None:
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file:
+        head = file.read(FILE_HEADER_BYTES)
+    if is_ours(head):
+        return
+    aside = path.with_name(path.name + ".aside")
+    path.rename(aside)
+    counts["set_aside"] += 1
+    _logger.warning("%s is no cache of KV blocks: renamed to %s", path, aside.name)
+
+
+def _reason(path: Path, geometry: Geometry, error: OSError) -> str:
+    if isinstance(error, BlockingIOError):
+        return f"{path} is in use by another worker; give each its own"
+    if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"{path} needs {geometry.file_bytes} bytes and there is no room; free some, or ask for less"
+    return f"{path}: {error}"
+
+
+def _read_all(descriptor: int, into: "memoryview[int]", offset: int) -> int:
+    """Bytes read: fewer than asked for at the end of the file."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _write_all(descriptor: int, data: "memoryview[int]", offset: int) -> None:
+    done = 0
+    while done < len(data):
+        count = os.pwrite(descriptor, data[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        done += count

@@ -1,0 +1,36 @@
+"""Records in memory of the host: slots allocated once, each with a checksum. Knows no file and no order."""
+
+import numpy as np
+
+from services.worker.kv.tiers.checksum import checksum
+from services.worker.kv.tiers.records import Row
+from shared.blocks import BlockHash
+
+
+class HostTier:
+    """`slots` records. A slot's checksum is taken when it is filled and never again, so that what happened
+    to it since is seen, whoever reads it."""
+
+    def __init__(self, slots: int, record_bytes: int, fingerprint: bytes) -> None:
+        """The memory is touched when it is first used, not here. `slots` may be 0."""
+        self.slots = slots
+        self._fingerprint = fingerprint
+        self._rows = np.zeros((slots, record_bytes), dtype=np.uint8)
+        self._checksums = [-1] * slots
+
+    def row(self, place: int) -> Row:
+        """The slot's bytes themselves, not a copy."""
+        row: Row = self._rows[place]
+        return row
+
+    def seal(self, place: int, name: BlockHash) -> None:
+        """The slot has been filled with `name`'s bytes."""
+        self._checksums[place] = checksum(self._rows[place], name, self._fingerprint)
+
+    def checksum_of(self, place: int) -> int:
+        """As taken when the slot was sealed."""
+        return self._checksums[place]
+
+    def is_intact(self, place: int, name: BlockHash) -> bool:
+        """Whether the slot holds `name`'s bytes as they were when it was sealed."""
+        return self._checksums[place] == checksum(self._rows[place], name, self._fingerprint)

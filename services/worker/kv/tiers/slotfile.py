@@ -1,0 +1,105 @@
+"""How a disk tier lies in its file: one header, a table of slot headers, the records. Bytes only, no file.
+
+Little-endian; a page of file header, 64 bytes for each slot, then records at multiples of a page. Each header
+ends with its own CRC, so that a torn one is none.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from shared.blocks import HASH_BYTES, BlockHash
+
+MAGIC = b"KVASIRKV"
+VERSION = 1
+PAGE_BYTES = 4096
+SLOT_BYTES = 64
+_FILE = struct.Struct("<8sIIQ16s")
+_SLOT = struct.Struct("<16s16sIIQI")
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a file has to agree with to be read."""
+
+    fingerprint: bytes
+    """16 bytes."""
+    record_bytes: int
+    slots: int
+
+    @property
+    def records_at(self) -> int:
+        return PAGE_BYTES + _pages(self.slots * SLOT_BYTES)
+
+    @property
+    def stride_bytes(self) -> int:
+        return _pages(self.record_bytes)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.records_at + self.slots * self.stride_bytes
+
+    def record_at(self, place: int) -> int:
+        """Where a slot's record begins."""
+        return self.records_at + place * self.stride_bytes
+
+    def header_at(self, place: int) -> int:
+        """Where a slot's header begins."""
+        return PAGE_BYTES + place * SLOT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """Of a slot whose record is complete; an empty or unfinished slot has zeros there."""
+
+    name: BlockHash
+    parent: BlockHash
+    """Empty for a first block."""
+    depth: int
+    length_bytes: int
+    checksum: int
+
+
+def pack_file(geometry: Geometry) -> bytes:
+    """The file's first bytes."""
+    head = _FILE.pack(MAGIC, VERSION, geometry.slots, geometry.record_bytes, geometry.fingerprint)
+    return _sealed(head)
+
+
+FILE_HEADER_BYTES = _FILE.size + _CRC.size
+
+
+def is_ours(head: bytes) -> bool:
+    """Whether a file that begins so was made by a disk tier, of whatever model."""
+    return head.startswith(MAGIC)
+
+
+def pack_slot(header: SlotHeader) -> bytes:
+    """64 bytes."""
+    packed = _SLOT.pack(
+        header.name, header.parent, len(header.parent), header.depth, header.length_bytes, header.checksum
+    )
+    return _sealed(packed).ljust(SLOT_BYTES, b"\0")
+
+
+EMPTY_SLOT = bytes(SLOT_BYTES)
+
+
+def unpack_slot(packed: bytes) -> SlotHeader | None:
+    """None when the slot is empty, unfinished or torn."""
+    body, crc = packed[: _SLOT.size], packed[_SLOT.size : _SLOT.size + _CRC.size]
+    if len(crc) < _CRC.size or packed == EMPTY_SLOT or _CRC.pack(zlib.crc32(body)) != crc:
+        return None
+    name, parent, parent_bytes, depth, length_bytes, checksum = _SLOT.unpack(body)
+    if parent_bytes not in (0, HASH_BYTES):
+        return None
+    return SlotHeader(name, parent[:parent_bytes], depth, length_bytes, checksum)
+
+
+def _sealed(packed: bytes) -> bytes:
+    return packed + _CRC.pack(zlib.crc32(packed))
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,146 @@
+"""Which blocks are stored, and where: a tree of named blocks, each with a place in up to three tiers.
+
+A node's parent is the block before it, so that any stored prefix is found, not only a declared one. A node
+without a place is no longer in the tree; what hangs below it cannot be reached and goes with it. Pure:
+no bytes, no order of eviction. Source: papers/002 §X (the trie it wished for); `algorithms.md` §5.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+from shared.blocks import BlockHash
+
+
+class Tier(IntEnum):
+    """Nearest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+class Node:
+    """One stored block. `places[tier]` is its block id or slot there, None where it is not."""
+
+    __slots__ = ("busy", "children", "depth", "hits", "inserted", "kids", "name", "parent", "places", "used")
+
+    def __init__(self, name: BlockHash, parent: "Node | None") -> None:
+        self.name = name
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        """Blocks before it."""
+        self.places: list[int | None] = [None, None, None]
+        self.children: dict[BlockHash, Node] = {}
+        self.kids = [0, 0, 0]
+        """Children with a place in each tier."""
+        self.busy = 0
+        """Users of it: sequences that hold its device block, copies in flight. Nothing is evicted below."""
+        self.inserted = 0
+        self.used = 0
+        """When it was stored and last wanted, on the cache's own count of requests."""
+        self.hits = 0
+
+    @property
+    def stored(self) -> bool:
+        return any(place is not None for place in self.places)
+
+    @property
+    def nearest(self) -> Tier:
+        """The nearest tier it has a place in. Raises ValueError when there is none."""
+        for tier in Tier:
+            if self.places[tier] is not None:
+                return tier
+        raise ValueError("the block is stored nowhere")
+
+    def is_loose(self, tier: Tier) -> bool:
+        """Whether its copy in `tier` may go: nobody uses it, and no child's copy there hangs on it."""
+        return self.places[tier] is not None and not self.busy and not self.kids[tier]
+
+
+class PrefixTree:
+    """Nodes by name."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[BlockHash, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def find(self, name: BlockHash) -> Node | None:
+        return self._nodes.get(name)
+
+    def match(self, names: Sequence[BlockHash]) -> list[Node]:
+        """The nodes of the longest stored prefix of `names`, a chain from the first block on."""
+        found: list[Node] = []
+        for name in names:
+            node = self._nodes.get(name)
+            if node is None or not node.stored:  # one that is being copied may have lost what it had
+                break
+            found.append(node)
+        return found
+
+    def add(self, name: BlockHash, parent: Node | None) -> Node:
+        """A new node, to be given a place at once. Raises ValueError for a name that is there."""
+        if name in self._nodes:
+            raise ValueError("a block of this name is stored already")
+        node = self._nodes[name] = Node(name, parent)
+        if parent is not None:
+            parent.children[name] = node
+        return node
+
+    def put(self, node: Node, tier: Tier, place: int) -> None:
+        """`node` has a copy in `tier` from now on. Raises ValueError when it has one."""
+        if node.places[tier] is not None:
+            raise ValueError(f"the block has a place in {tier.name} already")
+        node.places[tier] = place
+        if node.parent is not None:
+            node.parent.kids[tier] += 1
+
+    def take(self, node: Node, tier: Tier) -> int:
+        """The copy in `tier` is gone; returns where it was. Raises ValueError when there is none."""
+        place = node.places[tier]
+        if place is None:
+            raise ValueError(f"the block has no place in {tier.name}")
+        node.places[tier] = None
+        if node.parent is not None:
+            node.parent.kids[tier] -= 1
+        return place
+
+    def forget(self, node: Node) -> None:
+        """Remove a node that has neither places nor children. Raises ValueError otherwise."""
+        if node.stored or node.children:
+            raise ValueError("only a leaf without a copy can be forgotten")
+        del self._nodes[node.name]
+        if node.parent is not None:
+            del node.parent.children[node.name]
+
+    def below(self, node: Node) -> list[Node]:
+        """Everything that hangs on `node`, deepest last, itself not included."""
+        found: list[Node] = []
+        stack = list(node.children.values())
+        while stack:
+            child = stack.pop()
+            found.append(child)
+            stack += child.children.values()
+        return sorted(found, key=lambda child: child.depth)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when counts, links or places contradict each other."""
+        for name, node in self._nodes.items():
+            assert node.name == name and node.stored, "a node without a copy was left behind"
+            assert node.busy >= 0
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.name) is node.parent, "a block cannot be reached"
+                assert node.parent.children[name] is node
+                if node.places[Tier.DEVICE] is not None:
+                    assert node.parent.places[Tier.DEVICE] is not None, (
+                        "the device has it without its beginning"
+                    )
+                if node.busy:
+                    assert node.parent.busy, "a block is used without its beginning"
+            for tier in Tier:
+                counted = sum(child.places[tier] is not None for child in node.children.values())
+                assert node.kids[tier] == counted

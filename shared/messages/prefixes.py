@@ -1,0 +1,44 @@
+"""Which blocks of prompts lie in which worker's prefix cache: events, the question after a gap, chains.
+
+Names are `shared.blocks.BlockHash`es, packed one after the other. News say how things stand, not what
+happened: taking one in twice changes nothing.
+"""
+
+from shared.messages.base import Message
+
+MOST_CHAIN_BLOCKS = 256
+"""Names of one prompt that travel to placement; what comes after them is not weighed."""
+MOST_NEWS_BLOCKS = 32_768
+"""Names in one message: 0.6 MB."""
+
+
+class PrefixChain(Message, frozen=True, kw_only=True):
+    """A prompt's whole blocks from its beginning on, as workers of one fingerprint name them."""
+
+    block_tokens: int
+    names: bytes
+    """Packed, at most `MOST_CHAIN_BLOCKS`."""
+
+
+class WorkerPrefixes(Message, frozen=True, kw_only=True):
+    """What changed in a worker's prefix cache, and its answer to `FindPrefixes`."""
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    """Counts the events of this incarnation, from 1; an answer has that of the last event it covers."""
+    added: bytes = b""
+    """Packed names of blocks that are stored."""
+    tiers: bytes = b""
+    """One byte for each of `added`: the nearest tier that has it (0 device, 1 host, 2 disk)."""
+    removed: bytes = b""
+    """Packed names of blocks that are stored nowhere any more."""
+    full: bool = False
+    """Nothing else is stored, or was left out because it is too much for one message."""
+
+
+class FindPrefixes(Message, frozen=True, kw_only=True):
+    """Placement → worker: what changed after event `since_seq`; everything where that is forgotten."""
+
+    incarnation: int
+    since_seq: int = 0

@@ -1,0 +1,319 @@
+"""Whatever is asked, evicted, loaded or lost: a block that is handed out holds the bytes of its name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.gate import CostGate
+from services.worker.kv.mover import Load, Loaded, Store, StoredBlock
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.tree import Tier
+from shared.blocks import BlockHash, chain, root
+
+BLOCK_TOKENS = 2
+ROOT = root(b"fingerprint")
+
+
+@dataclass
+class MemoryMover:
+    """Tiers whose "bytes" are the name of what was stored there. Faults are switched on by the test."""
+
+    device: dict[int, BlockHash] = field(default_factory=dict)
+    host: dict[int, BlockHash] = field(default_factory=dict)
+    disk: dict[int, StoredBlock] = field(default_factory=dict)
+    writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
+    reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
+    lost_host: set[int] = field(default_factory=set)
+    lost_disk: set[int] = field(default_factory=set)
+    abandon_after: int = 1000
+    most_open: int = 3
+
+    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
+        for done, load in enumerate(loads):
+            if done >= self.abandon_after:
+                return Loaded(done, wasted_s=0.01)
+            lost = self.lost_host if load.tier is Tier.HOST else self.lost_disk
+            if load.place in lost:
+                return Loaded(done, failed=True)
+            held = self.host.get(load.place) if load.tier is Tier.HOST else self.disk[load.place].name
+            assert held == load.name, "the cache asked for a block where it is not"
+            self.device[load.block] = load.name
+        return Loaded(len(loads), (0.0, 0.001, 0.002))
+
+    def store(self, stores: Sequence[Store]) -> float:
+        for store in stores:
+            assert self.device[store.block] == store.name, "a block was reused before it was saved"
+            self.host[store.place] = store.name
+            self.lost_host.discard(store.place)
+        return 0.001 * len(stores)
+
+    def start_write(self, source: int, node: StoredBlock) -> bool:
+        if len(self.writes) >= self.most_open:
+            return False
+        assert self.host[source] == node.name
+        self.writes.append((source, node))
+        return True
+
+    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
+        if len(self.reads) >= self.most_open:
+            return False
+        self.reads.append((place, target, name))
+        return True
+
+
+class Rig:
+    """A cache, its movers, and sequences that hold blocks."""
+
+    def __init__(self, device: int, host: int, disk: int, eviction: str) -> None:
+        self.mover = MemoryMover()
+        self.pool = BlockPool(device, BLOCK_TOKENS)
+        self.cache = PrefixCache(self.pool, Tiers(host, disk, eviction), self.mover, CostGate())
+        self.held: list[list[int]] = []
+
+    def run(self, tokens: bytes) -> None:
+        """A sequence: hit, compute the rest, publish; it ends at once if there is no room."""
+        names = chain(ROOT, tokens, BLOCK_TOKENS)
+        hit = self.cache.acquire(names, len(names))
+        for block, name in zip(hit.blocks, names, strict=False):
+            assert self.mover.device[block] == name, "a hit holds other bytes"
+        blocks = list(hit.blocks)
+        missing = len(names) - len(blocks)
+        if self.cache.can_allocate(missing):
+            blocks += self.cache.allocate(missing)
+            for index in range(len(hit.blocks), len(names)):
+                self.mover.device[blocks[index]] = names[index]
+                self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
+        self.held.append(blocks)
+
+    def settle(self, *, ok: bool) -> None:
+        """Copies in flight end."""
+        reads, self.mover.reads = self.mover.reads, []
+        writes, self.mover.writes = self.mover.writes, []
+        for place, target, name in reads:
+            intact = ok and place not in self.mover.lost_disk and self.mover.disk[place].name == name
+            if intact:
+                self.mover.host[target] = name
+                self.mover.lost_host.discard(target)
+            self.cache.on_read(name, target, ok=intact)
+        for source, node in writes:
+            intact = ok and self.mover.host[source] == node.name  # not if it was lost meanwhile, and reused
+            if intact:
+                self.mover.disk[node.place] = node
+                self.mover.lost_disk.discard(node.place)
+            self.cache.on_written(node.name, node.place, ok=intact)
+
+    def check(self) -> None:
+        self.settle(ok=True)
+        self.cache.check_integrity([block for blocks in self.held for block in blocks])
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(
+    lambda tokens: b"".join(token.to_bytes(4, "little") for token in tokens)
+)
+STEP = st.one_of(
+    st.tuples(st.just("run"), TOKENS),
+    st.tuples(st.just("end"), st.integers(0, 5)),
+    st.tuples(st.just("prefetch"), TOKENS),
+    st.tuples(st.just("save"), st.integers(1, 4)),
+    st.tuples(st.just("settle"), st.booleans()),
+    st.tuples(st.just("spoil"), st.integers(0, 5)),
+    st.tuples(st.just("spoil disk"), st.integers(0, 7)),
+    st.tuples(st.just("abandon"), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 8),
+    st.integers(0, 6),
+    st.integers(0, 8),
+    st.sampled_from(["lru", "fifo", "random", "frequent"]),
+    st.lists(STEP, max_size=40),
+)
+def test_hits_hold_their_bytes_and_blocks_are_conserved(
+    device: int, host: int, disk: int, eviction: str, steps: list[tuple[str, object]]
+) -> None:
+    rig = Rig(device, host, disk, eviction)
+    for kind, value in steps:
+        if kind == "run":
+            assert isinstance(value, bytes)
+            rig.run(value)
+        elif kind == "prefetch":
+            assert isinstance(value, bytes)
+            rig.cache.prefetch(chain(ROOT, value, BLOCK_TOKENS), 2)
+        elif kind == "settle":
+            rig.settle(ok=bool(value))
+        else:
+            assert isinstance(value, int)
+            if kind == "end" and rig.held:
+                rig.cache.release(rig.held.pop(value % len(rig.held)))
+            elif kind == "save":
+                rig.cache.save(value)
+            elif kind == "spoil":
+                rig.mover.lost_host.add(value)
+            elif kind == "spoil disk":
+                rig.mover.lost_disk.add(value)
+            elif kind == "abandon":
+                rig.mover.abandon_after = value if value else 1000
+        if not rig.mover.reads and not rig.mover.writes:
+            rig.check()
+    rig.check()
+    while rig.held:
+        rig.cache.release(rig.held.pop())
+    rig.check()
+    assert rig.cache.free_blocks + rig.cache.evictable_blocks == device
+
+
+def _tokens(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little") for value in values)
+
+
+def test_what_a_sequence_leaves_is_found_by_the_next() -> None:
+    rig = Rig(8, 0, 0, "lru")
+    rig.run(_tokens(1, 2, 3, 4))
+    rig.cache.release(rig.held.pop())
+    hit = rig.cache.acquire(chain(ROOT, _tokens(1, 2, 3, 4, 5, 6), BLOCK_TOKENS), 3)
+    assert hit.loaded == (2, 0, 0)
+
+
+def test_an_evicted_block_comes_back_from_the_host_and_from_disk() -> None:
+    rig = Rig(2, 2, 4, "lru")
+    for first in (0, 10, 20):
+        rig.run(_tokens(first, 1, 2, 3))
+        rig.cache.release(rig.held.pop())
+        rig.cache.save(4)
+        rig.settle(ok=True)
+    names = chain(ROOT, _tokens(0, 1, 2, 3), BLOCK_TOKENS)
+    assert rig.cache.acquire(names, 2).loaded == (0, 0, 2)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_prefetched_block_is_read_once_for_two_requests(ok: bool) -> None:
+    rig = Rig(2, 2, 4, "lru")
+    for first in (0, 10, 20):
+        rig.run(_tokens(first, 1, 2, 3))
+        rig.cache.release(rig.held.pop())
+        rig.cache.save(4)
+        rig.settle(ok=True)
+    names = chain(ROOT, _tokens(0, 1, 2, 3), BLOCK_TOKENS)
+    assert rig.cache.prefetch(names, 2) == 2
+    assert rig.cache.prefetch(names, 2) == 0
+    rig.settle(ok=ok)
+    assert rig.cache.acquire(names, 2).loaded == ((0, 2, 0) if ok else (0, 0, 0))
+
+
+def _on_disk(rig: Rig, *prompts: bytes) -> None:
+    """Prompts whose blocks are on disk alone."""
+    for index, prompt in enumerate(prompts):
+        names = chain(ROOT, prompt, BLOCK_TOKENS)
+        parents = [b"", *names[:-1]]
+        stored = [
+            StoredBlock(name, parent, depth, 4 * index + depth)
+            for depth, (name, parent) in enumerate(zip(names, parents, strict=True))
+        ]
+        rig.mover.disk |= {block.place: block for block in stored}
+
+
+def test_a_block_that_is_lost_while_it_is_read_ahead_is_a_miss_for_all() -> None:
+    rig = Rig(4, 4, 4, "lru")
+    prompt = _tokens(1, 2, 3, 4)
+    _on_disk(rig, prompt)
+    assert rig.cache.restore(rig.mover.disk.values()) == 2
+    names = chain(ROOT, prompt, BLOCK_TOKENS)
+    assert rig.cache.prefetch(names, 1) == 1
+    rig.mover.lost_disk.add(0)
+    assert rig.cache.acquire(names, 2).blocks == ()
+    assert rig.cache.acquire(names, 2).blocks == ()
+    rig.run(prompt)
+    rig.cache.release(rig.held.pop())
+    rig.check()
+    assert rig.cache.acquire(names, 2).loaded == (2, 0, 0)
+
+
+def test_what_cannot_be_saved_now_is_saved_later() -> None:
+    rig = Rig(2, 4, 4, "lru")
+    rig.mover.most_open = 0
+    for first in (0, 10):
+        rig.run(_tokens(first, 1, 2, 3))
+        rig.cache.release(rig.held.pop())
+    assert rig.cache.save(4) == 0
+    rig.mover.most_open = 3
+    assert rig.cache.save(4) == 2
+    rig.check()
+
+
+def test_a_host_block_is_not_written_at_its_own_cost() -> None:
+    """Its beginning is on disk alone, and the only copy there that may go."""
+    rig = Rig(2, 2, 1, "lru")
+    prompt = _tokens(1, 2, 3, 4)
+    names = chain(ROOT, prompt, BLOCK_TOKENS)
+    rig.mover.disk[0] = StoredBlock(names[0], b"", 0, 0)
+    assert rig.cache.restore(rig.mover.disk.values()) == 1
+    rig.run(prompt)
+    rig.cache.release(rig.held.pop())
+    for first in (10, 20):
+        rig.run(_tokens(first, 1, 2, 3))
+        rig.cache.release(rig.held.pop())
+        rig.cache.save(4)
+        rig.check()
+
+
+def test_a_restart_takes_over_whole_beginnings_only() -> None:
+    rig = Rig(2, 2, 6, "lru")
+    first, second, third = chain(ROOT, _tokens(1, 2, 3, 4, 5, 6), BLOCK_TOKENS)
+    stored = [
+        StoredBlock(third, second, 2, 0),
+        StoredBlock(first, b"", 0, 1),
+        StoredBlock(first, b"", 0, 2),
+        StoredBlock(b"orphan", b"gone", 1, 3),
+        StoredBlock(second, first, 1, 4),
+        StoredBlock(b"deeper than it is", first, 5, 5),
+        StoredBlock(b"in no slot", b"", 0, 6),
+    ]
+    assert rig.cache.restore(stored) == 3
+    rig.check()
+    rig.mover.disk |= {block.place: block for block in stored}
+    assert rig.cache.acquire([first, second, third], 3).loaded == (0, 0, 2)
+
+
+def test_a_load_that_lags_teaches_the_gate() -> None:
+    rig = Rig(4, 0, 8, "lru")
+    _on_disk(rig, _tokens(1, 2, 3, 4, 5, 6))
+    rig.cache.restore(rig.mover.disk.values())
+    rig.cache.gate.on_prefilled(1, 0.001)
+    rig.mover.abandon_after = 1
+    names = chain(ROOT, _tokens(1, 2, 3, 4, 5, 6), BLOCK_TOKENS)
+    hit = rig.cache.acquire(names, 3)
+    assert hit.loaded == (0, 0, 1)
+    assert rig.cache.counts["loads_abandoned"] == 1
+    assert rig.cache.gate.losing == (Tier.DISK,)
+    rig.cache.release(hit.blocks)
+    rig.check()
+
+
+def test_a_block_is_given_back_once() -> None:
+    rig = Rig(4, 0, 0, "lru")
+    rig.run(_tokens(1, 2))
+    blocks = rig.held.pop()
+    rig.cache.release(blocks)
+    with pytest.raises(ValueError, match="nobody held"):
+        rig.cache.release(blocks)
+    rig.check()
+
+
+def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
+    rig = Rig(2, 2, 8, "lru")
+    wanted, other = _tokens(1, 2, 3, 4), _tokens(5, 6, 7, 8)
+    _on_disk(rig, wanted, other)
+    assert rig.cache.restore(rig.mover.disk.values()) == 4
+    names = [chain(ROOT, prompt, BLOCK_TOKENS) for prompt in (wanted, other)]
+    assert rig.cache.prefetch(names[0], 4) == 2
+    rig.check()
+    needed = {name for chained in names for name in chained}
+    assert rig.cache.prefetch(names[1], 4, needed) == 0
+    assert rig.cache.prefetch(names[1], 4) == 2
+    rig.check()

@@ -1,0 +1,142 @@
+"""Every order gives up each node once, whole chains deepest first, and in the order its name promises."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.kv.eviction import ORDERS, EvictionOrder, Fifo, Frequent, Lru, order_maker
+from services.worker.kv.reuse import ReuseHistory
+from services.worker.kv.tree import Node, Tier
+from shared.errors import ConfigError
+
+
+def node(name: str, *, used: int = 0, inserted: int = 0, hits: int = 0, parent: Node | None = None) -> Node:
+    made = Node(name.encode(), parent)
+    made.used, made.inserted, made.hits = used, inserted, hits
+    return made
+
+
+def emptied(order: EvictionOrder) -> list[str]:
+    """Names in the order in which they go."""
+    gone: list[str] = []
+    while (victim := order.pop()) is not None:
+        gone.append(victim.name.decode())
+    return gone
+
+
+def order_of(kind: type[EvictionOrder], *nodes: Node, gap: int = 0) -> EvictionOrder:
+    history = ReuseHistory()
+    history.on_used(0, gap)
+    order = kind(history)
+    for each in nodes:
+        order.add(each)
+    return order
+
+
+class Order(RuleBasedStateMachine):
+    """Nodes come, are used, and go: none is lost, none goes twice."""
+
+    kind = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = order_maker(self.kind, 3)(Tier.HOST, ReuseHistory())
+        self.inside: set[Node] = set()
+        self.nodes = [node(str(index)) for index in range(8)]
+        self.now = 0
+
+    @rule(index=st.integers(0, 7))
+    def add(self, index: int) -> None:
+        self.now += 1
+        self.nodes[index].used = self.now
+        self.nodes[index].hits += 1
+        self.order.add(self.nodes[index])
+        self.inside.add(self.nodes[index])
+
+    @rule(index=st.integers(0, 7))
+    def discard(self, index: int) -> None:
+        self.order.discard(self.nodes[index])
+        self.inside.discard(self.nodes[index])
+
+    @precondition(lambda self: self.inside)
+    @rule()
+    def pop(self) -> None:
+        victim = self.order.pop()
+        assert victim in self.inside
+        if self.kind == "lru":
+            assert victim.used == min(each.used for each in self.inside)
+        self.inside.remove(victim)
+
+    @precondition(lambda self: not self.inside)
+    @rule()
+    def pop_nothing(self) -> None:
+        assert self.order.pop() is None
+
+    @invariant()
+    def same(self) -> None:
+        assert len(self.order) == len(self.inside)
+        assert all((each in self.order) == (each in self.inside) for each in self.nodes)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_nodes_are_conserved(name: str) -> None:
+    machine = type(f"Order_{name}", (Order,), {"kind": name})
+    case = machine.TestCase  # type: ignore[attr-defined]
+    case.settings = settings(max_examples=20, deadline=None)
+    case("runTest").runTest()
+
+
+def test_lru_goes_by_the_last_use_and_fifo_by_the_first() -> None:
+    nodes = (node("a", inserted=1, used=9), node("b", inserted=2, used=5), node("c", inserted=3, used=7))
+    assert emptied(order_of(Lru, *nodes)) == ["b", "c", "a"]
+    assert emptied(order_of(Fifo, *nodes)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", [Lru, Fifo, Frequent])
+def test_of_one_prompt_the_deepest_goes_first(kind: type[EvictionOrder]) -> None:
+    first = node("first")
+    second = node("second", parent=first)
+    third = node("third", parent=second)
+    assert emptied(order_of(kind, second, first, third)) == ["third", "second", "first"]
+
+
+def test_a_use_is_worth_the_mean_gap_between_uses() -> None:
+    used = node("used", used=0, hits=1)
+    for gap, expected in ((50, ["fresh", "used"]), (30, ["used", "fresh"])):
+        assert emptied(order_of(Frequent, used, node("fresh", used=40), gap=gap)) == expected
+
+
+def test_many_uses_do_not_keep_a_block_forever() -> None:
+    worn = node("worn", used=0, hits=10**6)
+    assert emptied(order_of(Frequent, worn, node("fresh", used=301), gap=100)) == ["worn", "fresh"]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30))
+def test_without_uses_frequent_is_lru(times: list[int]) -> None:
+    nodes = [node(str(index), used=used) for index, used in enumerate(times)]
+    assert emptied(order_of(Frequent, *nodes)) == emptied(order_of(Lru, *nodes))
+
+
+def test_random_repeats_with_its_seed_and_differs_with_another() -> None:
+    def gone(seed: int) -> list[str]:
+        order = order_maker("random", seed)(Tier.DEVICE, ReuseHistory())
+        for index in range(30):
+            order.add(node(str(index)))
+        return emptied(order)
+
+    assert gone(1) == gone(1) != gone(2)
+
+
+def test_a_node_that_is_ranked_often_does_not_fill_the_memory() -> None:
+    order = order_of(Lru)
+    each = node("a")
+    for used in range(10_000):
+        each.used = used
+        order.add(each)
+    assert len(order._heap) < 100
+
+
+def test_an_unknown_order_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="fifo, frequent, lru, random"):
+        order_maker("best")

@@ -1,0 +1,115 @@
+"""The books: what hangs on what goes with it, and what is used stays."""
+
+import pytest
+
+from services.worker.kv.eviction import order_maker
+from services.worker.kv.inventory import Inventory
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.tree import Node, Tier
+
+
+def books_of(device: int = 4, host: int = 2, disk: int = 2) -> Inventory:
+    return Inventory(BlockPool(device, 2), host, disk, order_maker("lru"))
+
+
+def grown(books: Inventory, tier: Tier, *names: bytes) -> list[Node]:
+    """A chain of blocks in one tier."""
+    nodes: list[Node] = []
+    for name in names:
+        node = books.enter(name, nodes[-1] if nodes else None)
+        place = books.pool.allocate(1)[0] if tier is Tier.DEVICE else books.slot(tier)
+        assert place is not None
+        books.put(node, tier, place)
+        nodes.append(node)
+    return nodes
+
+
+def test_a_used_block_keeps_its_beginning() -> None:
+    books = books_of()
+    first, second, third = grown(books, Tier.DEVICE, b"a", b"b", b"c")
+    books.hold(second)
+    assert books.evictable == 1
+    assert books.pop_device() is third
+    assert books.pop_device() is None
+    books.remove(third, Tier.DEVICE)
+    books.let_go(second)
+    assert (first.busy, books.evictable) == (0, 2)
+    books.check_integrity([])
+
+
+def test_what_nobody_holds_cannot_be_let_go() -> None:
+    books = books_of()
+    (node,) = grown(books, Tier.DEVICE, b"a")
+    with pytest.raises(ValueError, match="nobody held"):
+        books.let_go(node)
+    books.check_integrity([])
+
+
+def test_a_block_without_copies_takes_along_what_hangs_on_it() -> None:
+    books = books_of()
+    first, second = grown(books, Tier.DISK, b"a", b"b")
+    books.remove(first, Tier.DISK)
+    assert len(books.tree) == 0
+    assert books.counts["dropped"] == 2
+    assert books.disk.free == 2
+    assert not second.stored
+    books.check_integrity([])
+
+
+def test_a_used_block_that_lost_its_copies_goes_when_its_user_does() -> None:
+    books = books_of()
+    first, second = grown(books, Tier.DISK, b"a", b"b")
+    books.hold(first)
+    books.remove(first, Tier.DISK)
+    assert books.tree.match([b"a", b"b"]) == []
+    assert books.tree.find(b"b") is second
+    books.let_go(first)
+    assert len(books.tree) == 0
+    books.check_integrity([])
+
+
+def test_copies_that_the_device_has_as_well_go_first() -> None:
+    books = books_of()
+    (alone,) = grown(books, Tier.HOST, b"a")
+    (both,) = grown(books, Tier.DEVICE, b"b")
+    place = books.slot(Tier.HOST)
+    assert place is not None
+    books.put(both, Tier.HOST, place)
+    books.check_integrity([])
+    assert books.slot(Tier.HOST) == place
+    assert both.places[Tier.HOST] is None
+    assert alone.places[Tier.HOST] is not None
+
+
+def test_what_is_needed_is_not_given_up() -> None:
+    books = books_of()
+    grown(books, Tier.HOST, b"a")
+    grown(books, Tier.HOST, b"b")
+    assert books.slot(Tier.HOST, {b"a", b"b"}) is None
+    place = books.slot(Tier.HOST, {b"a"})
+    assert place is not None
+    assert books.tree.find(b"b") is None
+    assert books.counts["lost_unsaved"] == 1
+    books.host.give(place)
+    books.check_integrity([])
+
+
+def test_a_tier_that_is_not_there_has_no_slot() -> None:
+    assert books_of(host=0).slot(Tier.HOST) is None
+
+
+def test_only_what_the_host_alone_has_is_to_be_saved() -> None:
+    books = books_of()
+    (node,) = grown(books, Tier.HOST, b"a")
+    assert list(books.unsaved) == [node]
+    books.remove(node, Tier.HOST)
+    assert not books.unsaved
+    assert not books_of(disk=0).unsaved
+
+
+def test_lost_books_are_noticed() -> None:
+    books = books_of()
+    grown(books, Tier.DEVICE, b"a")
+    books.evictable += 1
+    with pytest.raises(AssertionError):
+        books.check_integrity([])

@@ -1,0 +1,106 @@
+"""The tree finds the longest stored prefix, and counts what hangs on what."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.kv.tree import Node, PrefixTree, Tier
+
+PATHS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=12)
+
+
+def names(path: str) -> list[bytes]:
+    """A block for each letter, named after all letters so far."""
+    return [path[: end + 1].encode() for end in range(len(path))]
+
+
+def grown(paths: list[str]) -> PrefixTree:
+    tree = PrefixTree()
+    for path in paths:
+        parent: Node | None = None
+        for name in names(path):
+            node = tree.find(name)
+            if node is None:
+                node = tree.add(name, parent)
+                tree.put(node, Tier.DEVICE, len(tree))
+            parent = node
+    return tree
+
+
+@given(PATHS, st.text("ab", max_size=8))
+def test_the_longest_stored_prefix_is_found(paths: list[str], wanted: str) -> None:
+    tree = grown(paths)
+    tree.check_integrity()
+    longest = max(
+        (end for end in range(len(wanted) + 1) if any(path.startswith(wanted[:end]) for path in paths)),
+        default=0,
+    )
+    found = tree.match(names(wanted))
+    assert [node.name for node in found] == names(wanted)[:longest]
+    assert [node.depth for node in found] == list(range(longest))
+
+
+@given(PATHS)
+def test_leaves_can_be_taken_until_nothing_is_left(paths: list[str]) -> None:
+    tree = grown(paths)
+    while len(tree):
+        loose = [node for node in tree if node.is_loose(Tier.DEVICE)]
+        assert all(not node.children for node in loose)
+        for node in loose:
+            tree.take(node, Tier.DEVICE)
+            tree.forget(node)
+        assert loose
+        tree.check_integrity()
+
+
+def test_what_hangs_below_comes_deepest_last() -> None:
+    tree = grown(["abab", "abb", "b"])
+    top = tree.find(b"a")
+    assert top is not None
+    assert {node.name for node in tree.below(top)} == {b"ab", b"aba", b"abab", b"abb"}
+    depths = [node.depth for node in tree.below(top)]
+    assert depths == sorted(depths)
+
+
+def test_a_node_that_lost_its_copies_ends_the_match() -> None:
+    tree = grown(["abc"])
+    middle = tree.find(b"ab")
+    assert middle is not None
+    tree.take(middle, Tier.DEVICE)
+    assert [node.name for node in tree.match(names("abc"))] == [b"a"]
+    with pytest.raises(ValueError, match="nowhere"):
+        _ = middle.nearest
+
+
+def test_a_used_node_and_a_parent_are_not_loose() -> None:
+    tree = grown(["ab"])
+    parent, child = tree.match(names("ab"))
+    assert not parent.is_loose(Tier.DEVICE)
+    child.busy = 1
+    assert not child.is_loose(Tier.DEVICE)
+    child.busy = 0
+    tree.put(parent, Tier.HOST, 0)
+    assert parent.is_loose(Tier.HOST)
+    assert not child.is_loose(Tier.HOST)
+    assert child.nearest is Tier.DEVICE
+
+
+def test_mistakes_are_refused() -> None:
+    tree = grown(["ab"])
+    parent, child = tree.match(names("ab"))
+    with pytest.raises(ValueError, match="stored already"):
+        tree.add(b"ab", parent)
+    with pytest.raises(ValueError, match="has a place"):
+        tree.put(child, Tier.DEVICE, 9)
+    with pytest.raises(ValueError, match="no place"):
+        tree.take(child, Tier.DISK)
+    with pytest.raises(ValueError, match="leaf"):
+        tree.forget(parent)
+
+
+def test_damage_is_noticed() -> None:
+    tree = grown(["ab"])
+    parent, _ = tree.match(names("ab"))
+    parent.kids[Tier.DEVICE] = 0
+    with pytest.raises(AssertionError):
+        tree.check_integrity()

@@ -1,0 +1,225 @@
+"""Real files, damaged in every way: a read gives what was written, or is a counted miss."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.kv.mover import StoredBlock
+from services.worker.kv.tiers.checksum import checksum
+from services.worker.kv.tiers.disk import DiskTier, open_disk
+from services.worker.kv.tiers.records import Row
+from services.worker.kv.tiers.slotfile import Geometry
+
+GEOMETRY = Geometry(b"fingerprint 0001", 10_000, 4)
+OTHERS = {
+    "fingerprint": Geometry(b"fingerprint 0002", 10_000, 4),
+    "record": Geometry(b"fingerprint 0001", 9_999, 4),
+    "slots": Geometry(b"fingerprint 0001", 10_000, 5),
+}
+
+
+def record(number: int) -> tuple[StoredBlock, Row]:
+    """Block `number` of a chain, in the slot of that number."""
+    row = np.random.default_rng(number).integers(0, 256, GEOMETRY.record_bytes, dtype=np.uint8)
+    return StoredBlock(_name(number), _name(number - 1) if number else b"", number, number), row
+
+
+def _name(number: int) -> bytes:
+    return bytes([number + 1]) * 16
+
+
+def opened(path: Path, geometry: Geometry = GEOMETRY) -> DiskTier:
+    tier = open_disk(path, geometry)
+    assert tier is not None
+    return tier
+
+
+def write(tier: DiskTier, number: int) -> None:
+    node, row = record(number)
+    assert tier.write(node, row, checksum(row, node.name, tier.geometry.fingerprint))
+
+
+def read(tier: DiskTier, number: int) -> bool:
+    """Whether it is there; and then it is what was written."""
+    node, row = record(number)
+    found = np.zeros_like(row)
+    ok = tier.read(node.place, node.name, found)
+    assert not ok or np.array_equal(found, row)
+    return ok
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a file that holds blocks 0, 1 and 2."""
+    made = tmp_path / "folder" / "kv"
+    tier = opened(made)
+    for number in range(3):
+        write(tier, number)
+    tier.close()
+    return made
+
+
+def damage(path: Path, offset: int, flip: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ flip]))
+
+
+def test_a_restart_finds_what_was_written(path: Path) -> None:
+    tier = opened(path)
+    assert tier.stored() == [record(number)[0] for number in range(3)]
+    assert [read(tier, number) for number in range(4)] == [True, True, True, False]
+    tier.close()
+
+
+@pytest.mark.parametrize("offset", [0, 4_321, GEOMETRY.record_bytes - 1])
+def test_a_flipped_byte_of_a_record_is_a_miss(path: Path, offset: int) -> None:
+    damage(path, GEOMETRY.record_at(1) + offset)
+    tier = opened(path)
+    assert [read(tier, number) for number in range(3)] == [True, False, True]
+    assert tier.counts["checksum_failures"] == 1
+    tier.close()
+
+
+def test_a_flipped_byte_while_the_file_is_open_is_a_miss(path: Path) -> None:
+    tier = opened(path)
+    damage(path, GEOMETRY.record_at(2) + 7, 0x80)
+    assert not read(tier, 2)
+    tier.close()
+
+
+@pytest.mark.parametrize("offset", range(0, 56, 5))
+def test_a_flipped_byte_of_a_header_empties_the_slot(path: Path, offset: int) -> None:
+    damage(path, GEOMETRY.header_at(0) + offset)
+    tier = opened(path)
+    assert [read(tier, number) for number in range(3)] == [False, True, True]
+    assert [block.depth for block in tier.stored()] == [1, 2]
+    tier.close()
+
+
+def test_swapped_records_are_misses(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(GEOMETRY.record_at(0))
+        first = file.read(GEOMETRY.record_bytes)
+        file.seek(GEOMETRY.record_at(1))
+        file.write(first)
+    tier = opened(path)
+    assert [read(tier, number) for number in range(3)] == [True, False, True]
+    tier.close()
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+@pytest.mark.parametrize("keep", [GEOMETRY.record_at(1) + 5, GEOMETRY.record_at(1), 4096 + 70, 10, 0])
+def test_a_short_file_is_a_miss(path: Path, keep: int, reopened: bool) -> None:
+    tier = opened(path)
+    if reopened:
+        tier.close()
+    os.truncate(path, keep)
+    tier = opened(path) if reopened else tier
+    whole = keep > GEOMETRY.record_at(0)
+    assert [read(tier, number) for number in range(3)] == [whole, False, False]
+    for number in range(3):
+        write(tier, number)
+        assert read(tier, number)
+    tier.close()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_models_file_is_started_afresh(path: Path, other: str) -> None:
+    tier = opened(path, OTHERS[other])
+    assert tier.stored() == []
+    assert tier.counts["reinitialised"] == 1
+    tier.close()
+    tier = opened(path)
+    assert not any(read(tier, number) for number in range(3))
+    tier.close()
+
+
+def test_a_file_that_is_no_cache_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    path.write_text("a thesis")
+    tier = opened(path)
+    assert tier.counts["set_aside"] == 1
+    assert (tmp_path / "kv.aside").read_text() == "a thesis"
+    write(tier, 0)
+    assert read(tier, 0)
+    tier.close()
+
+
+def test_two_workers_do_not_share_a_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = opened(path)
+    assert open_disk(path, GEOMETRY) is None
+    assert "another worker" in caplog.text
+    assert read(tier, 0)
+    tier.close()
+
+
+def test_no_room_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert open_disk(tmp_path / "kv", GEOMETRY) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "no room" in caplog.text
+    assert (tmp_path / "kv").stat().st_size == 0
+
+
+def test_a_folder_that_cannot_be_made_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert open_disk(tmp_path / "file" / "kv", GEOMETRY) is None
+    assert "cannot be opened" in caplog.text
+
+
+def test_a_write_that_fails_is_counted_and_leaves_the_slot_empty(path: Path) -> None:
+    tier = opened(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    node, row = record(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (GEOMETRY.record_at(1) + 100, hard))
+    try:
+        assert not tier.write(node, row, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert tier.counts["write_errors"] == 1
+    tier.close()
+    tier = opened(path)
+    assert [read(tier, number) for number in range(3)] == [True, False, True]
+    tier.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.services.worker.kv.tiers.test_disk import opened, write
+tier = opened(Path(sys.argv[1]))
+print("writing", flush=True)
+while True:
+    for number in range(4):
+        write(tier, number)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.003, 0.01])
+def test_a_killed_writer_leaves_whole_blocks_or_none(path: Path, after_s: float) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    with writer.stdout:
+        assert writer.stdout.readline() == b"writing\n"
+        if after_s:
+            with pytest.raises(subprocess.TimeoutExpired):
+                writer.wait(after_s)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(10)
+    tier = opened(path)
+    listed = {block.depth for block in tier.stored()}
+    assert len(listed) >= 2  # one slot at most was being written
+    assert {number for number in range(4) if read(tier, number)} == listed
+    tier.close()

@@ -1,0 +1,269 @@
+"""The cache over real memory and a real file, both damaged as it runs: no hit holds wrong bytes."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.gate import CostGate
+from services.worker.kv.mover import Load, Store, StoredBlock
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.tiers.disk import open_disk
+from services.worker.kv.tiers.host import HostTier
+from services.worker.kv.tiers.mover import Done, Throttles, TierMover
+from services.worker.kv.tiers.records import Records, Row
+from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.tree import Tier
+from shared.blocks import BlockHash, chain, root
+
+FINGERPRINT = b"model 0123456789"
+NAMES = chain(root(FINGERPRINT), bytes(4 * 2 * 8), 2)
+WAIT_S = 20.0
+
+
+class Machine:
+    """Pools of a two-layer engine, a mover and a cache on top of them."""
+
+    def __init__(
+        self, path: Path, *, device: int = 4, host: int = 4, disk: int = 8, throttles: Throttles | None = None
+    ) -> None:
+        shape = (device, 1, 4, 8)
+        self.records = Records([(torch.zeros(shape), torch.zeros(shape)) for _ in range(2)])
+        self.host = HostTier(host, self.records.record_bytes, FINGERPRINT)
+        self.geometry = Geometry(FINGERPRINT, self.records.record_bytes, disk)
+        self.disk = open_disk(path, self.geometry)
+        assert self.disk is not None
+        self.done: SimpleQueue[Done] = SimpleQueue()
+        self.open = 0
+        self.mover = TierMover(self.records, self.host, self.disk, self.done.put, throttles, most_open=8)
+        self.cache = PrefixCache(BlockPool(device, 2), Tiers(host, disk, "lru"), self.mover, CostGate())
+        self.restored = self.cache.restore(self.disk.stored())
+
+    def fill(self, block: int, name: BlockHash) -> None:
+        """What the engine would compute."""
+        self.records.write([self.bytes_of(name)], [block])
+
+    def bytes_of(self, name: BlockHash) -> Row:
+        seed = int.from_bytes(name, "little")
+        return np.random.default_rng(seed).integers(0, 256, self.records.record_bytes, dtype=np.uint8)
+
+    def holds(self, block: int, name: BlockHash) -> bool:
+        found = np.zeros(self.records.record_bytes, dtype=np.uint8)
+        self.records.read([block], [found])
+        return np.array_equal(found, self.bytes_of(name))
+
+    def run(self, names: list[BlockHash]) -> tuple[int, int, int]:
+        """A sequence from beginning to end; where its hits came from."""
+        hit = self.cache.acquire(names, len(names))
+        for block, name in zip(hit.blocks, names, strict=False):
+            assert self.holds(block, name), "a hit holds other bytes"
+        blocks = list(hit.blocks) + self.cache.allocate(len(names) - len(hit.blocks))
+        for index in range(len(hit.blocks), len(names)):
+            self.fill(blocks[index], names[index])
+            self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
+        self.cache.release(blocks)
+        return hit.loaded
+
+    def settle(self, started: int = 0) -> None:
+        """Wait for every copy in flight, and tell the cache."""
+        self.open += started
+        while self.open:
+            self.done.get(timeout=WAIT_S).apply(self.cache)
+            self.open -= 1
+
+    def damage_disk(self, path: Path, place: int) -> None:
+        with path.open("r+b") as file:
+            file.seek(self.geometry.record_at(place) + 17)
+            byte = file.read(1)[0]
+            file.seek(self.geometry.record_at(place) + 17)
+            file.write(bytes([byte ^ 1]))
+
+    def close(self) -> None:
+        assert self.mover.close(WAIT_S)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path / "kv")
+    yield made
+    made.close()
+
+
+def prompt(number: int) -> list[BlockHash]:
+    return chain(root(FINGERPRINT), number.to_bytes(4, "little") * 6, 2)
+
+
+STEP = st.one_of(
+    st.tuples(st.just("run"), st.integers(0, 5), st.integers(1, 3)),
+    st.tuples(st.just("prefetch"), st.integers(0, 5), st.integers(1, 3)),
+    st.tuples(st.just("save"), st.just(0), st.integers(1, 4)),
+    st.tuples(st.just("spoil host"), st.integers(0, 3), st.just(0)),
+    st.tuples(st.just("spoil disk"), st.integers(0, 7), st.just(0)),
+    st.tuples(st.just("restart"), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(STEP, max_size=25))
+def test_no_run_serves_a_block_whose_bytes_were_damaged(
+    tmp_path: Path, steps: list[tuple[str, int, int]]
+) -> None:
+    path = tmp_path / "kv"
+    path.unlink(missing_ok=True)
+    machine = Machine(path)
+    for kind, which, count in steps:
+        if kind == "run":
+            machine.run(prompt(which)[:count])
+        elif kind == "prefetch":
+            machine.settle(machine.cache.prefetch(prompt(which), count))
+        elif kind == "save":
+            machine.settle(machine.cache.save(count))
+        elif kind == "spoil host":
+            machine.host.row(which)[3] ^= 1
+        elif kind == "spoil disk":
+            machine.damage_disk(path, which)
+        else:
+            machine.close()
+            machine = Machine(path)
+        machine.cache.check_integrity([])
+    machine.close()
+
+
+def test_blocks_go_down_and_come_back_from_each_tier(machine: Machine) -> None:
+    machine.run(prompt(0)[:2])
+    machine.run(prompt(1)[:3])
+    assert machine.run(prompt(0)[:2]) == (1, 1, 0)
+    machine.run(prompt(2)[:3])
+    machine.settle(machine.cache.save(4))
+    machine.run(prompt(3)[:3])
+    machine.settle(machine.cache.save(4))
+    machine.run(prompt(4)[:3])
+    found = machine.run(prompt(0)[:2])
+    assert sum(found) == 2
+    assert found[Tier.DISK] >= 1
+
+
+def test_a_restart_reuses_the_disk(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "kv")
+    for number in range(3):
+        machine.run(prompt(number)[:3])
+    machine.run(prompt(0)[:3])
+    machine.settle(machine.cache.save(8))
+    machine.close()
+    machine = Machine(tmp_path / "kv")
+    assert machine.restored > 0
+    hits = sum(sum(machine.run(prompt(number)[:3])) for number in range(3))
+    assert hits == machine.restored
+    machine.close()
+
+
+def test_a_damaged_copy_on_the_host_is_a_counted_miss(machine: Machine) -> None:
+    machine.run(prompt(0)[:3])
+    machine.run(prompt(1)[:3])
+    for place in range(4):
+        machine.host.row(place)[0] ^= 0xFF
+    assert machine.run(prompt(0)[:3])[Tier.HOST] == 0
+    assert machine.mover.counts["host_checksum_failures"] == 1
+    assert machine.cache.counts["copies_lost"] == 1
+
+
+def _stored(machine: Machine, count: int) -> list[Load]:
+    """So many blocks on the host, loads of them to the device."""
+    for place in range(count):
+        machine.fill(place, NAMES[place])
+    stores = [Store(NAMES[place], place, place) for place in range(count)]
+    assert machine.mover.store(stores) > 0
+    for place in range(count):
+        machine.fill(place, NAMES[-1])
+    return [Load(NAMES[place], Tier.HOST, place, place) for place in range(count)]
+
+
+def test_of_two_stores_to_one_slot_the_last_counts(machine: Machine) -> None:
+    machine.fill(0, NAMES[0])
+    machine.fill(1, NAMES[1])
+    machine.mover.store([Store(NAMES[0], 0, 2), Store(NAMES[1], 1, 2)])
+    assert machine.mover.load([Load(NAMES[0], Tier.HOST, 2, 3)], 1.0).failed
+    assert machine.mover.load([Load(NAMES[1], Tier.HOST, 2, 3)], 1.0).done == 1
+    assert machine.holds(3, NAMES[1])
+
+
+def test_loads_end_at_the_first_that_is_not_intact(machine: Machine) -> None:
+    loads = _stored(machine, 4)
+    machine.host.row(2)[5] ^= 2
+    loaded = machine.mover.load(loads, 5.0)
+    assert (loaded.done, loaded.failed) == (2, True)
+    assert loaded.elapsed_s[Tier.HOST] > 0 == loaded.elapsed_s[Tier.DISK]
+    assert [machine.holds(block, NAMES[block]) for block in range(4)] == [True, True, False, False]
+
+
+def test_a_slow_load_is_given_up(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "kv", throttles=Throttles.of(host_bytes_per_s=50_000))
+    loads = _stored(machine, 4)
+    block_s = machine.records.record_bytes / 50_000
+    loaded = machine.mover.load(loads, 2.5 * block_s)
+    assert loaded.done < 4
+    assert not loaded.failed
+    machine.close()
+
+
+def test_the_gate_gives_up_a_slow_disk_and_says_so(tmp_path: Path) -> None:
+    """A disk that would need 20 s a block, against a prefill of 1 ms a block."""
+    path = tmp_path / "kv"
+    machine = Machine(path, host=16, disk=16)
+    for number in range(4):
+        machine.run(prompt(number)[:3])
+    machine.settle(machine.cache.save(8))
+    machine.close()
+    machine = Machine(path, disk=16, throttles=Throttles.of(disk_bytes_per_s=50))
+    assert machine.restored >= 6
+    gate = machine.cache.gate
+    gate.on_prefilled(1, 0.001)
+    for number in [0, 1, 2, 0, 1, 2]:
+        machine.run(prompt(number)[:3])
+    assert machine.cache.counts["hits_disk"] == 0
+    assert machine.cache.counts["loads_abandoned"] == 1
+    assert gate.losing == (Tier.DISK,)
+    assert gate.refused_blocks[Tier.DISK] > 0
+    assert gate.spent_s[Tier.DISK] < 1
+    machine.close()
+
+
+def test_the_queue_has_a_bound_and_closing_answers_everything(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "kv", disk=20, throttles=Throttles.of(disk_bytes_per_s=5_000))
+    _stored(machine, 1)
+    nodes = [StoredBlock(NAMES[0], b"", 0, place) for place in range(20)]
+    started = sum(machine.mover.start_write(0, node) for node in nodes)
+    assert started == 8
+    machine.close()
+    answers = [machine.done.get(timeout=WAIT_S) for _ in range(started)]
+    assert not answers[-1].ok
+    with pytest.raises(Empty):
+        machine.done.get_nowait()
+    assert not machine.mover.start_write(0, nodes[0])
+    assert machine.mover.load([Load(NAMES[0], Tier.DISK, 0, 0)], 0.01).done == 0
+
+
+def test_a_slot_that_is_reused_while_it_waits_to_be_written_is_not_written(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "kv", throttles=Throttles.of(disk_bytes_per_s=5_000))
+    _stored(machine, 1)
+    assert machine.mover.start_write(0, StoredBlock(NAMES[0], b"", 0, 0))
+    machine.fill(1, NAMES[1])
+    machine.mover.store([Store(NAMES[1], 1, 0)])
+    assert not machine.done.get(timeout=WAIT_S).ok
+    machine.close()
+
+
+def test_an_io_thread_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "kv", throttles=Throttles.of(disk_bytes_per_s=1_000))
+    _stored(machine, 1)
+    machine.mover.start_write(0, StoredBlock(NAMES[0], b"", 0, 0))
+    threading.Event().wait(0.05)  # the thread has begun
+    assert not machine.mover.close(0.05)
+    machine.close()

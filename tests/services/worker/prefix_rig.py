@@ -1,0 +1,135 @@
+"""A worker's real parts (core, engine, tiers) under plans that know nothing of hits. No bus, no threads but
+the tiers' own."""
+
+import time
+from collections.abc import Sequence
+
+from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.loading import describe
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.store import KvStore, open_store
+from services.worker.prefixes import Prefixes
+from services.worker.runner import _row
+from services.worker.sequences import Limits, SequenceTable
+from services.worker.state import HeldSequence
+from services.worker.steps import Identity, StepCore
+from shared.messages.plans import BatchPlan, Decode, PrefillChunk, PrefixHit, WorkerStepped
+from shared.messages.sequence import SequenceRef
+from tests.services.worker.builders import plan, ref, spec
+from tests.services.worker.conftest import VOCABULARY, build_model
+
+BLOCK_TOKENS = 4
+DEVICE_BLOCKS = 20
+LIMITS = Limits(max_context_tokens=64, vocabulary=VOCABULARY, end_retention_s=60.0, gateway_timeout_s=10.0)
+
+
+def make_engine(blocks: int = DEVICE_BLOCKS, architecture: str = "llama") -> TorchEngine:
+    return TorchEngine(describe(build_model(architecture)), kv_blocks=blocks, block_tokens=BLOCK_TOKENS)
+
+
+class PrefixRig:
+    """One worker's life. `config` None: no prefix cache."""
+
+    def __init__(self, engine: TorchEngine, config: PrefixCacheConfig | None) -> None:
+        self.engine = engine
+        self.store: KvStore | None = None
+        prefixes = None
+        pool = BlockPool(engine.kv_blocks, engine.block_tokens)
+        if config is not None:
+            self.store = open_store(config, engine, "worker-0", lambda: None)
+            prefixes = Prefixes(self.store.cache, self.store.fingerprint)
+        self.prefixes = prefixes
+        self.table = SequenceTable(pool if self.store is None else self.store.cache, LIMITS, prefixes)
+        self.core = StepCore(Identity("worker-0", 1, "model", 64, "host"), self.table)
+        self.hits: list[PrefixHit] = []
+        self.prefilled_tokens = 0
+        self._plans = 0
+        self._names = 0
+
+    def serve(
+        self, prompts: Sequence[list[int]], *, max_tokens: int = 6, chunk: int = 8, salt: bytes = b""
+    ) -> list[list[int]]:
+        """The answers, computed together; chunks are planned as if nothing were ever stored."""
+        refs = []
+        for _ in prompts:
+            self._names += 1
+            refs.append(ref(f"r{self._names}"))
+        planned = dict.fromkeys(refs, 0)
+        starts = tuple(
+            spec(one, prompt, max_tokens=max_tokens, cache_salt=salt)
+            for one, prompt in zip(refs, prompts, strict=True)
+        )
+        held: list[HeldSequence] = []
+        while not held or any(sequence.alive for sequence in held):
+            prefills, decodes = [], []
+            for one, prompt in zip(refs, prompts, strict=True):
+                first = planned[one]
+                if first < len(prompt):
+                    end = planned[one] = min(len(prompt), first + chunk)
+                    prefills.append(self._chunk(one, first, end))
+                elif held and self.table.find(one) in held and self._alive(one):
+                    decodes.append(Decode(ref=one, allocated_blocks=-(-self._tokens(one) // BLOCK_TOKENS)))
+            self._plans += 1
+            message = plan(self._plans, starts=starts, prefills=tuple(prefills), decodes=tuple(decodes))
+            self._run(message, now_s=0.0)
+            starts = ()
+            held = [sequence for one in refs if (sequence := self.table.find(one)) is not None]
+            assert len(held) == len(refs)
+        return [sequence.tokens[sequence.prompt_tokens :] for sequence in held]
+
+    def settle(self, within_s: float = 20.0) -> None:
+        """Until nothing is being copied any more and nothing is left to save."""
+        if self.store is None or self.prefixes is None:
+            return
+        deadline_s = time.monotonic() + within_s
+        while True:
+            self.store.settle()
+            self.prefixes.work_ahead()
+            if not self.store.mover.open_copies and not self.store.cache.unsaved_blocks:
+                self.store.settle()
+                return
+            assert time.monotonic() < deadline_s, "copies do not end"
+            time.sleep(0.001)
+
+    def check_integrity(self) -> None:
+        self.settle()
+        self.core.check_integrity()
+
+    def close(self) -> None:
+        if self.store is not None:
+            assert self.store.close(20.0)
+
+    def _run(self, message: BatchPlan, now_s: float) -> None:
+        self.core.on_plan(message, now_s)
+        if self.store is not None and self.prefixes is not None:
+            self.store.settle()
+            self.prefixes.work_ahead()
+        work, effects = self.core.begin_step(now_s)
+        while work is not None:
+            rows: list[Row] = [_row(item) for item in work.items]
+            self.prefilled_tokens += work.prefilled_tokens
+            began_s = time.perf_counter()
+            sampled = self.engine.step(rows)
+            done = self.core.finish_step(work, sampled, now_s, time.perf_counter() - began_s)
+            self._note(done.stepped)
+            work, effects = self.core.begin_step(now_s)
+        self._note(effects.stepped)
+
+    def _note(self, stepped: Sequence[WorkerStepped]) -> None:
+        for report in stepped:
+            assert not report.skipped, report
+            self.hits += report.hits
+
+    def _chunk(self, one: SequenceRef, first: int, end: int) -> PrefillChunk:
+        blocks = -(-end // BLOCK_TOKENS)
+        return PrefillChunk(ref=one, first_token=first, end_token=end, allocated_blocks=blocks)
+
+    def _alive(self, one: SequenceRef) -> bool:
+        sequence = self.table.find(one)
+        return sequence is not None and sequence.alive
+
+    def _tokens(self, one: SequenceRef) -> int:
+        sequence = self.table.find(one)
+        assert sequence is not None
+        return len(sequence.tokens)

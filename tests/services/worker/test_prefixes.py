@@ -1,0 +1,198 @@
+"""Shared prefixes change what is computed, never what is answered."""
+
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.engine import Row, TorchEngine
+from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.sampling import SamplePoint
+from shared.messages.plans import SkipReason
+from tests.services.worker.builders import plan, prefill, ref, spec
+from tests.services.worker.conftest import VOCABULARY
+from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine
+
+_DICE = random.Random(11)
+PIECES = [[_DICE.randrange(VOCABULARY) for _ in range(8)] for _ in range(4)]
+DEVICE_ONLY = PrefixCacheConfig(host_mb=0)
+Waves = list[list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def engine() -> TorchEngine:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def answers() -> "Answers":
+    return Answers(make_engine())
+
+
+class Answers:
+    """What a worker without a prefix cache says, each prompt asked once."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def of(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        for prompt in prompts:
+            if tuple(prompt) not in self._known:
+                (self._known[tuple(prompt)],) = PrefixRig(self._engine, None).serve([prompt])
+        return [self._known[tuple(prompt)] for prompt in prompts]
+
+
+def prompt_of(pieces: Sequence[int], tail: int) -> list[int]:
+    """Beginnings that many prompts share, and an end of `tail` tokens."""
+    return [token for piece in pieces for token in PIECES[piece]] + list(range(1, tail + 1))
+
+
+prompts = st.builds(prompt_of, st.lists(st.integers(0, 3), max_size=3), st.integers(1, 6))
+waves_of = st.lists(st.lists(prompts, min_size=1, max_size=2), min_size=1, max_size=10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    waves=waves_of,
+    host_blocks=st.integers(0, 12),
+    has_disk=st.booleans(),
+    eviction=st.sampled_from(["frequent", "lru", "fifo", "random"]),
+    chunk=st.integers(3, 40),
+    damage=st.lists(st.tuples(st.booleans(), st.integers(0, 10**6)), max_size=10),
+)
+def test_under_eviction_storms_and_damage_the_text_is_the_same(
+    engine: TorchEngine,
+    answers: Answers,
+    waves: Waves,
+    host_blocks: int,
+    has_disk: bool,
+    eviction: str,
+    chunk: int,
+    damage: list[tuple[bool, int]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = PrefixCacheConfig.model_validate(
+            {
+                "host_mb": 0,
+                "host_blocks": host_blocks,
+                "disk_mb": int(has_disk and host_blocks > 0),
+                "disk_path": folder,
+                "eviction": eviction,
+            }
+        )
+        rig = PrefixRig(engine, config)
+        for number, wave in enumerate(waves):
+            assert rig.serve(wave, chunk=chunk) == answers.of(wave)
+            rig.check_integrity()
+            if number < len(damage):
+                flip_a_byte(rig, Path(folder), *damage[number])
+        rig.close()
+
+
+def flip_a_byte(rig: PrefixRig, folder: Path, on_disk: bool, at: int) -> None:
+    """Of whatever is in a lower tier."""
+    assert rig.store is not None
+    if on_disk:
+        for path in folder.glob("*.kv"):
+            with path.open("r+b") as file:
+                file.seek(at % path.stat().st_size)
+                byte = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte[0] ^ 0x40]))
+    elif rig.store.host.slots:
+        row = rig.store.host.row(at % rig.store.host.slots)
+        row[at % len(row)] ^= 0x40
+
+
+def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(engine: TorchEngine) -> None:
+    rig = PrefixRig(engine, DEVICE_ONLY)
+    prompt = prompt_of([0, 1, 2], 1)
+    first = rig.serve([prompt])
+    assert rig.prefilled_tokens == 25 and rig.hits == []
+    assert rig.serve([prompt]) == first
+    assert rig.prefilled_tokens == 25 + 1
+    assert rig.hits[0].cached_tokens == 24, "promised with the first chunk, beyond its own end"
+    assert sum(hit.blocks[0] for hit in rig.hits) == 24 // BLOCK_TOKENS
+    (held,) = [one for one in rig.table.reports(0.0) if one.ref.request_id == "r2"]
+    sequence = rig.table.find(held.ref)
+    assert sequence is not None and sequence.cached_tokens == 24
+    rig.close()
+
+
+def test_a_whole_number_of_blocks_is_never_found_whole(engine: TorchEngine) -> None:
+    rig = PrefixRig(engine, DEVICE_ONLY)
+    prompt = prompt_of([0, 1], 0)
+    assert rig.serve([prompt]) == rig.serve([prompt])
+    assert rig.prefilled_tokens == 16 + BLOCK_TOKENS
+    rig.close()
+
+
+def test_the_next_turn_of_a_chat_computes_what_is_new(engine: TorchEngine, answers: Answers) -> None:
+    rig = PrefixRig(engine, DEVICE_ONLY)
+    chat = prompt_of([0, 1], 3)
+    new: list[int] = []
+    for turn in range(4):
+        before = rig.prefilled_tokens
+        (answer,) = rig.serve([chat])
+        assert [answer] == answers.of([chat])
+        if turn:
+            assert rig.prefilled_tokens - before <= len(new) + 1 + 2 * BLOCK_TOKENS
+        new = [60 + turn, 70 + turn, 80 + turn]
+        chat = chat + answer + new
+    rig.close()
+
+
+def test_another_salt_finds_nothing(engine: TorchEngine) -> None:
+    rig = PrefixRig(engine, DEVICE_ONLY)
+    prompt = prompt_of([0, 1, 2], 1)
+    first = rig.serve([prompt], salt=b"a")
+    assert rig.serve([prompt], salt=b"b") == first
+    assert rig.hits == [] and rig.prefilled_tokens == 50
+    rig.close()
+
+
+def test_a_preempted_sequence_finds_what_it_had(engine: TorchEngine) -> None:
+    rig = PrefixRig(engine, DEVICE_ONLY)
+    tokens = prompt_of([0, 1], 2)
+    rig.core.on_plan(plan(1, starts=(spec(ref(), tokens),), prefills=(prefill(ref(), 0, 18),)), 0.0)
+    work, _ = rig.core.begin_step(0.0)
+    assert work is not None
+    rig.core.finish_step(work, rig.engine.step([_row_of(rig)]), 0.0, 0.01)
+    rig.core.on_plan(plan(2, preempt=(ref(),), prefills=(prefill(ref(), 0, 19),)), 0.0)
+    work, _ = rig.core.begin_step(0.0)
+    assert work is not None and [item.first_token for item in work.items] == [16]
+    assert work.hits[0].cached_tokens == 16
+    rig.core.check_integrity()
+    rig.close()
+
+
+def _row_of(rig: PrefixRig) -> Row:
+    sequence = rig.table.find(ref())
+    assert sequence is not None
+    point = SamplePoint(sequence.sampling, 0, 0, sequence.tokens)
+    return Row(sequence.tokens, 0, sequence.blocks, point)
+
+
+def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stands(
+    engine: TorchEngine,
+) -> None:
+    rig = PrefixRig(engine, DEVICE_ONLY)
+    prompt = prompt_of([0, 1, 2], 1)
+    rig.serve([prompt])
+    sequence = spec(ref("x"), prompt)
+    rig.core.on_plan(plan(100, starts=(sequence,), prefills=(prefill(ref("x"), 0, 8),)), 0.0)
+    assert rig.core.begin_step(0.0)[0] is None, "all of it is there"
+    held = rig.table.find(ref("x"))
+    assert held is not None and (held.computed_tokens, held.promised_tokens) == (8, 24)
+    assert rig.store is not None
+    rig.store.cache.release(rig.store.cache.allocate(DEVICE_BLOCKS - 2))
+    prepared = rig.table.prepare(prefill(ref("x"), 24, 25), held)
+    assert not isinstance(prepared, SkipReason) and prepared is not None
+    assert (prepared.first_token, prepared.end_token) == (8, 25)
+    assert rig.table.prepare(prefill(ref("x"), 25, 25), held) is SkipReason.MISALIGNED
+    rig.close()

@@ -1,0 +1,142 @@
+"""The live scheduler's core and a worker by the live rules, in steps of one second, without a bus.
+
+Messages take no time, but what reaches a worker in the middle of a step counts from the step's end on. Speeds
+are not measured, and predictions are there at once.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from services.scheduler.core import SchedulerCore
+from services.scheduler.effects import (
+    AskPlacement,
+    AskPrediction,
+    AskSnapshot,
+    Effect,
+    SendPlan,
+    SequenceLeft,
+)
+from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
+from services.scheduler.rules import Rules
+from shared.messages.plans import BatchPlan
+from shared.messages.sequence import Sampling, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
+from sim.predictors import SimPredictor
+from sim.requests import SimRequest
+from tests.services.scheduler.fake_worker import FakeWorker
+
+STEP_S = 1.0
+_EVER_S = 1e9
+
+
+class LiveLoop:
+    """`run` lets requests arrive at their times and returns when all are over."""
+
+    def __init__(
+        self, policy: PolicyFactory, shape: WorkerShape, settings: PolicySettings, predictor: SimPredictor
+    ) -> None:
+        rules = Rules(
+            settings=settings,
+            round_s=0.0,
+            valid_for_s=_EVER_S,
+            worker_timeout_s=_EVER_S,
+            gateway_timeout_s=_EVER_S,
+            plan_grace_s=_EVER_S,
+            stall_s=_EVER_S,
+        )
+        self._worker = FakeWorker(
+            "worker-0", 1, total_blocks=shape.capacity_blocks, block_tokens=shape.block_tokens
+        )
+        self._idle = FakeWorker("worker-1", 1, total_blocks=1, block_tokens=shape.block_tokens)
+        """Never chosen; there so that placement is asked, and predictions are known by then."""
+        self._core = SchedulerCore(rules, policy, 1, 0.0)
+        self._predictor = predictor
+        self._requests: dict[SequenceKey, SimRequest] = {}
+        self._on_the_way: deque[BatchPlan] = deque()
+        self._step_ends_s: float | None = None
+        self.ended: list[SequenceKey] = []
+        for worker in (self._worker, self._idle):
+            self._carry_out(self._core.on_worker_reported(worker.report(), 0.0), 0.0)
+        self._carry_out(self._core.on_tick(0.0), 0.0)
+
+    def run(self, requests: Sequence[SimRequest]) -> None:
+        """Steps end before what arrives at the same instant."""
+        arrivals = deque(sorted(requests, key=lambda request: request.arrival_s))
+        while arrivals or self._step_ends_s is not None:
+            step_s = _EVER_S if self._step_ends_s is None else self._step_ends_s
+            if arrivals and arrivals[0].arrival_s < step_s:
+                self._submit(arrivals.popleft())
+            else:
+                self._end_step(step_s)
+        assert len(self.ended) == len(requests)
+
+    def _submit(self, request: SimRequest) -> None:
+        self._requests[request.key] = request
+        ref = SequenceRef(request_id=request.key[0], choice=0, attempt=1)
+        prompt = [request.output_tokens, *[1] * (request.prompt_tokens - 1)]
+        spec = SequenceSpec(
+            ref=ref,
+            gateway_id="gateway-0",
+            gateway_incarnation=1,
+            prompt=pack_tokens(prompt),
+            sampling=Sampling(seed=0, max_tokens=request.max_tokens),
+        )
+        _, effects = self._core.on_submit(spec, request.arrival_s)
+        self._carry_out(effects, request.arrival_s)
+        self._start_step(request.arrival_s)
+
+    def _end_step(self, now_s: float) -> None:
+        assert self._worker.step(now_s)
+        self._step_ends_s = None
+        self._deliver(now_s)
+        self._report(now_s)
+        self._start_step(now_s)
+
+    def _start_step(self, now_s: float) -> None:
+        """The next step begins, unless one runs; plans of which nothing is left to do take no time."""
+        while self._step_ends_s is None:
+            if not self._worker.queue:
+                self._deliver(now_s)
+            if not self._worker.queue:
+                return
+            if self._has_work(self._worker.queue[0].plan):
+                self._step_ends_s = now_s + STEP_S
+            else:
+                self._worker.step(now_s)
+                self._report(now_s)
+
+    def _has_work(self, plan: BatchPlan) -> bool:
+        alive = [held.spec.ref for held in self._worker.held.values() if held.reason is None]
+        named = [*(item.ref for item in plan.prefills), *(item.ref for item in plan.decodes)]
+        return bool(plan.starts) or any(ref in alive for ref in named)
+
+    def _deliver(self, now_s: float) -> None:
+        while self._on_the_way:
+            self._worker.on_plan(self._on_the_way.popleft(), now_s)
+
+    def _report(self, now_s: float) -> None:
+        events, self._worker.events = self._worker.events, []
+        for event in events:
+            self._carry_out(self._core.on_stepped(event, now_s), now_s)
+
+    def _carry_out(self, effects: list[Effect], now_s: float) -> None:
+        self._core.check_integrity()
+        for effect in effects:
+            match effect:
+                case SendPlan(plan=plan):
+                    self._on_the_way.append(plan)
+                case AskPlacement():
+                    places = ("worker-0",) * len(effect.items)
+                    self._carry_out(self._core.on_placed(effect.question, places, now_s), now_s)
+                case AskPrediction():
+                    asked = self._requests[effect.ref.key]
+                    told = self._predictor.predict(asked, effect.generated_tokens)
+                    if told is not None:
+                        self._carry_out(self._core.on_predicted(effect.ref, told, now_s), now_s)
+                case AskSnapshot():
+                    asked_worker = self._worker if effect.worker_id == "worker-0" else self._idle
+                    snapshot = asked_worker.on_snapshot(effect.epoch)
+                    self._carry_out(self._core.on_snapshot(snapshot, now_s), now_s)
+                case SequenceLeft(ref=ref):
+                    self.ended.append(ref.key)
+                case _:
+                    raise AssertionError(f"nothing goes wrong here: {effect}")

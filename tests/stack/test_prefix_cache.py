@@ -1,0 +1,163 @@
+"""Stored prefixes through the whole stack: what is asked again is fast, and answered the same."""
+
+import hashlib
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.stack.running import RunningStack, running_stack
+
+pytestmark = pytest.mark.stack
+OTHER_KEY = "sk-another-tenant"
+BLOCK_TOKENS = 16
+
+
+@dataclass
+class Timed:
+    text: str
+    first_token_s: float
+    usage: dict[str, Any]
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+
+class Tenant:
+    """A client with a key of its own."""
+
+    def __init__(self, stack: RunningStack, key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {key or stack.key}"}
+        self._http = httpx.Client(base_url=stack.url, headers=headers, timeout=60)
+        self._model = stack.model.name
+
+    def ask(self, path: str, **fields: Any) -> Timed:
+        """A streamed greedy answer."""
+        body = {
+            "model": self._model,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+        }
+        began_s, first_s, text = time.perf_counter(), 0.0, ""
+        usage: dict[str, Any] = {}
+        with self._http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                for choice in event["choices"]:
+                    piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                    if piece and not first_s:
+                        first_s = time.perf_counter() - began_s
+                    text += piece
+                usage = event.get("usage") or usage
+        return Timed(text, first_s, usage)
+
+    def complete(self, prompt: list[int], **fields: Any) -> Timed:
+        return self.ask("/v1/completions", prompt=prompt, max_tokens=8, ignore_eos=True, **fields)
+
+    def whole(self, prompt: list[int]) -> dict[str, Any]:
+        """An answer that is not streamed."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        return dict(self._http.post("/v1/completions", json=body).json())
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def prompt_of(seed: int, tokens: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(100, 4000) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("prefix") / "run", workers=1) as running:
+        yield running
+
+
+@pytest.fixture
+def tenant(stack: RunningStack) -> Iterator[Tenant]:
+    made = Tenant(stack)
+    yield made
+    made.close()
+
+
+def test_a_long_prompt_asked_again_has_its_first_token_at_once(tenant: Tenant) -> None:
+    tenant.complete(prompt_of(0, 20))
+    ratios = []
+    for seed in (1, 2, 3):
+        prompt = prompt_of(seed, 1500)
+        first, second = tenant.complete(prompt), tenant.complete(prompt)
+        assert (first.cached_tokens, second.cached_tokens) == (0, 1488)
+        assert second.text == first.text
+        ratios.append(second.first_token_s / first.first_token_s)
+    assert min(ratios) <= 0.25
+    whole = tenant.whole(prompt_of(3, 1500))
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 1488}
+
+
+def test_a_chat_computes_its_new_turn_only(stack: RunningStack, tenant: Tenant) -> None:
+    messages = [{"role": "system", "content": "You answer in one sentence. " * 12}]
+    known_tokens = 0
+    for turn in range(10):
+        messages.append({"role": "user", "content": f"Tell me something about the number {turn}."})
+        answer = tenant.ask("/v1/chat/completions", messages=messages, max_tokens=12)
+        prompt_tokens = int(answer.usage["prompt_tokens"])
+        assert answer.cached_tokens >= known_tokens - BLOCK_TOKENS
+        assert answer.cached_tokens <= prompt_tokens - 1
+        known_tokens = prompt_tokens
+        messages.append({"role": "assistant", "content": answer.text})
+    assert known_tokens > 300
+
+
+def test_a_cache_salt_keeps_requests_apart(tenant: Tenant) -> None:
+    prompt = prompt_of(9, 200)
+    assert [tenant.complete(prompt, cache_salt=salt).cached_tokens for salt in ("a", "b", "a")] == [0, 0, 192]
+
+
+def test_two_keys_do_not_share(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", OTHER_KEY)]
+    keys = json.dumps(hashes)
+    with running_stack(run_dir, workers=1, settings=(f"gateway.api_key_sha256={keys}",)) as stack:
+        one, other = Tenant(stack, "sk-one"), Tenant(stack, OTHER_KEY)
+        prompt = prompt_of(5, 300)
+        answers = [one.complete(prompt), other.complete(prompt), one.complete(prompt), other.complete(prompt)]
+        assert [answer.cached_tokens for answer in answers] == [0, 0, 288, 288]
+        assert len({answer.text for answer in answers}) == 1
+        one.close()
+        other.close()
+
+
+def test_a_killed_worker_finds_its_disk_again(tmp_path: Path) -> None:
+    settings = (
+        "worker.kv_blocks=64",
+        "worker.prefix_cache.host_mb=8",
+        "worker.prefix_cache.disk_mb=64",
+        f"worker.prefix_cache.disk_path={tmp_path / 'kv'}",
+    )
+    with running_stack(tmp_path / "run", workers=1, settings=settings) as stack:
+        tenant = Tenant(stack)
+        prompts = [prompt_of(seed, 400) for seed in range(4)]
+        first = [tenant.complete(prompt) for prompt in prompts]
+        time.sleep(0.5)
+        stack.signal("worker-0", signal.SIGKILL)
+        stack.until_restarted("worker-0", restarts=1)
+        again = [tenant.complete(prompt) for prompt in prompts]
+        assert [answer.text for answer in again] == [answer.text for answer in first]
+        assert again[0].cached_tokens > 0
+        disk = stack.details("worker-0")["prefix_tiers"][2]
+        assert disk["hits"] > 0 and disk["faults"] == 0
+        tenant.close()
