@@ -45,6 +45,7 @@ BENCHES: tuple[Bench, ...] = (
     Bench("step", "bench.step", "one decode step of the engine alone"),
     Bench("gpu", "bench.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
     Bench("experiment", "bench.experiment", "a YAML grid of policies, predictors, traces, rates"),
+    Bench("migrate", "bench.migrate.bench", "live migrations while clients read: pauses, gaps, text"),
     Bench("placement", "bench.placement.bench", "GPUs and moves of MELL against its rivals, simulated"),
     Bench(
         "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"

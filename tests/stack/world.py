@@ -8,6 +8,7 @@ answer is known beforehand. Processes can be killed, frozen and restarted.
 import heapq
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -21,16 +22,29 @@ from services.gateway.state import SchedulerView, WorkerTable
 from services.gateway.streams import Stream
 from services.gateway.timing import StreamTiming
 from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import AskPlacement, AskSnapshot, CancelAtWorker, PublishWorkerLost, SendPlan
+from services.scheduler.effects import (
+    AskPlacement,
+    AskSnapshot,
+    AskTokens,
+    CancelAtWorker,
+    PublishMoved,
+    PublishPrepared,
+    PublishWorkerLost,
+    SendPlan,
+)
 from services.scheduler.effects import Effect as SchedulerEffect
 from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.rules import Rules
+from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.gate import CostGate
 from services.worker.kv.pool import BlockPool
+from services.worker.prefixes import Prefixes
 from services.worker.sampling import Sampled
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Effects, Identity, StepCore, StepWork
-from shared.errors import DeadlineExceeded, KvasirError, NoResponder
+from shared.errors import DeadlineExceeded, InvalidRequest, KvasirError, NoResponder
 from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.moves import MovePrepared, SequenceMove, SequenceMoved
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenFrame
@@ -82,7 +96,19 @@ class WorkerProcess(Process):
 class World:
     """One gateway, one scheduler, some workers. `run` returns when every stream has ended, or time is up."""
 
-    def __init__(self, seed: int, wanted: list[Wanted], *, workers: int, kv_blocks: int, loss: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        wanted: list[Wanted],
+        *,
+        workers: int,
+        kv_blocks: int,
+        loss: float,
+        cached: bool = False,
+    ) -> None:
+        """`cached`: blocks outlive their sequences, on the device alone."""
+        self.cached = cached
+        self.moved: list[SequenceMoved] = []
         self.random = random.Random(seed)
         self.wanted = {(f"r{number}", 0): one for number, one in enumerate(wanted)}
         self.kv_blocks = kv_blocks
@@ -298,6 +324,8 @@ class World:
         if ended_run is not None:
             self._lose(ended_run, {})
         for listed in report.sequences:
+            if not listed.gateway_id:
+                continue
             key = listed.ref.key
             self._apply(key, self.streams[key].on_report(listed, start, self.now_s))
 
@@ -342,6 +370,19 @@ class World:
             case PublishWorkerLost(lost):
                 start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
                 self.send("s", self.gateway, lambda: self._lose(start, attempts))
+            case AskTokens(worker_id, ref):
+                asked = self.workers[worker_id]
+                self.ask(
+                    self.scheduler,
+                    asked,
+                    lambda: asked.core.on_fetch(FetchTokens(ref=ref, first_index=0)).delta,
+                    lambda delta: self._feed("on_tokens", ref, None if delta is None else delta.tokens),
+                    lambda _: self._feed("on_tokens", ref, None),
+                )
+            case PublishPrepared(prepared):
+                self.send("s", self.gateway, lambda: self._on_prepared(prepared))
+            case PublishMoved(moved):
+                self.moved.append(moved)
             case AskPlacement(question, items, excluded):
                 named = [name for name in self.workers if name not in excluded]
                 open_: list[str | None] = [*named] or [None]
@@ -356,6 +397,28 @@ class World:
                     lambda snapshot: self._feed("on_snapshot", snapshot),
                     lambda _: self._feed("on_snapshot_failed", worker_id),
                 )
+
+    def move(self, number: int) -> None:
+        """Orders a move of some sequence that runs to the worker after its own."""
+        running = sorted(
+            (listed.ref.key, worker.name, listed)
+            for worker in self.workers.values()
+            if worker.alive
+            for listed in worker.core.report(self.now_s).sequences
+            if listed.gateway_id and listed.finish_reason is None
+        )
+        if not running or not self.scheduler.alive or self.scheduler.frozen:
+            return
+        _, name, listed = running[number % len(running)]
+        names = sorted(self.workers)
+        target = names[(names.index(name) + 1) % len(names)]
+        with suppress(InvalidRequest):
+            self._carry_out_plans(self.core.on_move(SequenceMove(ref=listed.ref, target=target), self.now_s))
+            self.core.check_integrity()
+
+    def _on_prepared(self, prepared: MovePrepared) -> None:
+        key = prepared.ref.key
+        self._apply(key, self.streams[key].on_prepared(prepared.ref, self.now_s))
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         life = self.scheduler.life
@@ -373,7 +436,13 @@ class World:
         worker.incarnation += 1
         limits = Limits(self.kv_blocks * 16, 1000, 60.0, 10.0)
         identity = Identity(worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here")
-        worker.core = StepCore(identity, SequenceTable(BlockPool(self.kv_blocks, 16), limits))
+        pool = BlockPool(self.kv_blocks, 16)
+        prefixes = None
+        if self.cached:
+            mover: Any = None  # There is no lower tier to copy to.
+            prefixes = Prefixes(PrefixCache(pool, Tiers(), mover, CostGate()), b"fingerprint")
+        table = SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes)
+        worker.core = StepCore(identity, table)
         self._every(BEAT_S, lambda: self._beat(worker), worker)
         self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
@@ -433,6 +502,9 @@ class World:
         """The engine: the next true token, after a look at whether the sequence is what it should be."""
         tokens: list[Sampled | None] = []
         for item in work.items:
+            if item.sequence.rehearsal:
+                tokens.append(Sampled(END_TOKEN) if item.samples else None)
+                continue
             key = item.sequence.ref.key
             wanted = self.wanted[key]
             truth = wanted.answer(key)

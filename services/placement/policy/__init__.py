@@ -25,6 +25,8 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "prefix_aware": PrefixAware,
     "worst_fit": WorstFit,
 }
+LIVE_PACKINGS = ("mell", "mell_eager", "load_balance")
+"""Those that the service drives; the names of the others are policies of the first kind there."""
 PACKINGS: dict[str, Callable[[int], PackingPolicy]] = {
     "mell": Mell,
     "mell_eager": lambda capacity_blocks: Mell(capacity_blocks, EAGER),
@@ -49,7 +51,7 @@ def create(name: str) -> PlacementPolicy:
         return POLICIES[name]()
     outside = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in outside:
-        names = ", ".join(sorted({*POLICIES, *outside}))
+        names = ", ".join(sorted({*POLICIES, *outside, *LIVE_PACKINGS}))
         raise ConfigError(f"no placement policy {name!r}; there are {names}", param="policy")
     policy: PlacementPolicy = outside[name].load()()
     return policy

@@ -38,7 +38,7 @@ class Dispatch:
     def active_workers(self) -> int:
         return len(self.bins)
 
-    def add_worker(self, worker_id: str) -> None:
+    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
         if worker_id in self.bins or worker_id in self.idle:
             raise ValueError(f"worker {worker_id} is there already")
         self.idle.append(worker_id)
@@ -60,6 +60,25 @@ class Dispatch:
     def allocate(self, request: RequestId, blocks: int) -> Effects:
         """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
         self._allocate(request, blocks)
+        return self._close()
+
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+        """Only where there is room: nobody leaves for it. Raises as `allocate` does, and KeyError for a
+        worker that is not known."""
+        check_blocks(request, blocks, self.capacity_blocks)
+        if request in self.homes:
+            raise ValueError(f"request {request} is placed already")
+        if worker_id not in self.bins and worker_id not in self.idle:
+            raise KeyError(worker_id)
+        home = self.bins.get(worker_id)
+        if home is None:
+            self.idle.remove(worker_id)
+            home = self._open(worker_id)
+        if blocks > home.free:
+            self._effects.displaced.append(request)
+        else:
+            self._put(request, blocks, home)
+            self._effects.placed[request] = worker_id
         return self._close()
 
     def grow(self, request: RequestId, blocks: int) -> Effects:
@@ -148,9 +167,10 @@ class Dispatch:
         return self._activate()
 
     def _activate(self) -> Bin | None:
-        if not self.idle:
-            return None
-        made = Bin(self.idle.popleft(), self.capacity_blocks)
+        return self._open(self.idle.popleft()) if self.idle else None
+
+    def _open(self, worker_id: str) -> Bin:
+        made = Bin(worker_id, self.capacity_blocks)
         self.bins[made.worker_id] = made
         self._effects.activated.append(made.worker_id)
         self._index(made)

@@ -70,8 +70,8 @@ class PackingPolicy(Protocol):
         """That hold at least one request."""
         ...
 
-    def add_worker(self, worker_id: str) -> None:
-        """One more that can be activated. Raises ValueError for one that is known."""
+    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
+        """One more that can be activated, and where it stands. Raises ValueError for one that is known."""
         ...
 
     def remove_worker(self, worker_id: str) -> list[RequestId]:
@@ -79,6 +79,10 @@ class PackingPolicy(Protocol):
         ...
 
     def allocate(self, request: RequestId, blocks: int) -> Effects: ...
+
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+        """It runs there already and stays, if need be at the expense of others; displaced: it cannot be."""
+        ...
 
     def grow(self, request: RequestId, blocks: int) -> Effects: ...
 

@@ -106,6 +106,20 @@ class Mell:
             self._relieve(gpu, kept=request)
         return self._close(0)
 
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+        """It was found running there, unbeknown: it stays, and whatever has to leaves for that.
+
+        No repairs. Raises InvalidRequest, ValueError for a request that is here, KeyError for that worker.
+        """
+        check_blocks(request, blocks, self.capacity_blocks)
+        if request in self.cluster.homes:
+            raise ValueError(f"request {request} is placed already")
+        gpu = self.cluster.opened(worker_id)
+        self._bundles.put(self._bundles.item_for(request, blocks), gpu)
+        self._journal.arrived(request)
+        self._relieve(gpu, kept=request)
+        return self._close(0)
+
     def _check(self, ordered: list[Operation]) -> None:
         ended: set[RequestId] = set()
         arriving: set[RequestId] = set()

@@ -102,10 +102,21 @@ class Cluster:
         """A GPU that holds nothing: one just emptied, else an idle worker. None when there is none."""
         if self.vacated:
             return next(iter(self.vacated))
-        if not self.idle:
-            return None
+        return self._start(self.idle.popleft()) if self.idle else None
+
+    def opened(self, worker_id: str) -> Gpu:
+        """This worker's GPU, activated if it was idle. Raises KeyError for one that is not known."""
+        gpu = self.active.get(worker_id)
+        if gpu is not None:
+            return gpu
+        if worker_id not in self.idle:
+            raise KeyError(worker_id)
+        self.idle.remove(worker_id)
+        return self._start(worker_id)
+
+    def _start(self, worker_id: str) -> Gpu:
         self._serial += 1
-        gpu = Gpu(self.idle.popleft(), self._serial)
+        gpu = Gpu(worker_id, self._serial)
         self.active[gpu.worker_id] = gpu
         self.vacated[gpu] = None
         self.activated[gpu.worker_id] = None
