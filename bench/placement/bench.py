@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.context import Context, Progressing
 from bench.outcome import Outcome, Table
-from bench.placement import adversaries, paper, pictures
+from bench.placement import adversaries, paper, pictures, serving
 from bench.placement.jobs import A100, RTX4090, Hardware, Workload, make_jobs
 from bench.placement.measures import COLUMNS, Cell, figures_of, rows_of
 from bench.placement.replay import Tally
@@ -50,6 +50,9 @@ HEADLINE = (
     "moves_max",
     "ops_per_s",
     "ops_growth",
+    "served_gain_1",
+    "served_gain_1.2",
+    "served_gain_1.5",
 )
 
 
@@ -70,6 +73,8 @@ def run(context: Context) -> Outcome:
     cells = _replay(context, duration_s, data, source)
     figures = figures_of(cells)
     figures |= _worst(context, figures, cells)
+    served = _serving(context, data, source)
+    figures |= serving.figures(served)
     speeds = _speeds(
         context, flags.gpus or ([100, 1000] if context.quick else [100, 1000, 10_000]), data, source
     )
@@ -77,7 +82,12 @@ def run(context: Context) -> Outcome:
     if not context.quick:
         _draw(context, cells)
     failures = sum(tally.waits for cell in cells for tally in cell.tallies.values())
-    tables = [*(_table(cell) for cell in cells), _summary(figures), _speed_table(speeds)]
+    tables = [
+        *(_table(cell) for cell in cells),
+        _summary(figures),
+        _served_table(served),
+        _speed_table(speeds),
+    ]
     notes = _notes(cells, data, source)
     return Outcome(figures, failures, tables, notes, simulated=True, headline=HEADLINE)
 
@@ -137,6 +147,26 @@ def _worst(context: Context, figures: dict[str, float], cells: Sequence[Cell]) -
     }
 
 
+def _serving(context: Context, data: Path | None, source: Source | None) -> list[serving.Served]:
+    """On as many GPUs as the load needs by volume, and on fewer."""
+    workload = Workload("poisson_0.8", "λ = 0.8", 0.8, 400.0 if context.quick else 900.0)
+    jobs, _ = make_jobs(workload, A100, data=data, source=source, seed=context.seed)
+    tally = MELL.run(jobs, A100, WARM_UP_S)
+    with context.progress("serving ratio", 1) as bar:
+        found = serving.measure(jobs, A100, tally.volume / tally.epochs)
+        bar.advance()
+    return found
+
+
+def _served_table(found: Sequence[serving.Served]) -> Table:
+    rows = [
+        (f"{one.load:g}", one.gpus, one.policy, f"{one.served} of {one.requests}", f"{one.ratio:.3f}")
+        for one in found
+    ]
+    title = "requests that keep their KV on a fixed number of GPUs, λ = 0.8 (simulated)"
+    return Table(title, ("load", "GPUs", "policy", "served", "ratio"), rows)
+
+
 def _speeds(context: Context, gpus: Sequence[int], data: Path | None, source: Source | None) -> list[Speed]:
     workload = Workload("churn", "churn", 5.0, 600.0)
     jobs, _ = make_jobs(workload, A100, data=data, source=source, seed=context.seed)
@@ -171,6 +201,9 @@ def _summary(figures: dict[str, float]) -> Table:
         "moves saved by batching": f"{_saved(figures, 'batching_moves')}, eager "
         f"{_saved(figures, 'batching_moves_eager')}",
         "memory in use": _use_text(figures),
+        "requests that keep their KV": ", ".join(
+            f"{100 * (figures[f'served_gain_{load:g}'] - 1):+.0f} % at {load:g}" for load in serving.LOADS
+        ),
     }
     rows = [(number, what, ours.get(what, "picture"), theirs) for number, what, theirs in paper.ROWS]
     return Table("beside papers/000 (simulated)", ("figure", "what", "here", "paper"), rows)

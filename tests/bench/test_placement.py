@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.context import Context
-from bench.placement import adversaries, bench
+from bench.placement import adversaries, bench, serving
 from bench.placement.jobs import A100, Job, Workload, make_jobs
 from bench.placement.replay import Replay
 from bench.placement.sides import BEST_FIT, BEST_FIT_RESERVE, MELL, MELL_BY_OPERATION, SIDES
@@ -93,3 +93,14 @@ def test_figures_have_the_agreed_names(tmp_path: Path) -> None:
 def test_wrong_flags_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--duration"):
         bench.run(context(tmp_path, "--duration", "10"))
+
+
+def test_with_migration_more_requests_keep_their_kv() -> None:
+    """Two GPUs that two growing conversations each fill: without a move the youngest lose what they had."""
+    growing = [Job(index, float(index), 1600, 4000, 8000) for index in range(8)]
+    found = serving.measure(growing, A100, 2.0)
+    by_policy = {one.policy: one for one in found if one.load == 1.0}
+    assert by_policy["mell"].served >= max(by_policy[name].served for name in serving.WITHOUT)
+    assert all(0 < one.ratio <= 1 and one.requests == 8 for one in found)
+    made = serving.figures(found)
+    assert made["served_gain_1"] >= 1 and {f"served_mell_{load:g}" for load in serving.LOADS} <= made.keys()
