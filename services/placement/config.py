@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from services.placement.packer import PackingRules
+from services.placement.books import PackingRules
 from services.placement.scaling import ScalingRules
 from shared.config import ServiceConfig
 

@@ -79,7 +79,7 @@ class Moves:
         move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s)
         self._moves[sequence.key] = move
         if not self._can_rehearse(move):
-            return self._switch(move, now_s)
+            return self._switch_cold(move, sequence, now_s)
         return [AskTokens(move.source, move.ref)]
 
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
@@ -146,6 +146,8 @@ class Moves:
             return f"{order.target} cannot take it"
         if sequence.limit_tokens > lane.report.max_context_tokens:
             return f"{order.ref} may grow larger than {order.target}"
+        if sequence.limit_tokens * TOKEN_BYTES > self._roster.rules.max_start_bytes:
+            return f"{order.ref} may grow larger than one message"
         return ""
 
     def _can_rehearse(self, move: Move) -> bool:
@@ -235,6 +237,13 @@ class Moves:
             return self._end(move, f"{move.target} did not rehearse it", now_s)
         move.stage = Stage.ASKING
         return [AskTokens(move.source, move.ref)]
+
+    def _switch_cold(self, move: Move, sequence: Sequence, now_s: float) -> list[Effect]:
+        """Nothing can be prepared there: the pause is a whole prefill."""
+        lane = self._roster.lanes[move.target]
+        if not self._fits(lane, sequence.prompt_tokens + sequence.generated_tokens, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        return self._switch(move, now_s)
 
     def _switch(self, move: Move, now_s: float) -> list[Effect]:
         move.stage, move.prepared_s = Stage.SWITCHING, now_s

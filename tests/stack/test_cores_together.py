@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.streams import Phase
-from tests.stack.world import Wanted, World
+from tests.stack.actors import Wanted
+from tests.stack.world import World
 
 LONG_ENOUGH_S = 180.0
 

@@ -9,7 +9,6 @@ import heapq
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -48,49 +47,10 @@ from shared.messages.moves import MovePrepared, SequenceMove, SequenceMoved
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenFrame
+from tests.stack.actors import END_TOKEN, Process, Wanted, WorkerProcess
 
-END_TOKEN = 2
 MODEL = "m"
 TICK_S, BEAT_S, REPORT_S, DEADLINE_S = 0.05, 0.25, 0.5, 1.0
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One request: how long its prompt is, how long its true answer, how long the answer may be."""
-
-    prompt_tokens: int
-    answer_tokens: int
-    max_tokens: int
-
-    def answer(self, key: SequenceKey) -> list[int]:
-        """The tokens that the client must get, each exactly once."""
-        words = [3 + (hash_of(key) + index * 7) % 90 for index in range(self.answer_tokens - 1)]
-        return [*words, END_TOKEN][: self.max_tokens]
-
-
-def hash_of(key: SequenceKey) -> int:
-    """A number of the key that is the same in every process."""
-    return sum(key[0].encode())
-
-
-@dataclass
-class Process:
-    """Alive or not; while it is frozen, or its engine computes a step, its mail waits."""
-
-    name: str
-    alive: bool = True
-    frozen: bool = False
-    busy: bool = False
-    life: int = 0
-    """Mail of an earlier life is not delivered."""
-    mail: list[Callable[[], None]] = field(default_factory=list)
-
-
-@dataclass
-class WorkerProcess(Process):
-    core: Any = None
-    beats: int = 0
-    incarnation: int = 0
 
 
 class World:

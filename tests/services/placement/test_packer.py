@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.packer import Packer, PackingRules
+from services.placement.books import PackingRules
+from services.placement.packer import Packer
 from services.placement.policy import LIVE_PACKINGS, create_packing
 from services.placement.state import Fleet
 from shared.messages.moves import SequenceMove, SequenceMoved
