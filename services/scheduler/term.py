@@ -15,8 +15,12 @@ from services.scheduler.effects import (
     AskPlacement,
     AskPrediction,
     AskSnapshot,
+    AskTokens,
     CancelAtWorker,
     Effect,
+    NoteRelief,
+    PublishMoved,
+    PublishPrepared,
     PublishWorkerLost,
     RefuseWorker,
     SendPlan,
@@ -28,7 +32,7 @@ from services.scheduler.tally import PlanTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s, new_incarnation
-from shared.errors import KvasirError, MessageTooLarge, StaleEpoch
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, StaleEpoch
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
 from shared.messages.commands import (
@@ -41,8 +45,10 @@ from shared.messages.commands import (
     SubmitSequence,
     TakeSnapshot,
 )
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
+from shared.messages.tokens import FetchedTokens, FetchTokens
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
@@ -51,6 +57,7 @@ _MAX_PREDICTIONS = 64
 
 HANDLERS = (
     Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+    Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
     Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
@@ -74,6 +81,7 @@ class Term:
         self.heard_epoch = 0
         self._tally = PlanTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
+        self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
         self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
 
@@ -115,6 +123,21 @@ class Term:
             worker_id=admission.worker_id,
         )
 
+    async def move(self, command: MoveSequences) -> MovesTaken:
+        """Each move is begun or refused on its own."""
+        return MovesTaken(refusals=tuple(self._begin_move(order) for order in command.moves))
+
+    def _begin_move(self, order: SequenceMove) -> str:
+        try:
+            effects = self._core.on_move(order, monotonic_s())
+        except InvalidRequest as error:
+            return error.message
+        except Exception:
+            self._fail()
+            raise
+        self._carry_out(effects)
+        return ""
+
     def on_cancel(self, command: CancelSequence) -> None:
         self._feed(self._core.on_cancel, command)
 
@@ -155,6 +178,14 @@ class Term:
                     self._post(subjects.SCHEDULER_WORKER_LOST, effect.lost)
                 case RefuseWorker():
                     _log.error("refused: %s (%s)", effect.error.message, effect.error.code)
+                case PublishPrepared():
+                    self._post(subjects.SCHEDULER_PREPARED, effect.prepared)
+                case PublishMoved():
+                    self._note_move(effect)
+                case NoteRelief():
+                    canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
+                case AskTokens():
+                    self._start(self._tokens(effect))
                 case AskPlacement():
                     self._start(self._place(effect))
                 case AskPrediction():
@@ -200,6 +231,24 @@ class Term:
             total_s=round(left.total_s, 4),
         )
 
+    def _note_move(self, effect: PublishMoved) -> None:
+        moved = effect.moved
+        self._moved.labels("failed" if moved.reason else "done").inc()
+        canonical(
+            _log,
+            "move",
+            ref=str(moved.ref),
+            source=moved.source,
+            target=moved.target,
+            mode=str(moved.mode),
+            failed=moved.reason or None,
+            rounds=moved.rounds,
+            rehearsed_tokens=moved.rehearsed_tokens,
+            prepare_s=round(moved.prepare_s, 4),
+            switch_s=round(moved.switch_s, 4),
+        )
+        self._post(subjects.SCHEDULER_MOVED, moved)
+
     async def _send(self) -> None:
         while True:
             subject, message, worker_id = await self._outbox.get()
@@ -244,6 +293,21 @@ class Term:
         except KvasirError as error:
             _log.debug("placement did not answer: %s", error)
         self._feed(self._core.on_placed, question.question, worker_ids)
+
+    async def _tokens(self, question: AskTokens) -> None:
+        command = FetchTokens(ref=question.ref, first_index=0)
+        tokens: tuple[int, ...] | None = None
+        try:
+            answer = await self._bus.request(
+                subjects.worker_fetch(question.worker_id),
+                command,
+                FetchedTokens,
+                deadline_s=self._config.snapshot_deadline_s,
+            )
+            tokens = None if answer.delta is None else answer.delta.tokens
+        except KvasirError as error:
+            _log.info("%s did not say what %s has: %s", question.worker_id, question.ref, error)
+        self._feed(self._core.on_tokens, question.ref, tokens)
 
     async def _predict(self, question: AskPrediction) -> None:
         command = PredictLength(
