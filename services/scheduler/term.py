@@ -1,12 +1,11 @@
 """One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
 
 Everything published goes through one queue and one task, so that plans leave in the order they were made.
-Questions (placement, predictions, snapshots) are tasks with deadlines; the core hears the answer, or that
-there was none.
+What the core asks others is in `questions`.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from services.scheduler.config import SchedulerConfig
@@ -28,32 +27,21 @@ from services.scheduler.effects import (
     StepDown,
 )
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.questions import Questions
 from services.scheduler.tally import PlanTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s, new_incarnation
-from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, StaleEpoch
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
-from shared.messages.commands import (
-    CancelSequence,
-    LengthPrediction,
-    Placements,
-    PlaceSequences,
-    PredictLength,
-    SubmitReply,
-    SubmitSequence,
-    TakeSnapshot,
-)
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
-from shared.messages.tokens import FetchedTokens, FetchTokens
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
-_MAX_PREDICTIONS = 64
-"""Open at once; beyond that a sequence does without."""
 
 HANDLERS = (
     Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
@@ -74,8 +62,7 @@ class Term:
         self._incarnation = new_incarnation()
         self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s())
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
-        self._questions: set[asyncio.Task[None]] = set()
-        self._predictions = 0
+        self._questions = Questions(config, bus, self._core, self._feed, self._end)
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
         self.heard_epoch = 0
@@ -83,7 +70,6 @@ class Term:
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
         self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
-        self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
 
     @property
     def epoch(self) -> int:
@@ -102,9 +88,10 @@ class Term:
             for task in done:
                 task.result()
         finally:
-            for task in (ended, *tasks, *self._questions):
+            for task in (ended, *tasks):
                 task.cancel()
-            await asyncio.gather(ended, *tasks, *self._questions, return_exceptions=True)
+            await asyncio.gather(ended, *tasks, return_exceptions=True)
+            await self._questions.close()
 
     async def submit(self, command: SubmitSequence) -> SubmitReply:
         try:
@@ -184,17 +171,8 @@ class Term:
                     self._note_move(effect)
                 case NoteRelief():
                     canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
-                case AskTokens():
-                    self._start(self._tokens(effect))
-                case AskPlacement():
-                    self._start(self._place(effect))
-                case AskPrediction():
-                    if self._predictions < _MAX_PREDICTIONS:
-                        self._predictions += 1
-                        self._start(self._predict(effect))
-                case AskSnapshot():
-                    self._resyncs.inc()
-                    self._start(self._snapshot(effect))
+                case AskTokens() | AskPlacement() | AskPrediction() | AskSnapshot():
+                    self._questions.ask(effect)
                 case SequenceLeft():
                     self._note(effect)
                 case StepDown():
@@ -210,11 +188,6 @@ class Term:
     def _end(self, reason: str) -> None:
         self.end_reason = self.end_reason or reason
         self._ended.set()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._questions.add(task)
-        task.add_done_callback(self._questions.discard)
 
     def _note(self, left: SequenceLeft) -> None:
         self._left.labels(left.phase).inc()
@@ -281,68 +254,3 @@ class Term:
                 ),
             )
             await asyncio.sleep(self._config.announce_s)
-
-    async def _place(self, question: AskPlacement) -> None:
-        command = PlaceSequences(items=question.items, excluded_workers=question.excluded_workers)
-        worker_ids: tuple[str | None, ...] | None = None
-        try:
-            reply = await self._bus.request(
-                subjects.PLACEMENT_PLACE, command, Placements, deadline_s=self._config.place_deadline_s
-            )
-            worker_ids = reply.worker_ids
-        except KvasirError as error:
-            _log.debug("placement did not answer: %s", error)
-        self._feed(self._core.on_placed, question.question, worker_ids)
-
-    async def _tokens(self, question: AskTokens) -> None:
-        command = FetchTokens(ref=question.ref, first_index=0)
-        tokens: tuple[int, ...] | None = None
-        try:
-            answer = await self._bus.request(
-                subjects.worker_fetch(question.worker_id),
-                command,
-                FetchedTokens,
-                deadline_s=self._config.snapshot_deadline_s,
-            )
-            tokens = None if answer.delta is None else answer.delta.tokens
-        except KvasirError as error:
-            _log.info("%s did not say what %s has: %s", question.worker_id, question.ref, error)
-        self._feed(self._core.on_tokens, question.ref, tokens)
-
-    async def _predict(self, question: AskPrediction) -> None:
-        command = PredictLength(
-            ref=question.ref,
-            prompt=question.prompt,
-            max_tokens=question.max_tokens,
-            generated_tokens=question.generated_tokens,
-        )
-        try:
-            prediction = await self._bus.request(
-                subjects.PREDICTOR_PREDICT,
-                command,
-                LengthPrediction,
-                deadline_s=self._config.predict_deadline_s,
-            )
-        except KvasirError as error:
-            _log.debug("no prediction for %s: %s", question.ref, error)
-            return
-        finally:
-            self._predictions -= 1
-        self._feed(self._core.on_predicted, question.ref, prediction)
-
-    async def _snapshot(self, question: AskSnapshot) -> None:
-        _log.info("asking %s for a snapshot: %s", question.worker_id, question.reason)
-        try:
-            snapshot = await self._bus.request(
-                subjects.worker_snapshot(question.worker_id),
-                TakeSnapshot(epoch=question.epoch),
-                WorkerReported,
-                deadline_s=self._config.snapshot_deadline_s,
-            )
-        except StaleEpoch as error:
-            self._end(str(error))
-        except KvasirError as error:
-            _log.info("no snapshot of %s: %s", question.worker_id, error)
-            self._feed(self._core.on_snapshot_failed, question.worker_id)
-        else:
-            self._feed(self._core.on_snapshot, snapshot)
