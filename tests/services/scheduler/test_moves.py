@@ -163,3 +163,13 @@ def test_all_is_told_of_in_the_description() -> None:
     until_over(world)
     assert world.core.describe()["moved"] == 1
     finish(world)
+
+
+def test_a_worker_with_other_weights_is_no_target() -> None:
+    world, (request,) = world_with()
+    world.start_worker("worker-9", weights="other")
+    world.run_until(lambda: bool(world.lines("RefuseWorker")), limit_s=5)
+    with pytest.raises(InvalidRequest, match="worker-9 cannot take it"):
+        world.move(request, "worker-9")
+    finish(world)
+    assert world.workers["worker-9"].step_tokens == [] and not world.moved
