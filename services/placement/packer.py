@@ -94,12 +94,21 @@ class Packer:
         return home
 
     def _elsewhere(self, key: SequenceKey, blocks: int, excluded: frozenset[str], fleet: Fleet) -> str | None:
-        """The policy knows of no exclusions: an idle worker instead, if there is one."""
-        for name in self.idle_workers(fleet):
-            if name not in excluded and self._policy is not None:
-                self._policy.adopt(key, blocks, name)
-                return name
-        return None
+        """The policy knows of no exclusions: an idle worker instead, or else the one with the most room."""
+        policy, used = self._policy, dict.fromkeys(self._workers, 0)
+        if policy is None:
+            return None
+        for other, known in self._known.items():
+            home = policy.worker_of(other)
+            if home in used:
+                used[home] += known.blocks
+        able = [name for name in self.idle_workers(fleet) if name not in excluded]
+        rooms = [(size, name) for name, size in used.items() if size + blocks <= self._capacity]
+        able += [name for _, name in sorted(rooms) if name in fleet.workers and name not in excluded]
+        if not able:
+            return None
+        policy.adopt(key, blocks, able[0])
+        return policy.worker_of(key)
 
     # --- the fleet
 

@@ -189,6 +189,16 @@ def test_an_excluded_home_is_given_up() -> None:
     assert other not in {None, home}
 
 
+def test_an_excluded_home_is_left_for_a_worker_that_serves_others_where_none_is_idle() -> None:
+    rig = Rig(workers=2)
+    home = rig.arrive("r", 10)
+    assert home is not None
+    busy = next(name for name in rig.fleet.workers if name != home)
+    (first,) = rig.packer.place((item("s", size=160),), frozenset({home}), rig.fleet, 0.0)
+    (second,) = rig.packer.place((item("t", size=160),), frozenset({home}), rig.fleet, 0.0)
+    assert first == second == busy
+
+
 happenings = st.lists(
     st.tuples(st.sampled_from("aaaagggeemfdxr"), st.integers(0, 10**6), st.integers(1, 40)), max_size=60
 )
