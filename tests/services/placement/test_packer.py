@@ -194,8 +194,8 @@ def test_an_excluded_home_is_left_for_a_worker_that_serves_others_where_none_is_
     home = rig.arrive("r", 10)
     assert home is not None
     busy = next(name for name in rig.fleet.workers if name != home)
-    (first,) = rig.packer.place((item("s", size=160),), frozenset({home}), rig.fleet, 0.0)
-    (second,) = rig.packer.place((item("t", size=160),), frozenset({home}), rig.fleet, 0.0)
+    (first,) = rig.packer.place((item("s", size=320),), frozenset({home}), rig.fleet, 0.0)
+    (second,) = rig.packer.place((item("t", size=480),), frozenset({home}), rig.fleet, 0.0)
     assert first == second == busy
 
 
