@@ -18,12 +18,19 @@ OPERATOR = "operator"
 
 SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit"
 SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel"
+SCHEDULER_MOVE = f"{PREFIX}.cmd.scheduler.move"
 PREDICTOR_PREDICT = f"{PREFIX}.cmd.predictor.predict"
 PLACEMENT_PLACE = f"{PREFIX}.cmd.placement.place"
 LEDGER_CANDIDATES = f"{PREFIX}.cmd.ledger.candidates"
 
 SCHEDULER_ANNOUNCED = f"{PREFIX}.evt.scheduler.announced"
 SCHEDULER_WORKER_LOST = f"{PREFIX}.evt.scheduler.lost"
+SCHEDULER_PREPARED = f"{PREFIX}.evt.scheduler.prepared"
+"""Another worker is ready for a sequence: its gateway may hand it over."""
+SCHEDULER_MOVED = f"{PREFIX}.evt.scheduler.moved"
+"""A migration is over, whichever way."""
+PLACEMENT_WANTED = f"{PREFIX}.evt.placement.wanted"
+"""How many workers should run, and which need not."""
 GATEWAY_FINISHED = f"{PREFIX}.evt.gateway.finished"
 ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
@@ -146,7 +153,13 @@ PERMISSIONS: Mapping[str, Permissions] = {
             ANY_GATEWAY_REPORTED,
             GATEWAY_FINISHED,
         ),
-        subscribe=(_every(tokens), ANY_WORKER_REPORTED, SCHEDULER_ANNOUNCED, SCHEDULER_WORKER_LOST),
+        subscribe=(
+            _every(tokens),
+            ANY_WORKER_REPORTED,
+            SCHEDULER_ANNOUNCED,
+            SCHEDULER_WORKER_LOST,
+            SCHEDULER_PREPARED,
+        ),
     ),
     "scheduler": _service(
         "scheduler",
@@ -156,13 +169,17 @@ PERMISSIONS: Mapping[str, Permissions] = {
             _every(worker_plan),
             _every(worker_snapshot),
             _every(worker_cancel),
+            _every(worker_fetch),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
+            SCHEDULER_PREPARED,
+            SCHEDULER_MOVED,
             *_LEASE_PUBLISH,
         ),
         subscribe=(
             SCHEDULER_SUBMIT,
             SCHEDULER_CANCEL,
+            SCHEDULER_MOVE,
             ANY_WORKER_REPORTED,
             ANY_WORKER_STEPPED,
             ANY_GATEWAY_REPORTED,
@@ -171,8 +188,14 @@ PERMISSIONS: Mapping[str, Permissions] = {
     "predictor": _service("predictor", subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED)),
     "placement": _service(
         "placement",
-        publish=(_every(worker_prefixes),),
-        subscribe=(PLACEMENT_PLACE, ANY_WORKER_REPORTED, ANY_WORKER_STEPPED, ANY_WORKER_CACHED),
+        publish=(_every(worker_prefixes), SCHEDULER_MOVE, PLACEMENT_WANTED),
+        subscribe=(
+            PLACEMENT_PLACE,
+            ANY_WORKER_REPORTED,
+            ANY_WORKER_STEPPED,
+            ANY_WORKER_CACHED,
+            SCHEDULER_MOVED,
+        ),
     ),
     "ledger": _service("ledger", subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED)),
     "worker": _service(
@@ -190,7 +213,7 @@ PERMISSIONS: Mapping[str, Permissions] = {
     ),
     OPERATOR: Permissions(
         publish=(*(status(service) for service in SERVICES), "$SRV.>"),
-        subscribe=(f"{inbox_prefix(OPERATOR)}.>",),
+        subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
         may_answer=False,
     ),
 }

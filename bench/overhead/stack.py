@@ -75,8 +75,9 @@ def start(
     max_sequences: int,
     run_dir: Path,
     more_settings: Mapping[str, object] | None = None,
+    workers: int = 1,
 ) -> Stack:
-    """Started by a process that is bound to the core that everything but the engine is to have."""
+    """Started by a process that is bound to the core that everything but the engines is to have."""
     port = free_port()
     settings = {
         "worker.threads": 1,
@@ -88,7 +89,7 @@ def start(
         **(more_settings or {}),
     }
     argv = [sys.executable, "-m", "services", "up", "--run-dir", str(run_dir), "--port", str(port)]
-    argv += ["--nats-port", str(free_port()), "--workers", "1", "--model", str(model)]
+    argv += ["--nats-port", str(free_port()), "--workers", str(workers), "--model", str(model)]
     for key, value in settings.items():
         argv += ["--set", f"{key}={value}"]
     side = Side("kvasir", argv, _environment(), run_dir.with_suffix(".log"), ROOT)

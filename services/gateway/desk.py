@@ -26,6 +26,7 @@ from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock, monotonic_s
 from shared.errors import NoResponder, Overloaded
+from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
     SchedulerAnnounced,
     SequenceFinished,
@@ -184,6 +185,12 @@ class Desk:
         worker = (event.worker_id, event.incarnation)
         self.workers.on_lost(worker)
         self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, now_s)
+
+    def on_prepared(self, event: MovePrepared, now_s: float) -> None:
+        """The scheduler has another worker ready for one of our sequences, or of another gateway's."""
+        sequence = self._open.get(event.ref.key)
+        if sequence is not None:
+            self.apply(sequence, sequence.stream.on_prepared(event.ref, now_s))
 
     def lose(self, worker: WorkerStart, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
         """That run of a worker is over; `attempts` are those its scheduler says it had sent it."""

@@ -22,6 +22,7 @@ from shared.bus import Bus, Gatherable, Listener
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.messages.base import Empty
+from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
     GatewayReported,
     SchedulerAnnounced,
@@ -40,6 +41,7 @@ HANDLERS = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
     Listener(subjects.SCHEDULER_ANNOUNCED, SchedulerAnnounced, "on_scheduler_announced"),
     Listener(subjects.SCHEDULER_WORKER_LOST, WorkerLost, "on_worker_lost"),
+    Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
     Gatherable(subjects.status("gateway"), Empty, "status"),
 )
 
@@ -73,6 +75,9 @@ class Gateway:
 
     def on_worker_lost(self, event: WorkerLost) -> None:
         self._desk.on_worker_lost(event, self._now_s())
+
+    def on_prepared(self, event: MovePrepared) -> None:
+        self._desk.on_prepared(event, self._now_s())
 
     async def status(self, _: Empty) -> ServiceStatus:
         """For `python -m services status`."""

@@ -189,6 +189,15 @@ class Stream:
             return self._hand_over("worker_lost", now_s)
         return ()
 
+    def on_prepared(self, ref: SequenceRef, now_s: float) -> Effects:
+        """Another worker has all that is needed to go on: hand over what is held by now.
+
+        What the old one still says is stale from here on, and the new one continues exactly there.
+        """
+        if not self.is_open or ref.attempt != self.attempt:
+            return ()
+        return self._hand_over("moved", now_s)
+
     # --- time and the client
 
     def on_tick(self, now_s: float) -> Effects:

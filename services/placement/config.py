@@ -2,6 +2,8 @@
 
 from pydantic import Field
 
+from services.placement.books import PackingRules
+from services.placement.scaling import ScalingRules
 from shared.config import ServiceConfig
 
 
@@ -10,7 +12,8 @@ class PlacementConfig(ServiceConfig):
 
     policy: str = Field(
         default="prefix_aware",
-        description="best_fit, worst_fit, prefix_aware, or a name an installed package registers",
+        description="best_fit, worst_fit, prefix_aware, or a name an installed package registers; by"
+        " migration: mell, mell_eager, load_balance",
     )
     order: str = Field(
         default="fcfs", description="of waiting prompts: fcfs, fpf (nearest cached prefix first), relaxed_fpf"
@@ -19,3 +22,41 @@ class PlacementConfig(ServiceConfig):
     reservation_s: float = Field(
         default=5.0, gt=0, description="how long a placed sequence counts before it is seen"
     )
+    epoch_s: float = Field(
+        default=0.5, gt=0, description="mell and its like: growths, ends and moves are settled so often"
+    )
+    packing_share: float = Field(
+        default=0.85, gt=0, le=1, description="mell and its like: of a worker's blocks that are packed"
+    )
+    packing_sequences: int = Field(
+        default=64, ge=1, description="mell and its like: sequences that one worker takes at most"
+    )
+    requests_weight: float = Field(
+        default=0.01, ge=0, description="mell: against a target of a move, by request on it"
+    )
+    free_weight: float = Field(default=1.0, ge=0, description="mell: for a target, by its share free")
+    distance_weight: float = Field(
+        default=0.05, ge=0, description="mell: against a target that is on another host"
+    )
+    scale: bool = Field(
+        default=False, description="mell and its like: have workers stopped that serve nothing, and started"
+    )
+    min_workers: int = Field(default=1, ge=1, description="that run in any case")
+    max_workers: int = Field(default=0, ge=0, description="that run at most; 0: as many as there are")
+    spare_workers: int = Field(default=0, ge=0, description="idle ones that are not stopped")
+    idle_s: float = Field(default=30.0, ge=0, description="a worker that served nothing so long is stopped")
+
+    def packing(self) -> PackingRules:
+        """For `packer`."""
+        return PackingRules(
+            share=self.packing_share, most_sequences=self.packing_sequences, patience_s=self.reservation_s
+        )
+
+    def scaling(self) -> ScalingRules:
+        """For `scaling`."""
+        return ScalingRules(
+            least=self.min_workers,
+            most=self.max_workers,
+            spare=self.spare_workers,
+            linger_s=self.idle_s,
+        )

@@ -1,15 +1,18 @@
 """Placement on the bus: answers `PlaceSequences` from workers' heartbeats and what they say of their caches.
 
 Soft state: one round of heartbeats after a restart rebuilds it, and a question to each worker what it has
-cached. It knows no request beyond its size and what its blocks are called.
+cached. It knows no request beyond its size and what its blocks are called. Under a packing policy (`mell`)
+`relocation` moves sequences, too.
 """
 
 import asyncio
 
 from services.placement.config import PlacementConfig
 from services.placement.order import find_order
-from services.placement.policy import create
+from services.placement.policy import LIVE_PACKINGS, create
 from services.placement.policy.base import PlacementPolicy
+from services.placement.relocation import HANDLERS as MOVE_HANDLERS
+from services.placement.relocation import Relocation
 from services.placement.state import Fleet
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
@@ -39,8 +42,9 @@ class Placement:
     """A fleet's books and the policy that chooses among workers with room."""
 
     def __init__(
-        self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy, clock: Clock = monotonic_s
+        self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy | None, clock: Clock = monotonic_s
     ) -> None:
+        """Without `policy`, `config.policy` names a packing policy."""
         self._bus = bus
         self._policy = policy
         self._policy_name = config.policy
@@ -51,6 +55,7 @@ class Placement:
             order=find_order(config.order),
         )
         self._clock = clock
+        self.relocation = Relocation(bus, config, self.fleet, clock) if policy is None else None
         self._started_s = clock()
         self._placed = 0
         self._waits = 0
@@ -72,7 +77,11 @@ class Placement:
     async def place(self, asked: PlaceSequences) -> Placements:
         """A worker id per item, in order; None says wait."""
         excluded = frozenset(asked.excluded_workers)
-        worker_ids = self.fleet.place(asked.items, excluded, self._policy, self._clock())
+        if self._policy is None:
+            assert self.relocation is not None
+            worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())
+        else:
+            worker_ids = self.fleet.place(asked.items, excluded, self._policy, self._clock())
         waits = sum(worker_id is None for worker_id in worker_ids)
         self._placed += len(worker_ids) - waits
         self._waits += waits
@@ -83,6 +92,8 @@ class Placement:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._catch_up())
+            if self.relocation is not None:
+                tasks.create_task(self.relocation.run())
 
     async def _tick(self) -> None:
         while True:
@@ -123,6 +134,7 @@ class Placement:
                 "placed": self._placed,
                 "waits": self._waits,
                 "prefix_questions": self._questions,
+                **({} if self.relocation is None else self.relocation.details()),
                 "workers": [
                     {
                         "worker": worker.worker_id,
@@ -131,20 +143,26 @@ class Placement:
                         "sequences": len(worker.residents),
                         "reserved": len(worker.reservations),
                         "cached_blocks": self.fleet.prefixes.blocks(worker.worker_id),
+                        **self._state_of(worker.worker_id),
                     }
                     for worker in workers
                 ],
             },
         )
 
+    def _state_of(self, worker_id: str) -> dict[str, str]:
+        return {} if self.relocation is None else {"state": self.relocation.packer.state_of(worker_id)}
+
 
 async def run(config: PlacementConfig) -> None:
     """Serves until cancelled. Raises ConfigError (unknown policy) and BusUnavailable (no NATS at start)."""
-    policy = create(config.policy)
+    policy = None if config.policy in LIVE_PACKINGS else create(config.policy)
     bus = await Bus.connect(config.bus, service="placement", instance=config.instance)
     try:
         placement = Placement(bus, config, policy)
         await bus.attach(HANDLERS, placement)
+        if placement.relocation is not None:
+            await bus.attach(MOVE_HANDLERS, placement.relocation)
         canonical(_log, "placement serving", policy=config.policy)
         await placement.watch()
     finally:

@@ -35,6 +35,8 @@ class Resident:
     attempt: int
     allocated_blocks: int
     needed_blocks: int
+    is_read: bool = True
+    """A gateway waits for it; else it is a rehearsal of a move."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Worker:
     heard_s: float
     residents: dict[SequenceKey, Resident]
     reservations: dict[SequenceKey, Reservation] = field(default_factory=dict)
+    host: str = ""
 
     @property
     def free_blocks(self) -> int:
@@ -237,7 +240,8 @@ class Fleet:
 def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> Worker:
     def resident(sequence: SequenceReport) -> Resident:
         tokens = sequence.prompt_tokens + sequence.generated_tokens
-        return Resident(sequence.ref.attempt, sequence.allocated_blocks, -(-tokens // report.block_tokens))
+        needed = -(-tokens // report.block_tokens)
+        return Resident(sequence.ref.attempt, sequence.allocated_blocks, needed, bool(sequence.gateway_id))
 
     return Worker(
         worker_id=report.worker_id,
@@ -251,4 +255,5 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
         heard_s=now_s,
         residents={s.ref.key: resident(s) for s in report.sequences if s.state is not SequenceState.ENDED},
         reservations=reservations,
+        host=report.host,
     )

@@ -8,7 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from services.scheduler.policy import policy_names
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.rules import Rules
+from services.scheduler.policy.relief import Rung
+from services.scheduler.rules import MoveRules, ReliefRules, Rules
 from shared.config import ServiceConfig
 
 
@@ -58,6 +59,16 @@ class SchedulerConfig(ServiceConfig):
         default=2.0, gt=0, description="a worker is asked for its snapshot again after this"
     )
 
+    relief: bool = Field(
+        default=False,
+        description="where a worker's memory runs out, take the cheapest rung: move a sequence away, say",
+    )
+    relief_off: tuple[Rung, ...] = Field(default=(), description="rungs that are not taken")
+    move_deadline_s: float = Field(
+        default=20.0, gt=0, description="a migration that is not prepared by then does not come about"
+    )
+    most_moves: int = Field(default=16, ge=0, description="migrations at once; 0: none")
+
     @field_validator("policy_options")
     @classmethod
     def _options_are_typed(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -94,4 +105,6 @@ class SchedulerConfig(ServiceConfig):
             round_s=self.heartbeat_round_s,
             max_queued=self.max_queued,
             max_start_bytes=self.max_start_bytes,
+            moves=MoveRules(deadline_s=self.move_deadline_s, most_at_once=self.most_moves),
+            relief=ReliefRules(enabled=self.relief, switched_off=frozenset(self.relief_off)),
         )

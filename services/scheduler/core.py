@@ -10,14 +10,17 @@ from typing import Any
 from services.scheduler.effects import Effect, StepDown
 from services.scheduler.fleet import Fleet
 from services.scheduler.intake import Admission, Intake
+from services.scheduler.moves import Moves
 from services.scheduler.planning import Sync
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.prefixes import kinds_of
+from services.scheduler.pressure import PressureWatch
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Sequence
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.commands import CancelSequence, LengthPrediction
+from shared.messages.moves import SequenceMove
 from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
@@ -34,6 +37,8 @@ class SchedulerCore:
         self._roster = Roster(rules)
         self._fleet = Fleet(self._roster, make_policy, epoch)
         self._intake = Intake(self._roster)
+        self._moves = Moves(self._roster, rules.moves)
+        self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
         self._round_ends_s = now_s + rules.round_s
         self._ticked_s = now_s
         self._expired_s = now_s
@@ -60,12 +65,24 @@ class SchedulerCore:
         """Raises what `Intake.on_submit` raises; then nothing has changed."""
         admission, effects = self._intake.on_submit(spec, now_s)
         sequence = self._roster.find(spec.ref)
-        lane = None if sequence is None else self._roster.lane_without_choice(sequence)
+        target = None if sequence is None else self._moves.lane_for(sequence)
+        lane = target if sequence is None else target or self._roster.lane_without_choice(sequence)
         if lane is None or sequence is None or self._deposed:
             return admission, effects + self._ask_placement(now_s)
-        self._roster.place(sequence, lane, now_s)
-        told = self._roster.backlog.tell(sequence, self._roster.closed_workers())
+        self._roster.place(sequence, lane, now_s, midway=target is not None)
+        others = tuple(name for name in self._roster.lanes if name != lane.worker_id)
+        told = self._roster.backlog.tell(sequence, (*self._roster.closed_workers(), *others))
         return admission, [*self._after(effects, now_s), told]
+
+    def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
+        """Raises InvalidRequest when it cannot be moved there."""
+        if self._deposed:
+            raise InvalidRequest("this scheduler was replaced", param="moves")
+        return self._after(self._moves.begin(order, now_s), now_s)
+
+    def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
+        """The answer to `AskTokens`; None when there was none."""
+        return self._after(self._moves.on_tokens(ref, tokens, now_s), now_s)
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         return self._after(self._intake.on_cancel(command, now_s), now_s)
@@ -152,6 +169,7 @@ class SchedulerCore:
             effects += self._fleet.command(self.epoch, now_s)
         effects += self._fleet.on_tick(now_s)
         effects += self._intake.on_tick(now_s)
+        effects += self._pressure.on_tick(now_s)
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s
             self._roster.expire(now_s)
@@ -161,6 +179,7 @@ class SchedulerCore:
         """Whatever changed: plan where there is room, and ask for places."""
         if self._deposed:
             return effects
+        effects += self._moves.advance(now_s)
         for lane in self._roster.lanes.values():
             effects += lane.next_plans(now_s)
         return effects + self._ask_placement(now_s)
@@ -196,8 +215,17 @@ class SchedulerCore:
             }
             for lane in lanes
         ]
-        return {"epoch": self.epoch, "snapshots": self._fleet.snapshots, **phases, "workers": workers}
+        decisions = {f"relief_{rung}": count for rung, count in sorted(self._pressure.decisions.items())}
+        moves = {**self._moves.describe(), **decisions}
+        return {
+            "epoch": self.epoch,
+            "snapshots": self._fleet.snapshots,
+            **phases,
+            **moves,
+            "workers": workers,
+        }
 
     def check_integrity(self) -> None:
         """Raises AssertionError when roster, backlog, lanes or a policy disagree."""
         self._roster.check_integrity()
+        self._moves.check_integrity()

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from services.scheduler.policy.relief import Relief
 from services.scheduler.state import Phase
 from shared.errors import ModelMismatch
 from shared.messages.commands import CancelSequence, PlacementItem
+from shared.messages.moves import MovePrepared, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import WorkerLost
 from shared.messages.sequence import FinishReason, SequenceRef
@@ -67,6 +69,32 @@ class RefuseWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class AskTokens:
+    """Which tokens the answer has by now; answer with `on_tokens`, None when there was no answer."""
+
+    worker_id: str
+    ref: SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPrepared:
+    prepared: MovePrepared
+
+
+@dataclass(frozen=True, slots=True)
+class PublishMoved:
+    moved: SequenceMoved
+
+
+@dataclass(frozen=True, slots=True)
+class NoteRelief:
+    """What was decided where memory ran out, and the costs behind it; for the log."""
+
+    worker_id: str
+    relief: Relief
+
+
+@dataclass(frozen=True, slots=True)
 class StepDown:
     """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
     anew."""
@@ -99,6 +127,10 @@ Effect = (
     | CancelAtWorker
     | PublishWorkerLost
     | RefuseWorker
+    | AskTokens
+    | PublishPrepared
+    | PublishMoved
+    | NoteRelief
     | StepDown
     | SequenceLeft
 )

@@ -63,6 +63,7 @@ class Lane:
     _plan_seq: int = field(default=0, init=False)
     _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
     _urgent: bool = field(default=False, init=False)
+    _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
     _last_keys: tuple[SequenceKey, ...] = field(default=(), init=False)
     _unplanned_blocks: int = field(default=0, init=False)
@@ -96,7 +97,7 @@ class Lane:
 
     def _clear(self, now_s: float, stepped_seq: int) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, stepped_seq, now_s)
-        self.policy, self._urgent = None, False
+        self.policy, self._urgent, self._midway = None, False, False
         self._plan_seq = self._smooth_reports = 0
         self._drops.clear()
         self.strangers.clear()
@@ -107,11 +108,13 @@ class Lane:
         if self.policy is not None and lasting_blocks != _lasting_blocks(self.report.capacity):
             self.policy.on_resized(max(0, lasting_blocks - self._unplanned_blocks), now_s)
 
-    def arrive(self, sequence: Sequence, now_s: float) -> None:
-        """A sequence that the worker does not hold; a long plan may be cut short for it."""
+    def arrive(self, sequence: Sequence, now_s: float, *, midway: bool = False) -> None:
+        """A sequence that the worker does not hold; a long plan may be cut short for it, and any that may
+        be where a reader waits midway in its answer."""
         if self.policy is not None:
             self.policy.on_arrival(sequence.task(), now_s)
             self._urgent = True
+            self._midway = self._midway or midway
 
     def end(self, key: SequenceKey, now_s: float) -> None:
         if self.policy is not None:
@@ -126,10 +129,10 @@ class Lane:
         policy, outstanding = self.policy, self._outstanding
         effects: list[Effect] = []
         while policy is not None and not outstanding.is_cut and len(outstanding) < MAX_OUTSTANDING_PLANS:
-            cut = self._urgent and outstanding.can_cut
+            cut = self._urgent and (outstanding.can_cut or (self._midway and outstanding.is_pliable))
             if outstanding.steps >= self._steps_ahead() and not cut:
                 break
-            self._urgent = False
+            self._urgent = self._midway = False
             batch = policy.plan(now_s)
             if batch is None:
                 break

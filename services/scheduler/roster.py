@@ -99,12 +99,12 @@ class Roster:
         sequence.move_to(phase)
         sequence.worker_id, sequence.confirmed = lane.worker_id, True
 
-    def place(self, sequence: Sequence, lane: Lane, now_s: float) -> None:
-        """From the backlog to a worker's policy."""
+    def place(self, sequence: Sequence, lane: Lane, now_s: float, *, midway: bool = False) -> None:
+        """From the backlog to a worker's policy. `midway`: as the target of its migration."""
         self.backlog.remove(sequence)
         sequence.move_to(Phase.PLACED)
         sequence.worker_id = lane.worker_id
-        lane.arrive(sequence, now_s)
+        lane.arrive(sequence, now_s, midway=midway)
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """From a worker that never heard of it to the backlog."""

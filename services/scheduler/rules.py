@@ -3,6 +3,36 @@
 from dataclasses import dataclass, field
 
 from services.scheduler.policy.contract import PolicySettings
+from services.scheduler.policy.relief import Rung
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRules:
+    """Of live migrations."""
+
+    deadline_s: float = 20.0
+    """From the order to the gateway being told; then the sequence stays where it is."""
+    switch_s: float = 2.0
+    """The gateway and the target have so long for the switch."""
+    last_tokens: int = 8
+    """That the source may be ahead of a rehearsal at the switch: they are computed in the pause."""
+    most_rounds: int = 4
+    """Rehearsals; the last one is followed by the switch, however far the source has got."""
+    most_at_once: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ReliefRules:
+    """Of the ladder for memory that runs out."""
+
+    enabled: bool = False
+    switched_off: frozenset[Rung] = frozenset()
+    interval_s: float = 0.5
+    """Between two decisions about one worker."""
+    ahead_s: float = 0.3
+    """Memory counts as short when it lasts no longer than that."""
+    horizon_steps: int = 100
+    """Blocks are taken to be needed for so long where no end is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +67,7 @@ class Rules:
     """A step report may arrive so much later than a heartbeat that counts it."""
     plan_grace_s: float = 1.0
     """A plan that a worker's heartbeat does not know after so long was lost on the way."""
+    moves: MoveRules = field(default_factory=MoveRules)
+    relief: ReliefRules = field(default_factory=ReliefRules)
     stall_s: float = 1.0
     """A pause between two ticks longer than this was the scheduler's own: nobody else is blamed for it."""

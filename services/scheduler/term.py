@@ -1,12 +1,11 @@
 """One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
 
 Everything published goes through one queue and one task, so that plans leave in the order they were made.
-Questions (placement, predictions, snapshots) are tasks with deadlines; the core hears the answer, or that
-there was none.
+What the core asks others is in `questions`.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from services.scheduler.config import SchedulerConfig
@@ -15,8 +14,12 @@ from services.scheduler.effects import (
     AskPlacement,
     AskPrediction,
     AskSnapshot,
+    AskTokens,
     CancelAtWorker,
     Effect,
+    NoteRelief,
+    PublishMoved,
+    PublishPrepared,
     PublishWorkerLost,
     RefuseWorker,
     SendPlan,
@@ -24,33 +27,25 @@ from services.scheduler.effects import (
     StepDown,
 )
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.questions import Questions
 from services.scheduler.tally import PlanTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s, new_incarnation
-from shared.errors import KvasirError, MessageTooLarge, StaleEpoch
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
-from shared.messages.commands import (
-    CancelSequence,
-    LengthPrediction,
-    Placements,
-    PlaceSequences,
-    PredictLength,
-    SubmitReply,
-    SubmitSequence,
-    TakeSnapshot,
-)
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
-_MAX_PREDICTIONS = 64
-"""Open at once; beyond that a sequence does without."""
 
 HANDLERS = (
     Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+    Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
     Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
@@ -67,15 +62,14 @@ class Term:
         self._incarnation = new_incarnation()
         self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s())
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
-        self._questions: set[asyncio.Task[None]] = set()
-        self._predictions = 0
+        self._questions = Questions(config, bus, self._core, self._feed, self._end)
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
         self.heard_epoch = 0
         self._tally = PlanTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
+        self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
-        self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
 
     @property
     def epoch(self) -> int:
@@ -94,9 +88,10 @@ class Term:
             for task in done:
                 task.result()
         finally:
-            for task in (ended, *tasks, *self._questions):
+            for task in (ended, *tasks):
                 task.cancel()
-            await asyncio.gather(ended, *tasks, *self._questions, return_exceptions=True)
+            await asyncio.gather(ended, *tasks, return_exceptions=True)
+            await self._questions.close()
 
     async def submit(self, command: SubmitSequence) -> SubmitReply:
         try:
@@ -114,6 +109,21 @@ class Term:
             known=admission.known,
             worker_id=admission.worker_id,
         )
+
+    async def move(self, command: MoveSequences) -> MovesTaken:
+        """Each move is begun or refused on its own."""
+        return MovesTaken(refusals=tuple(self._begin_move(order) for order in command.moves))
+
+    def _begin_move(self, order: SequenceMove) -> str:
+        try:
+            effects = self._core.on_move(order, monotonic_s())
+        except InvalidRequest as error:
+            return error.message
+        except Exception:
+            self._fail()
+            raise
+        self._carry_out(effects)
+        return ""
 
     def on_cancel(self, command: CancelSequence) -> None:
         self._feed(self._core.on_cancel, command)
@@ -155,15 +165,14 @@ class Term:
                     self._post(subjects.SCHEDULER_WORKER_LOST, effect.lost)
                 case RefuseWorker():
                     _log.error("refused: %s (%s)", effect.error.message, effect.error.code)
-                case AskPlacement():
-                    self._start(self._place(effect))
-                case AskPrediction():
-                    if self._predictions < _MAX_PREDICTIONS:
-                        self._predictions += 1
-                        self._start(self._predict(effect))
-                case AskSnapshot():
-                    self._resyncs.inc()
-                    self._start(self._snapshot(effect))
+                case PublishPrepared():
+                    self._post(subjects.SCHEDULER_PREPARED, effect.prepared)
+                case PublishMoved():
+                    self._note_move(effect)
+                case NoteRelief():
+                    canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
+                case AskTokens() | AskPlacement() | AskPrediction() | AskSnapshot():
+                    self._questions.ask(effect)
                 case SequenceLeft():
                     self._note(effect)
                 case StepDown():
@@ -180,11 +189,6 @@ class Term:
         self.end_reason = self.end_reason or reason
         self._ended.set()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._questions.add(task)
-        task.add_done_callback(self._questions.discard)
-
     def _note(self, left: SequenceLeft) -> None:
         self._left.labels(left.phase).inc()
         canonical(
@@ -199,6 +203,24 @@ class Term:
             queued_s=round(left.queued_s, 4),
             total_s=round(left.total_s, 4),
         )
+
+    def _note_move(self, effect: PublishMoved) -> None:
+        moved = effect.moved
+        self._moved.labels("failed" if moved.reason else "done").inc()
+        canonical(
+            _log,
+            "move",
+            ref=str(moved.ref),
+            source=moved.source,
+            target=moved.target,
+            mode=str(moved.mode),
+            failed=moved.reason or None,
+            rounds=moved.rounds,
+            rehearsed_tokens=moved.rehearsed_tokens,
+            prepare_s=round(moved.prepare_s, 4),
+            switch_s=round(moved.switch_s, 4),
+        )
+        self._post(subjects.SCHEDULER_MOVED, moved)
 
     async def _send(self) -> None:
         while True:
@@ -232,53 +254,3 @@ class Term:
                 ),
             )
             await asyncio.sleep(self._config.announce_s)
-
-    async def _place(self, question: AskPlacement) -> None:
-        command = PlaceSequences(items=question.items, excluded_workers=question.excluded_workers)
-        worker_ids: tuple[str | None, ...] | None = None
-        try:
-            reply = await self._bus.request(
-                subjects.PLACEMENT_PLACE, command, Placements, deadline_s=self._config.place_deadline_s
-            )
-            worker_ids = reply.worker_ids
-        except KvasirError as error:
-            _log.debug("placement did not answer: %s", error)
-        self._feed(self._core.on_placed, question.question, worker_ids)
-
-    async def _predict(self, question: AskPrediction) -> None:
-        command = PredictLength(
-            ref=question.ref,
-            prompt=question.prompt,
-            max_tokens=question.max_tokens,
-            generated_tokens=question.generated_tokens,
-        )
-        try:
-            prediction = await self._bus.request(
-                subjects.PREDICTOR_PREDICT,
-                command,
-                LengthPrediction,
-                deadline_s=self._config.predict_deadline_s,
-            )
-        except KvasirError as error:
-            _log.debug("no prediction for %s: %s", question.ref, error)
-            return
-        finally:
-            self._predictions -= 1
-        self._feed(self._core.on_predicted, question.ref, prediction)
-
-    async def _snapshot(self, question: AskSnapshot) -> None:
-        _log.info("asking %s for a snapshot: %s", question.worker_id, question.reason)
-        try:
-            snapshot = await self._bus.request(
-                subjects.worker_snapshot(question.worker_id),
-                TakeSnapshot(epoch=question.epoch),
-                WorkerReported,
-                deadline_s=self._config.snapshot_deadline_s,
-            )
-        except StaleEpoch as error:
-            self._end(str(error))
-        except KvasirError as error:
-            _log.info("no snapshot of %s: %s", question.worker_id, error)
-            self._feed(self._core.on_snapshot_failed, question.worker_id)
-        else:
-            self._feed(self._core.on_snapshot, snapshot)

@@ -1,5 +1,6 @@
 """What the supervisor is to run, as data, and how each of it fares."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class ChildState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     BACKING_OFF = "backing off"
+    PARKED = "parked"
+    """Ended because it is not needed; started again when it is."""
     STOPPED = "stopped"
 
 
@@ -53,6 +56,11 @@ class Child:
     took_s: float | None = None
     """From the start of the present process to its being ready."""
     started_unix_s: float = field(default_factory=time.time)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set: it is to end, and to stay so."""
+
+    def __post_init__(self) -> None:
+        self.wanted.set()
 
     def row(self) -> dict[str, Any]:
         """For state.json and the status table."""

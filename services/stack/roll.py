@@ -5,7 +5,7 @@ use: the supervisor starts its children before it spends time on that.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus
 
 if TYPE_CHECKING:
-    from shared.bus import Bus
+    from shared.bus import Bus, Handler
 
 
 class RollCall:
@@ -45,6 +45,10 @@ class RollCall:
             *(self.ask(s, deadline_s=deadline_s, expected=expected.get(s)) for s in subjects.SERVICES)
         )
         return [status for group in answers for status in sorted(group, key=lambda status: status.instance)]
+
+    async def listen(self, handlers: "Sequence[Handler]", target: object) -> None:
+        """Over the same connection. Raises KvasirError when the bus cannot be reached."""
+        await (await self._connected()).attach(handlers, target)
 
     async def close(self) -> None:
         """May be called again; later questions raise BusUnavailable."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.stack.access import BusAccess
+from services.stack.children import ChildState
 from services.stack.display import say
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
@@ -82,7 +83,8 @@ def _process_rows(state: Mapping[str, Any], answering: Collection[str]) -> list[
     rows = []
     for child in state.get("children", []):
         name, exited, took_s = child["name"], child.get("last_exit"), child.get("took_s")
-        silent = name.rpartition("-")[0] in subjects.SERVICES and name not in answering
+        is_service = name.rpartition("-")[0] in subjects.SERVICES and child["state"] != ChildState.PARKED
+        silent = is_service and name not in answering
         rows.append(
             {
                 "process": name,

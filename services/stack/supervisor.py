@@ -82,6 +82,22 @@ class Supervisor:
             await asyncio.sleep(_PROBE_S)
         self._starting = False
 
+    def park(self, name: str) -> None:
+        """Ends the child, which stays ended until `unpark`. Harmless where it is so already."""
+        child = self.children[name]
+        if child.wanted.is_set():
+            child.wanted.clear()
+            self._say(f"{name} is not needed; stopping it")
+            if child.process is not None:
+                child.process.terminate()
+
+    def unpark(self, name: str) -> None:
+        """Starts it again."""
+        child = self.children[name]
+        if not child.wanted.is_set():
+            self._say(f"{name} is needed; starting it")
+            child.wanted.set()
+
     async def until_broken(self) -> None:
         """Never returns in order: raises what ended one of the supervisor's own tasks."""
         await asyncio.wait(self._tasks(), return_when=asyncio.FIRST_COMPLETED)
@@ -146,6 +162,9 @@ class Supervisor:
             status = await self._run_once(child)
             if self._stopping.is_set():
                 break
+            if not child.wanted.is_set():
+                await self._until_wanted(child)
+                continue
             lived_s = time.monotonic() - began_s
             delay_s = child.backoff.on_exit(lived_s)
             child.restarts += 1
@@ -155,6 +174,17 @@ class Supervisor:
                 async with asyncio.timeout(delay_s):
                     await self._stopping.wait()
         self._set(child, ChildState.STOPPED)
+
+    async def _until_wanted(self, child: Child) -> None:
+        """Or until the supervisor stops."""
+        self._set(child, ChildState.PARKED)
+        waiting = [asyncio.ensure_future(event.wait()) for event in (child.wanted, self._stopping)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
 
     async def _run_once(self, child: Child) -> int:
         spec = child.spec

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from services.stack.access import BusAccess
 from services.stack.certificates import certificate_for
+from services.stack.children import ChildState
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text, say
 from services.stack.leftovers import end_leftovers
@@ -25,6 +26,7 @@ from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor, tail
 from services.stack.table import ROOT, TableMaker, kvasir_table
+from shared.errors import KvasirError
 from shared.subjects import OPERATOR
 
 _TRIM_INTERVAL_S = 10.0
@@ -109,11 +111,19 @@ class _Stack:
         key = self._run.credentials().api_key
         self._say(ready_text(self._url, key, self._model, self._ready_s))
         self._set_phase("ready")  # only now: `up --detach` shows what was said until then
-        trimming = asyncio.create_task(self._trim_logs())
+        beside = [asyncio.create_task(work) for work in (self._trim_logs(), self._follow_placement())]
         try:
             await self._supervisor.until_broken()
         finally:
-            trimming.cancel()
+            for task in beside:
+                task.cancel()
+
+    async def _follow_placement(self) -> None:
+        """Workers are stopped and started as placement wants it, where it is configured to say so."""
+        from services.stack.scaling import HANDLERS, Scaling  # It brings the bus: see `roll`.
+
+        with contextlib.suppress(KvasirError):
+            await self._roll.listen(HANDLERS, Scaling(_Workers(self._supervisor)))
 
     async def _trim_logs(self) -> None:
         while True:
@@ -168,6 +178,24 @@ class _Stack:
             **self._access.state(),
             "children": [child.row() for child in self._supervisor.children.values()],
         }
+
+
+class _Workers:
+    """The supervisor's workers as a `Scaler`: there are no others than those of the table."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def workers(self) -> tuple[list[str], list[str]]:
+        children = [c for name, c in self._supervisor.children.items() if name.startswith("worker-")]
+        running = [child.spec.name for child in children if child.wanted.is_set()]
+        return running, [child.spec.name for child in children if child.state is ChildState.PARKED]
+
+    def stop(self, worker_id: str) -> None:
+        self._supervisor.park(worker_id)
+
+    def start(self, worker_id: str) -> None:
+        self._supervisor.unpark(worker_id)
 
 
 def _raise_file_limit() -> None:

@@ -146,12 +146,18 @@ class SequenceTable:
             self.end(sequence, reason, now_s)
 
     def end(self, sequence: HeldSequence, reason: FinishReason, now_s: float) -> None:
-        """End an alive sequence; kept, without blocks, until acknowledged or for `end_retention_s`."""
+        """End an alive sequence; kept, without blocks, until acknowledged or for `end_retention_s`.
+
+        A rehearsal is forgotten at once: its blocks are stored, or they are not.
+        """
         self._free(sequence)
         sequence.move_to(SequenceState.ENDED)
         sequence.finish_reason = reason
         sequence.ended_s = now_s
         self._unreported.append(sequence)
+        if sequence.rehearsal:
+            self._held.pop(sequence.ref.key, None)
+            self._tombstones.bury(sequence.ref, now_s)
 
     def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float) -> None:
         """Forget this attempt and every lower one, now and for a while to come.
@@ -163,7 +169,7 @@ class SequenceTable:
         if held is not None and held.ref.attempt <= ref.attempt:
             if held.alive:
                 self.end(held, reason, now_s)
-            del self._held[ref.key]
+            self._held.pop(ref.key, None)
 
     def acknowledge(self, refs: Iterable[SequenceRef], now_s: float) -> None:
         """Forget ended sequences whose gateway has everything."""

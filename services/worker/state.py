@@ -64,6 +64,8 @@ class HeldSequence:
     """This attempt has sampled a token."""
     finish_reason: FinishReason | None = None
     ended_s: float = 0.0
+    rehearsal: bool = False
+    """Nobody reads it, and nobody acknowledges its end: only its blocks are wanted."""
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, max_context_tokens: int, now_s: float) -> "HeldSequence":
@@ -84,6 +86,7 @@ class HeldSequence:
             received_s=now_s,
             deadline_in_s=spec.deadline_in_s,
             cache_salt=spec.cache_salt,
+            rehearsal=spec.rehearsal,
         )
 
     @property
@@ -132,7 +135,7 @@ class HeldSequence:
         held_s = now_s - self.received_s
         return SequenceReport(
             ref=self.ref,
-            gateway_id=self.gateway_id,
+            gateway_id="" if self.rehearsal else self.gateway_id,
             state=self.state,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,

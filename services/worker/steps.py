@@ -142,7 +142,7 @@ class StepCore:
         commit = self._table.commit
         for item, token in zip(work.items, tokens, strict=True):
             commit(item, token, now_s)
-            if item.samples:
+            if item.samples and not item.sequence.rehearsal:
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
         ended = (*work.ended, *self._table.take_ended())
         queued = work.queued

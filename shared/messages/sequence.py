@@ -86,6 +86,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     deadline_in_s: float | None = None
     cache_salt: bytes = b""
     """Sequences share stored prefixes only with those of the same salt: one for each tenant."""
+    rehearsal: bool = False
+    """Compute it so that its blocks are stored, and tell nobody: where another is about to move to."""
 
     @property
     def prompt_tokens(self) -> int:

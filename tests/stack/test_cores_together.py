@@ -1,5 +1,6 @@
 """Gateway, scheduler and worker cores together: whatever is lost, killed or frozen, every answer is exact."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.streams import Phase
-from tests.stack.world import Wanted, World
+from tests.stack.actors import Wanted
+from tests.stack.world import World
 
 LONG_ENOUGH_S = 180.0
 
@@ -74,6 +76,35 @@ def test_every_answer_is_exact_however_long_one_looks(scenario: dict[str, Any]) 
     play(**scenario)
 
 
+moves = st.lists(st.tuples(st.floats(0.3, 6.0), st.integers(0, 99)), min_size=1, max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(scenario=scenarios, moves=moves, cached=st.booleans())
+def test_every_answer_is_exact_while_sequences_move(
+    scenario: dict[str, Any], moves: list[tuple[float, int]], cached: bool
+) -> None:
+    play(**scenario, moves=moves, cached=cached)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=10_000, deadline=None)
+@given(scenario=scenarios, moves=moves, cached=st.booleans())
+def test_every_answer_is_exact_while_sequences_move_however_long_one_looks(
+    scenario: dict[str, Any], moves: list[tuple[float, int]], cached: bool
+) -> None:
+    play(**scenario, moves=moves, cached=cached)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_moves_come_about(cached: bool) -> None:
+    requests = [(0.0, Wanted(80, 60, 60)) for _ in range(6)]
+    moves = [(0.9 + 0.02 * number, number) for number in range(6)]
+    world = play(1, requests, [], 1000, 0.0, moves=moves, cached=cached)
+    assert len([moved for moved in world.moved if not moved.reason]) >= 4, world.moved
+
+
 def test_a_sequence_named_twice_by_one_report_is_one_culprit() -> None:
     """Found by the search above: it was given up twice, and the scheduler fell over the second time."""
     starts_s = (0.0, 0.0, 0.0, 1.0, 0.875)
@@ -113,9 +144,14 @@ def play(
     happenings: list[Fault],
     kv_blocks: int,
     loss: float,
-) -> None:
+    moves: Sequence[tuple[float, int]] = (),
+    cached: bool = False,
+) -> World:
     """Runs one scenario to its end and compares every answer with the truth."""
-    world = World(seed, [one for _, one in requests], workers=2, kv_blocks=kv_blocks, loss=loss)
+    wanted = [one for _, one in requests]
+    world = World(seed, wanted, workers=2, kv_blocks=kv_blocks, loss=loss, cached=cached)
+    for at_s, number in moves:
+        world.at(at_s, partial(world.move, number))
     for (start_s, _), key in zip(requests, world.wanted, strict=True):
         world.at(start_s, partial(world.submit, key))
     for fault in happenings:
@@ -124,3 +160,4 @@ def play(
     for key, stream in world.streams.items():
         assert stream.phase is Phase.ENDED, f"{key}: {stream.phase} with {len(stream.tokens)} tokens"
         assert stream.tokens == world.wanted[key].answer(key)
+    return world

@@ -5,7 +5,7 @@ function of sequence and index, so that every answer is known beforehand.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,56 +17,56 @@ from services.gateway.state import SchedulerView, WorkerTable
 from services.gateway.streams import Stream
 from services.gateway.timing import StreamTiming
 from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import AskPlacement, AskSnapshot, CancelAtWorker, PublishWorkerLost, SendPlan
+from services.scheduler.effects import (
+    AskPlacement,
+    AskSnapshot,
+    AskTokens,
+    CancelAtWorker,
+    PublishMoved,
+    PublishPrepared,
+    PublishWorkerLost,
+    SendPlan,
+)
 from services.scheduler.effects import Effect as SchedulerEffect
 from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.rules import Rules
+from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.gate import CostGate
 from services.worker.kv.pool import BlockPool
+from services.worker.prefixes import Prefixes
 from services.worker.sampling import Sampled
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Effects, Identity, StepCore, StepWork
+from shared.errors import InvalidRequest
 from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.moves import MovePrepared, SequenceMove, SequenceMoved
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenFrame
+from tests.stack.actors import END_TOKEN, Wanted, WorkerProcess
 from tests.stack.virtual_net import Process, VirtualNet
 
-END_TOKEN = 2
 MODEL = "m"
 TICK_S, BEAT_S, REPORT_S = 0.05, 0.25, 0.5
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One request: how long its prompt is, how long its true answer, how long the answer may be."""
-
-    prompt_tokens: int
-    answer_tokens: int
-    max_tokens: int
-
-    def answer(self, key: SequenceKey) -> list[int]:
-        """The tokens that the client must get, each exactly once."""
-        words = [3 + (hash_of(key) + index * 7) % 90 for index in range(self.answer_tokens - 1)]
-        return [*words, END_TOKEN][: self.max_tokens]
-
-
-def hash_of(key: SequenceKey) -> int:
-    """A number of the key that is the same in every process."""
-    return sum(key[0].encode())
-
-
-@dataclass
-class WorkerProcess(Process):
-    core: Any = None
-    beats: int = 0
-    incarnation: int = 0
 
 
 class World(VirtualNet):
     """One gateway, one scheduler, some workers. `run` returns when every stream has ended, or time is up."""
 
-    def __init__(self, seed: int, wanted: list[Wanted], *, workers: int, kv_blocks: int, loss: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        wanted: list[Wanted],
+        *,
+        workers: int,
+        kv_blocks: int,
+        loss: float,
+        cached: bool = False,
+    ) -> None:
+        """`cached`: blocks outlive their sequences, on the device alone."""
         super().__init__(seed, loss)
+        self.cached = cached
+        self.moved: list[SequenceMoved] = []
         self.wanted = {(f"r{number}", 0): one for number, one in enumerate(wanted)}
         self.kv_blocks = kv_blocks
         self.streams: dict[SequenceKey, Stream] = {}
@@ -178,6 +178,8 @@ class World(VirtualNet):
         if ended_run is not None:
             self._lose(ended_run, {})
         for listed in report.sequences:
+            if not listed.gateway_id:
+                continue
             key = listed.ref.key
             self._apply(key, self.streams[key].on_report(listed, start, self.now_s))
 
@@ -222,6 +224,19 @@ class World(VirtualNet):
             case PublishWorkerLost(lost):
                 start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
                 self.send("s", self.gateway, lambda: self._lose(start, attempts))
+            case AskTokens(worker_id, ref):
+                asked = self.workers[worker_id]
+                self.ask(
+                    self.scheduler,
+                    asked,
+                    lambda: asked.core.on_fetch(FetchTokens(ref=ref, first_index=0)).delta,
+                    lambda delta: self._feed("on_tokens", ref, None if delta is None else delta.tokens),
+                    lambda _: self._feed("on_tokens", ref, None),
+                )
+            case PublishPrepared(prepared):
+                self.send("s", self.gateway, lambda: self._on_prepared(prepared))
+            case PublishMoved(moved):
+                self.moved.append(moved)
             case AskPlacement(question, items, excluded):
                 named = [name for name in self.workers if name not in excluded]
                 open_: list[str | None] = [*named] or [None]
@@ -236,6 +251,28 @@ class World(VirtualNet):
                     lambda snapshot: self._feed("on_snapshot", snapshot),
                     lambda _: self._feed("on_snapshot_failed", worker_id),
                 )
+
+    def move(self, number: int) -> None:
+        """Orders a move of some sequence that runs to the worker after its own."""
+        running = sorted(
+            (listed.ref.key, worker.name, listed)
+            for worker in self.workers.values()
+            if worker.alive
+            for listed in worker.core.report(self.now_s).sequences
+            if listed.gateway_id and listed.finish_reason is None
+        )
+        if not running or not self.scheduler.alive or self.scheduler.frozen:
+            return
+        _, name, listed = running[number % len(running)]
+        names = sorted(self.workers)
+        target = names[(names.index(name) + 1) % len(names)]
+        with suppress(InvalidRequest):
+            self._carry_out_plans(self.core.on_move(SequenceMove(ref=listed.ref, target=target), self.now_s))
+            self.core.check_integrity()
+
+    def _on_prepared(self, prepared: MovePrepared) -> None:
+        key = prepared.ref.key
+        self._apply(key, self.streams[key].on_prepared(prepared.ref, self.now_s))
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         life = self.scheduler.life
@@ -253,7 +290,13 @@ class World(VirtualNet):
         worker.incarnation += 1
         limits = Limits(self.kv_blocks * 16, 1000, 60.0, 10.0)
         identity = Identity(worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here")
-        worker.core = StepCore(identity, SequenceTable(BlockPool(self.kv_blocks, 16), limits))
+        pool = BlockPool(self.kv_blocks, 16)
+        prefixes = None
+        if self.cached:
+            mover: Any = None  # There is no lower tier to copy to.
+            prefixes = Prefixes(PrefixCache(pool, Tiers(), mover, CostGate()), b"fingerprint")
+        table = SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes)
+        worker.core = StepCore(identity, table)
         self._every(BEAT_S, lambda: self._beat(worker), worker)
         self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
@@ -313,6 +356,9 @@ class World(VirtualNet):
         """The engine: the next true token, after a look at whether the sequence is what it should be."""
         tokens: list[Sampled | None] = []
         for item in work.items:
+            if item.sequence.rehearsal:
+                tokens.append(Sampled(END_TOKEN) if item.samples else None)
+                continue
             key = item.sequence.ref.key
             wanted = self.wanted[key]
             truth = wanted.answer(key)

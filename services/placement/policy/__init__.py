@@ -1,7 +1,8 @@
 """Placement policies, by name. The entry-point group `kvasir.placement.policies` adds others from outside.
 
-A policy picks one of the workers that can take a sequence; which those are is not its business
-(`services.placement.state`).
+Two kinds. A `PlacementPolicy` picks one of the workers that can take a sequence; which those are is not its
+business (`services.placement.state`). A `PackingPolicy` keeps the books itself, decides which worker is in
+use at all, and moves sequences.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,11 @@ from importlib.metadata import entry_points
 
 from services.placement.policy.base import PlacementPolicy
 from services.placement.policy.best_fit import BestFit
+from services.placement.policy.dispatch import Dispatch
+from services.placement.policy.load_balance import LoadBalance
+from services.placement.policy.mell import Mell
+from services.placement.policy.mell.settings import EAGER
+from services.placement.policy.packing import PackingPolicy
 from services.placement.policy.prefix_aware import PrefixAware
 from services.placement.policy.worst_fit import WorstFit
 from shared.errors import ConfigError
@@ -19,6 +25,24 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "prefix_aware": PrefixAware,
     "worst_fit": WorstFit,
 }
+LIVE_PACKINGS = ("mell", "mell_eager", "load_balance")
+"""Those that the service drives; the names of the others are policies of the first kind there."""
+PACKINGS: dict[str, Callable[[int], PackingPolicy]] = {
+    "mell": Mell,
+    "mell_eager": lambda capacity_blocks: Mell(capacity_blocks, EAGER),
+    "best_fit": lambda capacity_blocks: Dispatch(capacity_blocks, is_tight=True),
+    "worst_fit": lambda capacity_blocks: Dispatch(capacity_blocks, is_tight=False),
+    "load_balance": LoadBalance,
+}
+
+
+def create_packing(name: str, capacity_blocks: int) -> PackingPolicy:
+    """A new packing policy for workers of that capacity. Raises ConfigError listing the names that exist."""
+    if name not in PACKINGS:
+        raise ConfigError(
+            f"no packing policy {name!r}; there are {', '.join(sorted(PACKINGS))}", param="policy"
+        )
+    return PACKINGS[name](capacity_blocks)
 
 
 def create(name: str) -> PlacementPolicy:
@@ -27,7 +51,7 @@ def create(name: str) -> PlacementPolicy:
         return POLICIES[name]()
     outside = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in outside:
-        names = ", ".join(sorted({*POLICIES, *outside}))
+        names = ", ".join(sorted({*POLICIES, *outside, *LIVE_PACKINGS}))
         raise ConfigError(f"no placement policy {name!r}; there are {names}", param="policy")
     point = outside[name]
     try:

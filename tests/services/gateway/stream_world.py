@@ -16,7 +16,7 @@ from shared.errors import DeadlineExceeded
 from shared.messages.reports import SequenceReport
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
-from tests.services.gateway.stream_rig import KEY, A, B, delta, listed
+from tests.services.gateway.stream_rig import KEY, A, B, delta, listed, ref
 
 TRUTH = tuple(range(100, 112))
 
@@ -140,6 +140,12 @@ class Anything(RuleBasedStateMachine):
         if dies:
             self.workers[at] = World((start[0], start[1] + 1))
         self.do(self.stream.on_worker_lost(start, attempt, self.now_s))
+
+    @rule(stale=st.booleans())
+    def prepare(self, stale: bool) -> None:
+        """Another worker is said to be ready, for the present attempt or for an earlier one."""
+        attempt = max(1, self.stream.attempt - stale)
+        self.do(self.stream.on_prepared(ref(attempt), self.now_s))
 
     @rule()
     def replace_scheduler(self) -> None:

@@ -15,8 +15,9 @@ from services.gateway.tokenizer import Codec
 from shared import subjects
 from shared.bus import Bus, Listener
 from shared.errors import NoResponder, Overloaded
+from shared.messages.moves import MovePrepared
 from shared.messages.reports import SchedulerAnnounced, SequenceFinished
-from shared.messages.sequence import FinishReason, Sampling
+from shared.messages.sequence import FinishReason, Sampling, SequenceRef
 from shared.messages.tokens import TokenDelta
 from tests.services.gateway.fakes import until
 from tests.services.gateway.test_state import report
@@ -99,6 +100,14 @@ async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Des
     assert stream.tokens == []
     desk.on_delta(TokenDelta("req_1", 0, 2, 0, (8,)), W, 0.0)
     assert stream.tokens == [8]
+
+
+async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Desk) -> None:
+    exchange = desk.open(job(n=2), "req_1")
+    for choice, request in ((0, "req_1"), (0, "req_9")):
+        moving = SequenceRef(request_id=request, choice=choice, attempt=1)
+        desk.on_prepared(MovePrepared(ref=moving, target="worker-1"), 0.0)
+    assert [sequence.stream.attempt for sequence in exchange.sequences] == [2, 1]
 
 
 async def test_waiting_for_the_first_worker(desk: Desk) -> None:

@@ -279,5 +279,6 @@ async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder:
 
 def test_the_hot_path_runs_inline() -> None:
     inline = {handler.method for handler in HANDLERS if handler.method != "status"}
-    assert inline == {"on_frame", "on_worker_reported", "on_scheduler_announced", "on_worker_lost"}
+    told = {"on_worker_reported", "on_scheduler_announced", "on_worker_lost", "on_prepared"}
+    assert inline == {"on_frame", *told}
     assert TokenDelta.__struct_config__.array_like

@@ -66,6 +66,17 @@ def test_a_lost_worker_means_a_higher_attempt_and_its_late_frames_mean_nothing()
     assert stream.handovers == {"worker_lost": 1}
 
 
+def test_a_prepared_move_hands_over_what_is_held_and_the_source_is_told() -> None:
+    stream = begun()
+    assert stream.on_prepared(ref(2), 1.0) == (), "of an attempt that is not there yet"
+    assert stream.on_prepared(ref(1), 1.0) == (Cancel(ref(1), "a", is_final=False), Submit(2, 2))
+    assert stream.on_prepared(ref(1), 1.0) == (), "once"
+    stream.on_delta(delta(1, 2, (99,)), A, 1.1)
+    stream.on_delta(delta(2, 2, (12,), FinishReason.STOP), B, 1.2)
+    assert (stream.tokens, stream.handovers) == ([10, 11, 12], {"moved": 1})
+    assert stream.on_prepared(ref(2), 1.3) == (), "it is over"
+
+
 def test_a_loss_that_concerns_another_run_or_attempt_is_ignored() -> None:
     stream = begun()
     assert stream.on_worker_lost(("a", 0), 1, 1.0) == ()

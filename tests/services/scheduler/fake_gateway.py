@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import KvasirError
 from shared.messages.commands import CancelSequence
+from shared.messages.moves import MovePrepared
 from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
 from shared.messages.sequence import (
     FinishReason,
@@ -110,8 +111,18 @@ class FakeGateway:
                 request.sign_s = now_s
                 self._submit(request)
 
+    def on_prepared(self, prepared: MovePrepared, now_s: float) -> None:
+        request = self.requests[prepared.ref.key]
+        if request.ref == prepared.ref and not request.over:
+            self._to_all_workers(lambda worker: worker.on_cancel(CancelSequence(ref=prepared.ref)))
+            request.attempt += 1
+            request.sign_s = now_s
+            self._submit(request)
+
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:
         for listed in report.sequences:
+            if not listed.gateway_id:
+                continue
             request = self.requests[listed.ref.key]
             if request.over or listed.ref.attempt < request.attempt:
                 self._dismiss(report.worker_id, listed.ref)

@@ -83,6 +83,10 @@ class FakeWorker:
     """(prefilled, decoded) of each step."""
     refused: set[str] = field(default_factory=set)
     """Requests whose items it always skips."""
+    fingerprint: bytes = b""
+    """Anything: the scheduler takes it for one whose blocks outlive their sequences."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
     is_mute: bool = False
     """Answers no snapshot."""
     weights: str = "11" * 16
@@ -173,6 +177,9 @@ class FakeWorker:
                 total_blocks=self.total_blocks, free_blocks=self.total_blocks - self.used_blocks
             ),
             sequences=tuple(_listed(held) for held in self.held.values()),
+            fingerprint=self.fingerprint,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_step_s=self.decode_step_s,
         )
 
     def _apply(self, plan: BatchPlan) -> list[SkippedItem]:
@@ -236,12 +243,9 @@ class FakeWorker:
         elif held.generated >= spec.sampling.max_tokens:
             held.reason = FinishReason.LENGTH
         ref = spec.ref
-        self.deltas.append(
-            (
-                spec.gateway_id,
-                TokenDelta(ref.request_id, ref.choice, ref.attempt, index, (token,), held.reason),
-            )
-        )
+        if not spec.rehearsal:
+            delta = TokenDelta(ref.request_id, ref.choice, ref.attempt, index, (token,), held.reason)
+            self.deltas.append((spec.gateway_id, delta))
         if held.reason is not None:
             self._end(held, held.reason)
 
@@ -250,6 +254,8 @@ class FakeWorker:
         self.ended_now.append(
             EndedSequence(ref=held.spec.ref, finish_reason=reason, generated_tokens=held.generated)
         )
+        if held.spec.rehearsal:
+            del self.held[held.spec.ref.key]
 
     def _cancel(self, ref: SequenceRef, reason: FinishReason) -> None:
         self.tombstones[ref.key] = max(ref.attempt, self.tombstones.get(ref.key, 0))
@@ -257,7 +263,7 @@ class FakeWorker:
         if held is not None and held.spec.ref.attempt <= ref.attempt:
             if held.state is not SequenceState.ENDED:
                 self._end(held, reason)
-            del self.held[ref.key]
+            self.held.pop(ref.key, None)
 
     def _give_up(self, queued: Queued, outcome: StepOutcome) -> None:
         self._report_step(queued, outcome, True, ())
@@ -295,7 +301,7 @@ def replace_seq(plan: BatchPlan, seq: int) -> BatchPlan:
 def _listed(held: Held) -> SequenceReport:
     return SequenceReport(
         ref=held.spec.ref,
-        gateway_id=held.spec.gateway_id,
+        gateway_id="" if held.spec.rehearsal else held.spec.gateway_id,
         state=held.state,
         prompt_tokens=held.spec.prompt_tokens,
         generated_tokens=held.generated,

@@ -16,8 +16,11 @@ from services.scheduler.effects import (
     AskPlacement,
     AskPrediction,
     AskSnapshot,
+    AskTokens,
     CancelAtWorker,
     Effect,
+    PublishMoved,
+    PublishPrepared,
     PublishWorkerLost,
     SendPlan,
     StepDown,
@@ -27,6 +30,7 @@ from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.rules import Rules
 from shared.errors import KvasirError, StaleEpoch
 from shared.messages.commands import CancelSequence, LengthPrediction
+from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import SequenceKey
 from tests.services.scheduler.fake_gateway import FakeGateway, Request
@@ -75,6 +79,10 @@ class World:
         self.epoch = 0
         self.too_long_for_the_bus = 10_000
         """Prompt tokens."""
+        self.moved: list[SequenceMoved] = []
+        self.prepares_gateway = True
+        """Else what says that a target is prepared gets lost."""
+        self.fingerprint = b""
         self._incarnations = 0
         self.make_policy = make_policy
         self.start_scheduler()
@@ -137,7 +145,8 @@ class World:
 
     def start_worker(self, worker_id: str, **fields: Any) -> None:
         self._incarnations += 1
-        worker = FakeWorker(worker_id, self._incarnations, total_blocks=self.total_blocks, **fields)
+        own: dict[str, Any] = {"total_blocks": self.total_blocks, "fingerprint": self.fingerprint}
+        worker = FakeWorker(worker_id, self._incarnations, **own | fields)
         self.workers[worker_id] = worker
         self.time.after(0.0, lambda: self._beat(worker))
         self.time.after(0.0, lambda: self._run_worker(worker))
@@ -253,6 +262,13 @@ class World:
                     self._to_worker(worker_id, partial(FakeWorker.on_cancel, command=command))
                 case PublishWorkerLost(lost):
                     self.time.after(DELAY_S, partial(self.gateway.on_lost, lost, self.now_s))
+                case AskTokens():
+                    self._answer_tokens(core, effect)
+                case PublishPrepared(prepared):
+                    if self.prepares_gateway:
+                        self.time.after(DELAY_S, partial(self.gateway.on_prepared, prepared, self.now_s))
+                case PublishMoved(moved):
+                    self.moved.append(moved)
                 case AskPlacement():
                     self._answer_placement(core, effect)
                 case AskPrediction():
@@ -274,6 +290,29 @@ class World:
             return
         if self.random.random() >= self.chaos.lost_plans:
             self._to_worker(effect.worker_id, lambda worker: worker.on_plan(effect.plan, self.now_s))
+
+    def move(self, request: Request, target: str) -> None:
+        """Raises InvalidRequest."""
+        assert self.core is not None
+        self._carry_out(self.core.on_move(SequenceMove(ref=request.ref, target=target), self.now_s))
+
+    def worker_of(self, request: Request) -> str | None:
+        """The one that holds its present attempt."""
+        for name, worker in self.workers.items():
+            held = worker.held.get(request.key)
+            if held is not None and held.spec.ref == request.ref:
+                return name
+        return None
+
+    def _answer_tokens(self, core: SchedulerCore, question: AskTokens) -> None:
+        ref = question.ref
+
+        def answer(worker: FakeWorker) -> None:
+            held = worker.held.get(ref.key)
+            tokens = tuple(held.tokens[held.spec.prompt_tokens :]) if held and held.spec.ref == ref else None
+            self._to_this_core(core, DELAY_S, lambda core: core.on_tokens(ref, tokens, self.now_s))
+
+        self._to_worker(question.worker_id, answer)
 
     def _answer_placement(self, core: SchedulerCore, question: AskPlacement) -> None:
         silent = self.random.random() < self.chaos.silent_placement

@@ -185,3 +185,26 @@ def test_tail_of_a_missing_log_says_so(tmp_path: Path) -> None:
     assert tail(tmp_path / "none.log") == "    (empty)"
     (tmp_path / "long.log").write_text("\n".join(map(str, range(100))))
     assert tail(tmp_path / "long.log", lines=2) == "    98\n    99"
+
+
+async def test_a_parked_child_stays_ended_until_it_is_needed(tmp_path: Path) -> None:
+    async with staged(tmp_path, sleeper("a"), sleeper("b")) as stage:
+        await stage.supervisor.until_ready(10.0)
+        first, child = stage.pid("a"), stage.supervisor.children["a"]
+        stage.supervisor.park("a")
+        stage.supervisor.park("a")
+        await stage.until(lambda: child.state is ChildState.PARKED)
+        assert not alive(first) and child.restarts == 0
+        await asyncio.sleep(0.1)
+        assert child.process is None, "it is not restarted"
+        stage.supervisor.unpark("a")
+        stage.supervisor.unpark("a")
+        await stage.until(lambda: child.state is ChildState.READY)
+        assert stage.pid("a") != first
+        assert [line for line in stage.said if "needed" in line] == [
+            "a is not needed; stopping it",
+            "a is needed; starting it",
+        ]
+        stage.supervisor.park("b")
+        await stage.until(lambda: stage.supervisor.children["b"].state is ChildState.PARKED)
+    assert sorted(stage.ends) == ["a", "b"], "a parked one stops with the rest"

@@ -23,6 +23,7 @@ def spec(
     gateway_incarnation: int = 1,
     top_logprobs: int | None = None,
     cache_salt: bytes = b"",
+    rehearsal: bool = False,
 ) -> SequenceSpec:
     return SequenceSpec(
         ref=sequence,
@@ -38,6 +39,7 @@ def spec(
             top_logprobs=top_logprobs,
         ),
         cache_salt=cache_salt,
+        rehearsal=rehearsal,
     )
 
 

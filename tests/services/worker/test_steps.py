@@ -173,6 +173,29 @@ def test_an_item_named_twice_is_computed_once(bench: Bench) -> None:
     assert bench.answers[ref()] == continuation([1, 2], 2)
 
 
+def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench: Bench) -> None:
+    quiet = spec(ref("r~1"), [1, 2, 3, 4, 5], max_tokens=1, rehearsal=True)
+    bench.send(plan(1, starts=(quiet,), prefills=(prefill(ref("r~1"), 0, 3),)))
+    assert bench.step()
+    (listed,) = bench.report().sequences
+    assert (listed.ref, listed.gateway_id) == (ref("r~1"), ""), "no gateway takes it for its own"
+    bench.send(plan(2, prefills=(prefill(ref("r~1"), 3, 5),)))
+    bench.run()
+    assert bench.answers == {}
+    assert [end.ref for report in bench.stepped for end in report.ended] == [ref("r~1")]
+    assert bench.report().sequences == () and bench.report().capacity.free_blocks == BLOCKS
+
+
+def test_a_rehearsal_can_be_cancelled(bench: Bench) -> None:
+    quiet = spec(ref("r~1"), [1, 2, 3, 4, 5], max_tokens=1, rehearsal=True)
+    bench.send(plan(1, starts=(quiet,), prefills=(prefill(ref("r~1"), 0, 3),)))
+    assert bench.step()
+    bench.take(bench.core.on_cancel(CancelSequence(ref=ref("r~1")), bench.now_s))
+    bench.send(plan(2, drops=(ref("r~1"),)))
+    bench.run()
+    assert bench.report().sequences == () and bench.report().capacity.free_blocks == BLOCKS
+
+
 def test_a_cancel_between_the_steps_frees_blocks_before_the_next(bench: Bench) -> None:
     source = spec(ref(), [1, 2])
     bench.send(

@@ -33,7 +33,9 @@ def test_policies_are_found_by_name_ours_and_others(monkeypatch: pytest.MonkeyPa
     )
     assert isinstance(policy.create("best_fit"), BestFit)
     assert policy.create("elsewhere").choose(1, ROOMS) == "w0"
-    with pytest.raises(ConfigError, match="best_fit, elsewhere, prefix_aware, worst_fit"):
+    with pytest.raises(
+        ConfigError, match="best_fit, elsewhere, load_balance, mell, mell_eager, prefix_aware, worst_fit"
+    ):
         policy.create("nonsense")
 
 

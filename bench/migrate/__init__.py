@@ -1,0 +1,1 @@
+"""`python -m bench migrate`: live migrations while clients read."""

@@ -1,0 +1,241 @@
+"""`python -m bench migrate`: a hundred live migrations while clients read, and what their readers notice.
+
+Two workers under a steady load of greedy answers. Sequences are moved from one to the other, in turn; the
+same questions were answered before without moves. `tokens`: the target rehearses the sequence while the
+source goes on. `cold`: workers without a prefix cache, so that the target computes everything in the pause;
+what live migration is worth. Live.
+"""
+
+import asyncio
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.context import Context
+from bench.engine.checkpoint import checkpoint, vocabulary
+from bench.http_load import Answer, Target, complete_all, first_error
+from bench.latencies import percentile
+from bench.migrate.mover import Mover, mover
+from bench.migrate.watch import Pause, Watch, watch
+from bench.outcome import Outcome, Table
+from bench.overhead.stack import start
+from bench.provenance import ROOT
+from shared.errors import InternalError
+from shared.messages.moves import SequenceMoved
+
+MODES = ("tokens", "cold")
+WORKERS = 2
+AT_ONCE = 16
+PROMPT_TOKENS = (100, 700)
+ANSWER_TOKENS = (200, 320)
+KV_BLOCKS = 2048
+LEAST_LEFT_TOKENS = 40
+"""An answer about to end is not moved."""
+_DEADLINE_S = 240.0
+_EVERY_S = 0.03
+_SETTLE_S = 1.0
+HEADLINE = (
+    "moves",
+    "moves_failed",
+    "gaps",
+    "duplicates",
+    "same_text_share",
+    "pause_ms_p50",
+    "pause_ms_p99",
+    "step_ms_p50",
+    "pause_over_step_ms_p50",
+    "prepare_ms_p50",
+    "rounds",
+    "pause_ms_p50_cold",
+    "pause_ms_p99_cold",
+    "pause_over_step_ms_p50_cold",
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", default="models/tiny_chat", help="folder, or random-100m [%(default)s]")
+    parser.add_argument("--moves", type=int, help="in each mode [100, quick: 20]")
+    parser.add_argument("--at-once", type=int, default=1, help="moves under way [%(default)s]")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+
+
+@dataclass
+class Measured:
+    """One mode."""
+
+    mode: str
+    pauses: list[Pause] = field(default_factory=list)
+    done: list[SequenceMoved] = field(default_factory=list)
+    failed: int = 0
+    gaps: int = 0
+    duplicates: int = 0
+    answers: int = 0
+    same: int = 0
+    errors: int = 0
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError for a model that is none, InternalError when a stack does not serve."""
+    model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
+    count = context.arguments.moves or (20 if context.quick else 100)
+    found = []
+    with context.progress("moves", count * len(context.arguments.modes)) as progress:
+        for mode in context.arguments.modes:
+            progress.advance(0, now=mode)
+            found.append(_measure(context, model, mode, count))
+            progress.advance(count)
+    figures: dict[str, float] = {}
+    for one in found:
+        figures |= _figures(one)
+    failures = sum(one.errors + one.gaps + one.duplicates for one in found)
+    notes = [
+        "pause: from the old worker's last token that counted to the new one's first, at the gateway",
+        "step: between two tokens of the same sequence before its move, median",
+        "cold: without a prefix cache, so that the target computes prompt and answer in the pause",
+    ]
+    return Outcome(figures, failures, [_table(found)], notes, headline=HEADLINE)
+
+
+def _measure(context: Context, model: Path, mode: str, count: int) -> Measured:
+    settings: dict[str, object] = {
+        "scheduler.policy": "kvasir",
+        "worker.prefix_cache.enabled": "true" if mode == "tokens" else "false",
+        "worker.cores": "[]",
+    }
+    folder = context.run_dir.resolve() / f"stack-{mode}"
+    stack = start(model, 0, KV_BLOCKS, 64, folder, settings, WORKERS)
+    try:
+        bodies = _bodies(context, vocabulary(model))
+        return asyncio.run(_load(context, mode, stack.target, folder, bodies, count))
+    finally:
+        stack.side.end()
+
+
+def _bodies(context: Context, tokens: int) -> list[dict[str, Any]]:
+    dice = context.random("questions")
+    return [
+        {
+            "prompt": [dice.randrange(100, tokens - 1) for _ in range(dice.randint(*PROMPT_TOKENS))],
+            "max_tokens": dice.randint(*ANSWER_TOKENS),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for _ in range(AT_ONCE)
+    ]
+
+
+async def _load(
+    context: Context,
+    mode: str,
+    target: Target,
+    run_dir: Path,
+    bodies: list[dict[str, Any]],
+    count: int,
+) -> Measured:
+    """Rounds of the same questions, undisturbed once, then moved about until there are enough moves."""
+    undisturbed = await complete_all(target, bodies, _DEADLINE_S)
+    if error := first_error(undisturbed):
+        raise InternalError(f"a stack does not serve: {error}")
+    measured = Measured(mode)
+    async with mover(run_dir) as moving, watch(run_dir) as seen, asyncio.timeout(_DEADLINE_S):
+        while len(moving.done) < count:
+            answers = asyncio.create_task(complete_all(target, bodies, _DEADLINE_S))
+            await _move_while(answers, moving, count, context.arguments.at_once)
+            _compare(measured, await answers, undisturbed, bodies)
+            await asyncio.sleep(_SETTLE_S)
+        _account(context, measured, moving, seen)
+    return measured
+
+
+async def _move_while(answers: "asyncio.Task[list[Answer]]", moving: Mover, count: int, at_once: int) -> None:
+    while not answers.done():
+        if len(moving.done) < count and moving.under_way < at_once:
+            await moving.move_one(least_left=LEAST_LEFT_TOKENS, least_generated=4)
+        await asyncio.sleep(_EVERY_S)
+
+
+def _compare(
+    measured: Measured,
+    answers: Sequence[Answer],
+    undisturbed: Sequence[Answer],
+    bodies: Sequence[dict[str, Any]],
+) -> None:
+    for answer, other, body in zip(answers, undisturbed, bodies, strict=True):
+        measured.answers += 1
+        measured.errors += not answer.ok
+        measured.gaps += answer.ok and answer.completion_tokens < body["max_tokens"]
+        measured.duplicates += answer.completion_tokens > body["max_tokens"]
+        measured.same += answer.text == other.text
+
+
+def _account(context: Context, measured: Measured, moving: Mover, seen: Watch) -> None:
+    measured.done = moving.done
+    measured.failed = len(moving.outcomes) - len(moving.done)
+    for moved in moving.outcomes:
+        pause = None if moved.reason else seen.pause(moved.ref.key, moved.ref.attempt)
+        if pause is not None:
+            measured.pauses.append(pause)
+        context.record(
+            {
+                "mode": measured.mode,
+                "ref": str(moved.ref),
+                "reason": moved.reason,
+                "rounds": moved.rounds,
+                "rehearsed_tokens": moved.rehearsed_tokens,
+                "prepare_s": moved.prepare_s,
+                "pause_s": None if pause is None else pause.pause_s,
+                "step_s": None if pause is None else pause.step_s,
+            },
+            file="moves.jsonl",
+        )
+
+
+def _figures(one: Measured) -> dict[str, float]:
+    """Without a suffix for the mode that is the bench's subject."""
+    found = {
+        "moves": float(len(one.done)),
+        "moves_failed": float(one.failed),
+        "gaps": float(one.gaps),
+        "duplicates": float(one.duplicates),
+        "same_text_share": one.same / one.answers,
+    }
+    if one.pauses:
+        pauses = [pause.pause_s * 1e3 for pause in one.pauses]
+        steps = [pause.step_s * 1e3 for pause in one.pauses]
+        beyond = [pause - step for pause, step in zip(pauses, steps, strict=True)]
+        found |= {
+            "pause_ms_p50": percentile(pauses, 50),
+            "pause_ms_p99": percentile(pauses, 99),
+            "step_ms_p50": percentile(steps, 50),
+            "pause_over_step_ms_p50": percentile(beyond, 50),
+        }
+    if one.done:
+        found["prepare_ms_p50"] = percentile([moved.prepare_s * 1e3 for moved in one.done], 50)
+        found["rounds"] = fmean(moved.rounds for moved in one.done)
+    suffix = "" if one.mode == "tokens" else f"_{one.mode}"
+    return {f"{name}{suffix}": value for name, value in found.items()}
+
+
+def _table(found: Sequence[Measured]) -> Table:
+    columns = ("mode", "moves", "failed", "gaps", "duplicates", "same text", "pause p50", "p99", "step")
+    rows = []
+    for one in found:
+        pauses = [pause.pause_s * 1e3 for pause in one.pauses] or [0.0]
+        steps = [pause.step_s * 1e3 for pause in one.pauses] or [0.0]
+        rows.append(
+            (
+                one.mode,
+                len(one.done),
+                one.failed,
+                one.gaps,
+                one.duplicates,
+                f"{one.same} of {one.answers}",
+                f"{percentile(pauses, 50):.1f} ms",
+                f"{percentile(pauses, 99):.1f} ms",
+                f"{percentile(steps, 50):.1f} ms",
+            )
+        )
+    return Table("migrations while clients read", columns, rows)

@@ -1,0 +1,112 @@
+"""Orders migrations in a running stack, as placement would, and hears how each ended.
+
+It sees what placement sees (heartbeats) and may do what placement may do. It chooses nothing well: what runs
+is moved to the next worker, in turn.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from services.stack.access import BusAccess
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.errors import KvasirError
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import SequenceKey
+
+HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),
+)
+_USER = "placement"
+_ANSWER_S = 2.0
+
+
+class Mover:
+    """`outcomes` are all moves that are over, in order."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.reports: dict[str, WorkerReported] = {}
+        self.outcomes: list[SequenceMoved] = []
+        self.refusals: list[str] = []
+        self._moving: set[SequenceKey] = set()
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self.reports[report.worker_id] = report
+
+    def on_moved(self, moved: SequenceMoved) -> None:
+        self.outcomes.append(moved)
+        self._moving.discard(moved.ref.key)
+
+    @property
+    def done(self) -> list[SequenceMoved]:
+        """Those that came about."""
+        return [moved for moved in self.outcomes if not moved.reason]
+
+    @property
+    def under_way(self) -> int:
+        """Ordered, and not over."""
+        return len(self._moving)
+
+    def running(self, *, least_generated: int = 1, least_left: int = 1) -> list[tuple[str, SequenceReport]]:
+        """Sequences that decode and are not on the move, with the worker of each; fewest moves first."""
+        found = [
+            (name, listed)
+            for name, report in sorted(self.reports.items())
+            for listed in report.sequences
+            if listed.state is SequenceState.DECODING
+            and listed.gateway_id
+            and listed.generated_tokens >= least_generated
+            and listed.max_tokens - listed.generated_tokens >= least_left
+            and listed.ref.key not in self._moving
+        ]
+        return sorted(found, key=lambda pair: pair[1].ref.attempt)
+
+    async def move(self, listed: SequenceReport, target: str) -> bool:
+        """Whether the scheduler took the order."""
+        order = MoveSequences(moves=(SequenceMove(ref=listed.ref, target=target),))
+        try:
+            answer = await self._bus.request(subjects.SCHEDULER_MOVE, order, MovesTaken, deadline_s=_ANSWER_S)
+        except KvasirError as error:
+            self.refusals.append(error.message)
+            return False
+        (refusal,) = answer.refusals
+        if refusal:
+            self.refusals.append(refusal)
+            return False
+        self._moving.add(listed.ref.key)
+        return True
+
+    async def move_one(self, **which: int) -> bool:
+        """Some running sequence to the worker after its own. False when none can be moved now."""
+        names = sorted(self.reports)
+        for name, listed in self.running(**which):
+            target = names[(names.index(name) + 1) % len(names)]
+            if target != name and await self.move(listed, target):
+                return True
+        return False
+
+    async def until_over(self, count: int, *, within_s: float) -> None:
+        """Until so many moves have ended. Raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while len(self.outcomes) < count:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def mover(run_dir: Path) -> AsyncIterator[Mover]:
+    """On the bus of the stack that runs from there."""
+    run = RunDirectory(run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config(_USER), service=_USER, instance="mover-0")
+    made = Mover(bus)
+    try:
+        await bus.attach(HANDLERS, made)
+        yield made
+    finally:
+        await bus.close()

@@ -1,0 +1,1 @@
+"""`python -m bench placement`: GPUs, use of memory and moves of MELL against its rivals, simulated."""

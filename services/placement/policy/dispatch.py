@@ -1,0 +1,228 @@
+"""Best fit and worst fit over time: each request stays where it was sent (papers/000 §VIII, "BF" and "WF").
+
+What happens to a running request that outgrows its worker the paper does not say. Here the youngest on that
+worker is evicted and starts again elsewhere, recomputed (*redispatch*). The other reading, *reserve*, needs
+nothing from this policy: its caller allocates a request's greatest length at once.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.placement.policy.packing import Action, Effects, Move, Operation, RequestId, check_blocks
+from services.placement.policy.size_index import SizeIndex
+
+
+@dataclass(eq=False, slots=True)
+class Bin:
+    """One active worker: its requests, the youngest last, in blocks."""
+
+    worker_id: str
+    free: int
+    requests: dict[RequestId, int] = field(default_factory=dict)
+
+
+class Dispatch:
+    """A packing policy without migration. `is_tight`: best fit, else worst fit."""
+
+    def __init__(self, capacity_blocks: int, *, is_tight: bool) -> None:
+        self.capacity_blocks = capacity_blocks
+        self.idle: deque[str] = deque()
+        self.bins: dict[str, Bin] = {}
+        self.homes: dict[RequestId, Bin] = {}
+        self._is_tight = is_tight
+        self._by_free: SizeIndex[Bin] = SizeIndex()
+        self._effects = Effects()
+
+    @property
+    def active_workers(self) -> int:
+        return len(self.bins)
+
+    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
+        if worker_id in self.bins or worker_id in self.idle:
+            raise ValueError(f"worker {worker_id} is there already")
+        self.idle.append(worker_id)
+
+    def remove_worker(self, worker_id: str) -> list[RequestId]:
+        if worker_id in self.idle:
+            self.idle.remove(worker_id)
+            return []
+        gone = self.bins.pop(worker_id)
+        self._unindex(gone)
+        for request in gone.requests:
+            del self.homes[request]
+        return list(gone.requests)
+
+    def worker_of(self, request: RequestId) -> str | None:
+        home = self.homes.get(request)
+        return home.worker_id if home is not None else None
+
+    def allocate(self, request: RequestId, blocks: int) -> Effects:
+        """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
+        self._allocate(request, blocks)
+        return self._close()
+
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+        """Only where there is room: nobody leaves for it. Raises as `allocate` does, and KeyError for a
+        worker that is not known."""
+        check_blocks(request, blocks, self.capacity_blocks)
+        if request in self.homes:
+            raise ValueError(f"request {request} is placed already")
+        if worker_id not in self.bins and worker_id not in self.idle:
+            raise KeyError(worker_id)
+        home = self.bins.get(worker_id)
+        if home is None:
+            self.idle.remove(worker_id)
+            home = self._open(worker_id)
+        if blocks > home.free:
+            self._effects.displaced.append(request)
+        else:
+            self._put(request, blocks, home)
+            self._effects.placed[request] = worker_id
+        return self._close()
+
+    def grow(self, request: RequestId, blocks: int) -> Effects:
+        """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
+        self._grow(request, blocks)
+        return self._close()
+
+    def end(self, request: RequestId) -> Effects:
+        """Raises KeyError."""
+        self._end(request)
+        return self._close()
+
+    def apply(self, operations: Iterable[Operation]) -> Effects:
+        for operation in sorted(operations, key=lambda one: one.action.value):
+            if operation.action is Action.END:
+                self._end(operation.request)
+            elif operation.action is Action.ALLOCATE:
+                self._allocate(operation.request, operation.blocks)
+            elif operation.request in self.homes:
+                self._grow(operation.request, operation.blocks)
+        self._rebalance()
+        return self._close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books contradict themselves."""
+        assert not set(self.bins) & set(self.idle), "idle and active"
+        for one in self.bins.values():
+            assert one.requests, "an active worker without requests"
+            assert one.free == self.capacity_blocks - sum(one.requests.values()) >= 0, "over capacity"
+            assert all(self.homes[request] is one for request in one.requests)
+        assert sum(len(one.requests) for one in self.bins.values()) == len(self.homes)
+        assert {(free, one.worker_id) for free, one in self._by_free} == {
+            (one.free, one.worker_id) for one in self.bins.values()
+        }, "the index is stale"
+
+    def _allocate(self, request: RequestId, blocks: int) -> None:
+        check_blocks(request, blocks, self.capacity_blocks)
+        if request in self.homes:
+            raise ValueError(f"request {request} is placed already")
+        home = self._room(blocks)
+        if home is None:
+            self._effects.waiting.append(request)
+            return
+        self._put(request, blocks, home)
+        self._effects.placed[request] = home.worker_id
+
+    def _grow(self, request: RequestId, blocks: int) -> None:
+        check_blocks(request, blocks, self.capacity_blocks)
+        home = self.homes[request]
+        more = blocks - home.requests[request]
+        if more <= home.free:
+            self._resize(home, request, blocks)
+            return
+        self._overflow(home, request, blocks)
+
+    def _overflow(self, home: Bin, request: RequestId, blocks: int) -> None:
+        """The youngest start again elsewhere until it fits, be it the one that grows."""
+        while True:
+            youngest = next(reversed(home.requests))
+            leaves = youngest == request
+            self._leave(youngest, blocks if leaves else home.requests[youngest], is_recompute=True)
+            if leaves:
+                return
+            if blocks - home.requests[request] <= home.free:
+                self._resize(home, request, blocks)
+                return
+
+    def _leave(self, request: RequestId, blocks: int, *, is_recompute: bool) -> None:
+        source = self._take(request)
+        target = self._room(blocks, source)
+        if target is None:
+            self._effects.displaced.append(request)
+            return
+        self._put(request, blocks, target)
+        self._effects.moves.append(Move(request, source.worker_id, target.worker_id, blocks))
+        self._effects.recomputes += is_recompute
+
+    def _room(self, blocks: int, avoided: Bin | None = None) -> Bin | None:
+        if self._is_tight:
+            able = self._by_free.ascending(blocks, 2)
+        else:
+            able = [one for one in self._by_free.descending(self.capacity_blocks, 2) if one.free >= blocks]
+        for one in able:
+            if one is not avoided:
+                return one
+        return self._activate()
+
+    def _activate(self) -> Bin | None:
+        return self._open(self.idle.popleft()) if self.idle else None
+
+    def _open(self, worker_id: str) -> Bin:
+        made = Bin(worker_id, self.capacity_blocks)
+        self.bins[made.worker_id] = made
+        self._effects.activated.append(made.worker_id)
+        self._index(made)
+        return made
+
+    def _put(self, request: RequestId, blocks: int, home: Bin) -> None:
+        self._unindex(home)
+        home.requests[request] = blocks
+        home.free -= blocks
+        self.homes[request] = home
+        self._index(home)
+
+    def _take(self, request: RequestId) -> Bin:
+        """A worker left without requests is terminated when the operation closes."""
+        home = self.homes.pop(request)
+        self._unindex(home)
+        home.free += home.requests.pop(request)
+        self._index(home)
+        return home
+
+    def _resize(self, home: Bin, request: RequestId, blocks: int) -> None:
+        self._unindex(home)
+        home.free -= blocks - home.requests[request]
+        home.requests[request] = blocks
+        self._index(home)
+
+    def _end(self, request: RequestId) -> None:
+        home = self._take(request)
+        if not home.requests:
+            self._retire(home)
+
+    def _retire(self, home: Bin) -> None:
+        self._unindex(home)
+        del self.bins[home.worker_id]
+        self.idle.appendleft(home.worker_id)
+        self._effects.terminated.append(home.worker_id)
+
+    def _index(self, one: Bin) -> None:
+        self._by_free.add(one.free, one)
+
+    def _unindex(self, one: Bin) -> None:
+        self._by_free.remove(one.free, one)
+
+    def _rebalance(self) -> None:
+        """Once an epoch; nothing, without migration."""
+
+    def _close(self) -> Effects:
+        effects = self._effects
+        for worker_id in {move.source: None for move in effects.moves}:
+            home = self.bins.get(worker_id)
+            if home is not None and not home.requests:
+                self._retire(home)
+        effects.item_moves = len(effects.moves)
+        self._effects = Effects()
+        return effects

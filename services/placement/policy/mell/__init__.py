@@ -1,0 +1,188 @@
+"""MELL: requests on as few workers as their memory needs, by a bounded number of moves (papers/000 §VI).
+
+A pure core. It follows design §3 where the paper is silent or breaks its own properties. It does not know how
+a move is done, nor anything of a request but its size.
+"""
+
+from collections.abc import Iterable
+
+from services.placement.policy.mell.bundles import Bundles
+from services.placement.policy.mell.cluster import Cluster, Gpu, Item
+from services.placement.policy.mell.journal import Journal
+from services.placement.policy.mell.placing import Placing
+from services.placement.policy.mell.repairs import Repairs
+from services.placement.policy.mell.settings import MellSettings
+from services.placement.policy.mell.sizes import SizeClass
+from services.placement.policy.packing import Action, Effects, Operation, RequestId, check_blocks
+
+
+class Mell:
+    """All workers have `capacity_blocks`. An operation costs as much as the few GPUs it touches hold."""
+
+    def __init__(self, capacity_blocks: int, settings: MellSettings | None = None) -> None:
+        self.capacity_blocks = capacity_blocks
+        self.settings = settings or MellSettings()
+        self.cluster = Cluster(capacity_blocks)
+        self._bundles = Bundles(self.cluster)
+        self._journal = Journal(self.cluster)
+        self._placing = Placing(self.cluster, self._bundles, self._journal, self.settings)
+        self._repairs = Repairs(self.cluster, self._placing, self._journal, self.settings)
+
+    @property
+    def active_workers(self) -> int:
+        return len(self.cluster.active)
+
+    def add_worker(self, worker_id: str, host: str = "", switch: str = "") -> None:
+        """One more that can be activated. Raises ValueError for one that is known."""
+        if worker_id in self.cluster.active or worker_id in self.cluster.idle:
+            raise ValueError(f"worker {worker_id} is there already")
+        self.cluster.idle.append(worker_id)
+        self._placing.locations[worker_id] = (host, switch)
+
+    def remove_worker(self, worker_id: str) -> list[RequestId]:
+        """It is gone, and with it its requests, which are returned. Raises KeyError."""
+        lost = self.cluster.remove_worker(worker_id)
+        del self._placing.locations[worker_id]
+        return lost
+
+    def categories(self) -> dict[str, str]:
+        """Active workers, each by the class of its largest item: T, S, M or L."""
+        found = {worker: gpu.category for worker, gpu in self.cluster.active.items()}
+        return {worker: category.name[0] for worker, category in found.items() if category is not None}
+
+    def worker_of(self, request: RequestId) -> str | None:
+        item = self.cluster.homes.get(request)
+        return item.gpu.worker_id if item is not None and item.gpu is not None else None
+
+    def allocate(self, request: RequestId, blocks: int) -> Effects:
+        """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
+        self._allocate(request, blocks)
+        return self._close(1)
+
+    def grow(self, request: RequestId, blocks: int) -> Effects:
+        """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
+        gpu = self._grow(request, blocks)
+        self._relieve(gpu)
+        return self._close(1)
+
+    def end(self, request: RequestId) -> Effects:
+        """Raises KeyError."""
+        self._end(request)
+        return self._close(1, can_empty=True)
+
+    def apply(self, operations: Iterable[Operation]) -> Effects:
+        """An epoch: ends, growths, arrivals, and the repairs only once, after all of them.
+
+        Raises as the single operations do; nothing has changed then.
+        """
+        ordered = sorted(operations, key=lambda operation: operation.action.value)
+        self._check(ordered)
+        grown: dict[Gpu, None] = {}
+        for operation in ordered:
+            if operation.action is Action.END:
+                self._end(operation.request)
+            elif operation.action is Action.GROW:
+                grown[self._grow(operation.request, operation.blocks)] = None
+        for gpu in grown:
+            self._relieve(gpu)
+        for operation in ordered:
+            if operation.action is Action.ALLOCATE:
+                self._allocate(operation.request, operation.blocks)
+        return self._close(max(1, len(ordered)), can_empty=True)
+
+    def migrate(self, request: RequestId, target: str | None = None) -> Effects:
+        """Away from where it is: to `target`, an active worker, whatever has to leave it for that (so an
+        aborted move is taken back) and without repairs, else to wherever it fits. Raises KeyError."""
+        item = self.cluster.homes[request]
+        if target is None:
+            self._placing.evict(item)
+            return self._close(1)
+        gpu = self.cluster.active[target]
+        if item.gpu is not gpu:
+            alone = self._bundles.item_for(request, item.members[request])
+            source = self._bundles.remove(request)
+            self._journal.moved(alone, source)
+            self._bundles.put(alone, gpu)
+            self._relieve(gpu, kept=request)
+        return self._close(0)
+
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+        """It was found running there, unbeknown: it stays, and whatever has to leaves for that.
+
+        No repairs. Raises InvalidRequest, ValueError for a request that is here, KeyError for that worker.
+        """
+        check_blocks(request, blocks, self.capacity_blocks)
+        if request in self.cluster.homes:
+            raise ValueError(f"request {request} is placed already")
+        gpu = self.cluster.opened(worker_id)
+        self._bundles.put(self._bundles.item_for(request, blocks), gpu)
+        self._journal.arrived(request)
+        self._relieve(gpu, kept=request)
+        return self._close(0)
+
+    def _check(self, ordered: list[Operation]) -> None:
+        ended: set[RequestId] = set()
+        arriving: set[RequestId] = set()
+        for operation in ordered:
+            request, action = operation.request, operation.action
+            if action is not Action.END:
+                check_blocks(request, operation.blocks, self.capacity_blocks)
+            is_here = request in self.cluster.homes and request not in ended
+            if action is Action.ALLOCATE:
+                if is_here or request in arriving:
+                    raise ValueError(f"request {request} is placed already")
+                arriving.add(request)
+            elif not is_here:
+                raise KeyError(request)
+            elif action is Action.END:
+                ended.add(request)
+
+    def _allocate(self, request: RequestId, blocks: int) -> None:
+        check_blocks(request, blocks, self.capacity_blocks)
+        if request in self.cluster.homes:
+            raise ValueError(f"request {request} is placed already")
+        item = self._bundles.item_for(request, blocks)
+        if self._placing.place(item):
+            self._journal.arrived(request)
+        else:
+            self._journal.waits(request)
+
+    def _grow(self, request: RequestId, blocks: int) -> Gpu:
+        check_blocks(request, blocks, self.capacity_blocks)
+        gpu = self._bundles.grow(request, blocks).gpu
+        assert gpu is not None
+        return gpu
+
+    def _end(self, request: RequestId) -> None:
+        self._bundles.remove(request)
+        self._journal.ended(request)
+
+    def _relieve(self, gpu: Gpu, kept: RequestId | None = None) -> None:
+        """Overflow: T-items leave, then S and M, then L, the youngest of each first, until the rest fits."""
+        while gpu.used > self.capacity_blocks:
+            item = self._leaver(gpu, kept)
+            if not self._placing.evict(item):
+                self._displace(item)
+
+    def _leaver(self, gpu: Gpu, kept: RequestId | None) -> Item:
+        shelves = (gpu.held[SizeClass.TINY], gpu.held[SizeClass.SMALL], gpu.held[SizeClass.MEDIUM])
+        for shelf in (*shelves, gpu.held[SizeClass.LARGE]):
+            for item in reversed(shelf):
+                if kept not in item.members:
+                    return item
+        raise AssertionError(f"one item alone is over the capacity of {gpu.worker_id}")
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books contradict themselves."""
+        self.cluster.check_integrity()
+        assert self._journal.steps == 0, "an operation was not closed"
+
+    def _displace(self, item: Item) -> None:
+        for request in list(item.members):
+            self._bundles.remove(request)
+            self._journal.displaced(request)
+
+    def _close(self, operations: int, *, can_empty: bool = False) -> Effects:
+        self._repairs.run(self.settings.max_moves * operations, can_empty=can_empty)
+        self.cluster.retire()
+        return self._journal.close()

@@ -1,0 +1,31 @@
+"""What an operator may set of MELL."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MellSettings:
+    """Shares are of a worker's capacity, or of all active workers' together."""
+
+    headroom_share: float = 0.05
+    """Left free for growth on the target of a repair. What has to move, or arrives, takes any room."""
+    dense_share: float = 0.90
+    """While so much of the active memory is in use nothing moves but what has to: see `repairs.py`."""
+    repair_share: float = 0.80
+    """Below this Theorem 1's properties are restored; above 3/4 Theorem 2 holds by volume alone."""
+    free_weight: float = 1.0
+    """Priority of a target: by its share of free memory."""
+    requests_weight: float = 0.01
+    """Priority of a target: against it, by request on it."""
+    distance_weight: float = 0.05
+    """Priority of a target: against it; 0 on the same host, once on the same switch, twice elsewhere."""
+    candidates: int = 3
+    """Of each category, how many targets are compared: the roomiest."""
+    evacuation_items: int = 8
+    """A GPU with at most so many items is emptied when all of them fit elsewhere; 0: never."""
+    max_moves: int = 10
+    """Of one operation, bundles once (Theorem 3). Repairs that would need more wait for the next."""
+
+
+EAGER = MellSettings(headroom_share=0.0, dense_share=1.0, repair_share=1.0)
+"""The paper's own behaviour: every property is restored at once, whatever it costs in moves."""

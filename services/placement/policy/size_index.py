@@ -1,0 +1,84 @@
+"""Things by an integer size: the next larger or smaller one in constant time.
+
+One bucket per size and one bit per bucket; a lookup is a shift and a `bit_length` on an integer of as many
+bits as the largest size, so sizes are to be counted in blocks, not bytes. Order within a bucket is that of
+arrival: deterministic. It does not know what it indexes.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class SizeIndex(Generic[T]):
+    """A multiset of (size >= 0, thing)."""
+
+    __slots__ = ("_buckets", "_mask")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, dict[T, None]] = {}
+        self._mask = 0
+
+    def __bool__(self) -> bool:
+        return self._mask != 0
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        """(size, thing), ascending by size."""
+        for size in sorted(self._buckets):
+            for thing in self._buckets[size]:
+                yield size, thing
+
+    def add(self, size: int, thing: T) -> None:
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            self._buckets[size] = {thing: None}
+            self._mask |= 1 << size
+        else:
+            bucket[thing] = None
+
+    def remove(self, size: int, thing: T) -> None:
+        """Raises KeyError when it is not there under that size."""
+        bucket = self._buckets[size]
+        del bucket[thing]
+        if not bucket:
+            del self._buckets[size]
+            self._mask &= ~(1 << size)
+
+    def smallest(self) -> int:
+        """-1 when empty."""
+        return (self._mask & -self._mask).bit_length() - 1
+
+    def largest(self) -> int:
+        """-1 when empty."""
+        return self._mask.bit_length() - 1
+
+    def ascending(self, least: int, limit: int) -> list[T]:
+        """At most `limit` things of at least that size, the smallest first."""
+        found: list[T] = []
+        size = max(0, least)
+        rest = self._mask >> size
+        while rest and len(found) < limit:
+            size += (rest & -rest).bit_length() - 1
+            for thing in self._buckets[size]:
+                found.append(thing)
+                if len(found) == limit:
+                    return found
+            size += 1
+            rest = self._mask >> size
+        return found
+
+    def descending(self, most: int, limit: int) -> list[T]:
+        """At most `limit` things of at most that size, the largest first."""
+        found: list[T] = []
+        rest = self._mask
+        if rest.bit_length() > most + 1:
+            rest &= (1 << (most + 1)) - 1
+        while rest and len(found) < limit:
+            size = rest.bit_length() - 1
+            for thing in self._buckets[size]:
+                found.append(thing)
+                if len(found) == limit:
+                    return found
+            rest &= ~(1 << size)
+        return found

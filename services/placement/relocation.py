@@ -1,0 +1,121 @@
+"""The moves of a packing policy, carried out: orders to the scheduler, outcomes back, workers that are spare.
+
+A loop around `packer` and `scaling`, which decide. Nothing here is lost for good: an order that nobody
+answered is refused as far as the books go, and comes again.
+"""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from services.placement.config import PlacementConfig
+from services.placement.packer import Packer
+from services.placement.policy import create_packing
+from services.placement.policy.mell import Mell
+from services.placement.policy.mell.settings import EAGER, MellSettings
+from services.placement.policy.packing import PackingPolicy
+from services.placement.scaling import Scaling
+from services.placement.state import Fleet
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.clock import Clock
+from shared.errors import KvasirError
+from shared.log import canonical, get_logger
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved, WorkersWanted
+
+HANDLERS: tuple[Handler, ...] = (Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),)
+_ANSWER_DEADLINE_S = 1.0
+_MOST_ORDERS = 64
+"""In one message."""
+_log = get_logger("placement.relocation")
+
+
+class Relocation:
+    """Lives beside the service while its policy is a packing one."""
+
+    def __init__(self, bus: Bus, config: PlacementConfig, fleet: Fleet, clock: Clock) -> None:
+        self._bus = bus
+        self._config = config
+        self._fleet = fleet
+        self._clock = clock
+        self.packer = Packer(lambda capacity_blocks: _create(config, capacity_blocks), config.packing())
+        self.scaling = Scaling(config.scaling())
+
+    def on_moved(self, moved: SequenceMoved) -> None:
+        self.packer.on_moved(moved, self._clock())
+
+    async def run(self) -> None:
+        """Epoch after epoch, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.epoch_s)
+            if not self._bus.connected:
+                continue
+            orders = self.packer.on_epoch(self._fleet, self._clock())
+            for first in range(0, len(orders), _MOST_ORDERS):
+                await self._order(orders[first : first + _MOST_ORDERS])
+            if self._config.scale:
+                await self._scale()
+
+    async def _order(self, orders: tuple[SequenceMove, ...]) -> None:
+        try:
+            answer = await self._bus.request(
+                subjects.SCHEDULER_MOVE,
+                MoveSequences(moves=orders),
+                MovesTaken,
+                deadline_s=_ANSWER_DEADLINE_S,
+            )
+            refusals = answer.refusals
+        except KvasirError as error:
+            refusals = (error.message,) * len(orders)
+        for order, refusal in zip(orders, refusals, strict=False):
+            if refusal:
+                _log.info("%s is not moved to %s: %s", order.ref, order.target, refusal)
+                self.packer.on_refused(order, self._clock())
+
+    async def _scale(self) -> None:
+        now_s = self._clock()
+        parked, unparked = self.scaling.on_epoch(
+            self._fleet.workers, self.packer.idle_workers(self._fleet), self.packer.wanting(now_s), now_s
+        )
+        for worker_id in parked:
+            self.packer.retire(worker_id, self._fleet)
+            canonical(_log, "worker parked", worker=worker_id, wanted=self.scaling.wanted)
+        for worker_id in unparked:
+            self.packer.unretire(worker_id)
+            canonical(_log, "worker taken back", worker=worker_id, wanted=self.scaling.wanted)
+        event = WorkersWanted(
+            placement_id=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            wanted=self.scaling.wanted,
+            parked=tuple(sorted(self.scaling.parked)),
+        )
+        try:
+            await self._bus.publish(subjects.PLACEMENT_WANTED, event)
+        except KvasirError as error:
+            _log.warning("how many workers are wanted was not sent: %s", error)
+
+    def details(self) -> dict[str, Any]:
+        """For `status`."""
+        counts = self.packer.counts
+        return {
+            "packed_blocks": self.packer.capacity_blocks,
+            "moves_ordered": counts.ordered,
+            "moved": counts.moved,
+            "moves_failed": counts.failed,
+            "strays": counts.strays,
+            "wanted_workers": self.scaling.wanted if self._config.scale else "not scaled",
+            "parked": ", ".join(sorted(self.scaling.parked)),
+        }
+
+
+def _create(config: PlacementConfig, capacity_blocks: int) -> PackingPolicy:
+    if config.policy == "load_balance":
+        return create_packing(config.policy, capacity_blocks)
+    base = EAGER if config.policy == "mell_eager" else MellSettings()
+    settings = replace(
+        base,
+        free_weight=config.free_weight,
+        requests_weight=config.requests_weight,
+        distance_weight=config.distance_weight,
+    )
+    return Mell(capacity_blocks, settings)

@@ -1,0 +1,275 @@
+"""Live migration: one running sequence from its worker to another, its reader none the wiser. Pure.
+
+A move has three stages. *Asking*: the source says which tokens it has by now. *Rehearsing*: the target
+computes them as a sequence that nobody reads, so that their blocks are stored there; the source goes on
+meanwhile, and what it adds is rehearsed again until little is missing. *Switching*: the gateway, which owns
+the request, is told and hands it over under a higher attempt, as it does after a failure; the target finds
+the blocks. Until the gateway does so nothing has changed, so a move may be given up at any time.
+docs/migration.md; papers/000 §V.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.scheduler.effects import AskTokens, Effect, PublishMoved, PublishPrepared
+from services.scheduler.planning import Lane, Sync
+from services.scheduler.roster import Roster
+from services.scheduler.rules import MoveRules
+from services.scheduler.state import HELD, Phase, Sequence
+from shared.errors import InvalidRequest
+from shared.messages.moves import MoveMode, MovePrepared, SequenceMove, SequenceMoved
+from shared.messages.sequence import (
+    TOKEN_BYTES,
+    Sampling,
+    SequenceKey,
+    SequenceRef,
+    SequenceSpec,
+    pack_tokens,
+)
+
+_FOLLOWS_S = 1.0
+"""So long a resubmission is sent after its move, when the source died before the switch."""
+
+
+class Stage(StrEnum):
+    ASKING = "asking"
+    REHEARSING = "rehearsing"
+    SWITCHING = "switching"
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One of them, under way."""
+
+    ref: SequenceRef
+    """The attempt that moves."""
+    source: str
+    target: str
+    mode: MoveMode
+    began_s: float
+    deadline_s: float
+    stage: Stage = Stage.ASKING
+    rounds: int = 0
+    rehearsal: SequenceRef | None = None
+    rehearsed_tokens: int = 0
+    prepared_s: float = 0.0
+
+
+class Moves:
+    """At most one for each sequence. Whoever drives it calls `advance` after every event."""
+
+    def __init__(self, roster: Roster, rules: MoveRules) -> None:
+        self._roster = roster
+        self._rules = rules
+        self._moves: dict[SequenceKey, Move] = {}
+        self._numbers = 0
+        self.done = 0
+        self.failed = 0
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def begin(self, order: SequenceMove, now_s: float) -> list[Effect]:
+        """Raises InvalidRequest saying why it cannot be."""
+        sequence = self._roster.find(order.ref)
+        refusal = self._refusal(order, sequence)
+        if refusal or sequence is None or sequence.worker_id is None:
+            raise InvalidRequest(refusal, param="moves")
+        deadline_s = now_s + self._rules.deadline_s
+        move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s)
+        self._moves[sequence.key] = move
+        if not self._can_rehearse(move):
+            return self._switch_cold(move, sequence, now_s)
+        return [AskTokens(move.source, move.ref)]
+
+    def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
+        """The source's answer: the answer so far, or None when there was no answer."""
+        move = self._moves.get(ref.key)
+        if move is None or move.ref != ref or move.stage is not Stage.ASKING:
+            return []
+        sequence = self._roster.find(ref)
+        if tokens is None or sequence is None or sequence.spec is None:
+            return self._end(move, "the source did not say which tokens it has", now_s)
+        size_tokens = sequence.prompt_tokens + len(tokens)
+        is_close = move.rounds and size_tokens - move.rehearsed_tokens <= self._rules.last_tokens
+        if is_close or move.rounds >= self._rules.most_rounds:
+            lane = self._roster.lanes.get(move.target)
+            if lane is None or not self._fits(lane, size_tokens, move):
+                return self._end(move, f"{move.target} has no room any more", now_s)
+            return self._switch(move, now_s)
+        return self._rehearse(move, sequence.spec, tokens, now_s)
+
+    def advance(self, now_s: float) -> list[Effect]:
+        """Whatever became of the sequences and workers concerned."""
+        effects: list[Effect] = []
+        for move in list(self._moves.values()):
+            effects += self._advance(move, now_s)
+        return effects
+
+    def lane_for(self, sequence: Sequence) -> Lane | None:
+        """Where a higher attempt of a sequence that moves goes, also when the source died first."""
+        move = self._moves.get(sequence.key)
+        if move is None or sequence.ref.attempt <= move.ref.attempt:
+            return None
+        lane = self._roster.lanes.get(move.target)
+        is_able = lane is not None and lane.sync is Sync.IN_STEP
+        return lane if is_able and sequence in self._roster.backlog else None
+
+    def is_moving(self, key: SequenceKey) -> bool:
+        return key in self._moves
+
+    def describe(self) -> dict[str, int]:
+        """For people."""
+        return {"moving": len(self._moves), "moved": self.done, "moves_failed": self.failed}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a move contradicts itself."""
+        for key, move in self._moves.items():
+            assert move.ref.key == key and move.source != move.target
+            assert (move.rehearsal is not None) == (move.stage is Stage.REHEARSING)
+            assert move.rounds <= self._rules.most_rounds
+
+    def _refusal(self, order: SequenceMove, sequence: Sequence | None) -> str:
+        """Why not; empty: it can."""
+        lane = self._roster.lanes.get(order.target)
+        if sequence is None or sequence.phase not in HELD:
+            return f"{order.ref} does not run"
+        if sequence.key in self._moves:
+            return f"{order.ref} moves already"
+        if sequence.spec is None or sequence.spec.rehearsal:
+            return f"{order.ref} is not known well enough to be moved"
+        if sequence.spec.sampling.top_logprobs is not None:
+            return f"{order.ref} gives log-probabilities, which do not travel"
+        if len(self._moves) >= self._rules.most_at_once:
+            return f"{len(self._moves)} sequences are on the move already"
+        if lane is None or lane.sync is not Sync.IN_STEP or order.target == sequence.worker_id:
+            return f"{order.target} cannot take it"
+        if sequence.limit_tokens > lane.report.max_context_tokens:
+            return f"{order.ref} may grow larger than {order.target}"
+        if sequence.limit_tokens * TOKEN_BYTES > self._roster.rules.max_start_bytes:
+            return f"{order.ref} may grow larger than one message"
+        return ""
+
+    def _can_rehearse(self, move: Move) -> bool:
+        """Only where blocks outlive their sequences; else the target computes everything at the switch."""
+        lane = self._roster.lanes.get(move.target)
+        return lane is not None and bool(lane.report.fingerprint)
+
+    def _rehearse(
+        self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float
+    ) -> list[Effect]:
+        lane = self._roster.lanes.get(move.target)
+        packed = spec.prompt + pack_tokens(tokens)
+        count = len(packed) // TOKEN_BYTES
+        if lane is None or lane.sync is not Sync.IN_STEP or not self._fits(lane, count, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        self._numbers += 1
+        ref = SequenceRef(
+            request_id=f"{move.ref.request_id}~{self._numbers}", choice=move.ref.choice, attempt=1
+        )
+        rehearsal = SequenceSpec(
+            ref=ref,
+            gateway_id=spec.gateway_id,
+            gateway_incarnation=spec.gateway_incarnation,
+            prompt=packed,
+            sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
+            waited_s=0.0,
+            cache_salt=spec.cache_salt,
+            rehearsal=True,
+        )
+        sequence = Sequence.from_spec(rehearsal, now_s)
+        self._roster.add(sequence)
+        self._roster.place(sequence, lane, now_s)
+        move.stage, move.rehearsal = Stage.REHEARSING, ref
+        move.rounds += 1
+        move.rehearsed_tokens = count
+        return []
+
+    def _fits(self, lane: Lane, tokens: int, move: Move) -> bool:
+        """Beside what it has, what was placed there and not begun, and what else is on its way."""
+        size = lane.report.block_tokens
+        owed = [
+            sequence.prompt_tokens + sequence.generated_tokens
+            for sequence in self._roster.of_worker(lane.worker_id)
+            if sequence.phase in (Phase.PLACED, Phase.WAITING)
+        ]
+        owed += [
+            other.rehearsed_tokens
+            for other in self._moves.values()
+            if other is not move and other.target == lane.worker_id
+        ]
+        blocks = sum(-(-count // size) for count in (*owed, tokens)) + 1
+        return blocks <= lane.report.capacity.plannable_blocks and tokens < lane.report.max_context_tokens
+
+    def _advance(self, move: Move, now_s: float) -> list[Effect]:
+        sequence = self._roster.sequences.get(move.ref.key)
+        if move.stage is Stage.SWITCHING and sequence is not None and sequence.ref.attempt > move.ref.attempt:
+            if sequence.worker_id == move.target and sequence.confirmed:
+                return self._end(move, "", now_s)
+            if sequence.worker_id not in (None, move.target):
+                return self._end(move, "it was placed elsewhere", now_s)
+        if sequence is None or sequence.ref.attempt > move.ref.attempt or sequence.worker_id != move.source:
+            return self._without_source(move, sequence, now_s)
+        if now_s > move.deadline_s:
+            return self._end(move, f"not over after {self._rules.deadline_s:g} s, {move.stage}", now_s)
+        if move.target not in self._roster.lanes:
+            return self._end(move, f"{move.target} is gone", now_s)
+        if move.stage is Stage.REHEARSING and move.rehearsal is not None:
+            return self._after_rehearsal(move, move.rehearsal, now_s)
+        return []
+
+    def _without_source(self, move: Move, sequence: Sequence | None, now_s: float) -> list[Effect]:
+        """It left the source: its own end, a death, or the switch itself, which takes a moment."""
+        if move.stage is Stage.SWITCHING:
+            return self._end(move, "it did not arrive", now_s) if now_s > move.deadline_s else []
+        if sequence is None and self._roster.ended.get(move.ref.key, now_s) is not None:
+            return self._end(move, "it ended before", now_s)
+        effects = self._stop_rehearsal(move, now_s)
+        move.stage, move.prepared_s, move.deadline_s = Stage.SWITCHING, now_s, now_s + _FOLLOWS_S
+        return effects
+
+    def _after_rehearsal(self, move: Move, rehearsal: SequenceRef, now_s: float) -> list[Effect]:
+        if self._roster.find(rehearsal) is not None:
+            return []
+        move.rehearsal = None
+        if self._roster.ended.get(rehearsal.key, now_s) is None:
+            move.stage = Stage.ASKING
+            return self._end(move, f"{move.target} did not rehearse it", now_s)
+        move.stage = Stage.ASKING
+        return [AskTokens(move.source, move.ref)]
+
+    def _switch_cold(self, move: Move, sequence: Sequence, now_s: float) -> list[Effect]:
+        """Nothing can be prepared there: the pause is a whole prefill."""
+        lane = self._roster.lanes[move.target]
+        if not self._fits(lane, sequence.prompt_tokens + sequence.generated_tokens, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        return self._switch(move, now_s)
+
+    def _switch(self, move: Move, now_s: float) -> list[Effect]:
+        move.stage, move.prepared_s = Stage.SWITCHING, now_s
+        move.deadline_s = now_s + self._rules.switch_s
+        return [PublishPrepared(MovePrepared(ref=move.ref, target=move.target))]
+
+    def _stop_rehearsal(self, move: Move, now_s: float) -> list[Effect]:
+        rehearsal = None if move.rehearsal is None else self._roster.find(move.rehearsal)
+        move.rehearsal = None
+        return [] if rehearsal is None else [self._roster.leave(rehearsal, Phase.CANCELLED, now_s)]
+
+    def _end(self, move: Move, reason: str, now_s: float) -> list[Effect]:
+        effects = self._stop_rehearsal(move, now_s)
+        del self._moves[move.ref.key]
+        self.done += not reason
+        self.failed += bool(reason)
+        prepared_s = move.prepared_s if move.stage is Stage.SWITCHING else now_s
+        event = SequenceMoved(
+            ref=move.ref,
+            source=move.source,
+            target=move.target,
+            mode=move.mode,
+            reason=reason,
+            rounds=move.rounds,
+            rehearsed_tokens=move.rehearsed_tokens,
+            prepare_s=prepared_s - move.began_s,
+            switch_s=now_s - prepared_s,
+        )
+        return [*effects, PublishMoved(event)]

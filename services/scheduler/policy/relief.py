@@ -1,0 +1,254 @@
+"""What to do when memory runs out: one rung of one ladder, chosen by measured costs (`algorithms.md` §7).
+
+No paper says how the five mechanisms meet. Each rung names blocks that it could free and what that costs in
+seconds of waiting: by measured bandwidths, speeds and stalls, not by constants. The cheapest per block that
+is needed is taken, one rung at a time; whoever still lacks blocks asks again. The ladder's order breaks ties
+only (costs within `TIE_SHARE` of each other). Every rung can be switched off. Pure: one function, one state.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+TIE_SHARE = 0.05
+"""Costs per block as close as this count as equal: the ladder's order decides."""
+_TIE_S = 1e-9
+
+
+class Rung(StrEnum):
+    """In the ladder's order."""
+
+    EVICT = "evict"
+    """Unreferenced prefix blocks, down a tier."""
+    RESERVE = "reserve"
+    """Blocks held back for this."""
+    EXPAND = "expand"
+    """Pie: one more layer on the host."""
+    BORROW = "borrow"
+    """rBlocks of a neighbour."""
+    MIGRATE = "migrate"
+    """A request, to another worker (MELL)."""
+    PAUSE = "pause"
+    """Offload-free preemption: it stops and keeps its blocks, so that others' ends free what is needed."""
+    SWAP = "swap"
+    """A request's KV to the host."""
+    RECOMPUTE = "recompute"
+    """A request's KV is dropped, and computed again later."""
+
+
+LADDER = tuple(Rung)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Measured at this worker; 0: not measured, which rules out what depends on it."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    host_blocks_per_s: float = 0.0
+    """Copied between device and host, either way."""
+    link_blocks_per_s: float = 0.0
+    """Copied to a neighbour."""
+    remote_attention_s: float = 0.0
+    """That a step takes longer for each block that lies at a neighbour."""
+    stall_s: float = 0.0
+    """That a step would take longer with one more layer on the host (Pie)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The best one."""
+
+    lendable_blocks: int = 0
+    room_blocks: int = 0
+    """For a request that moves there; its growth included."""
+    is_linked: bool = False
+    """KV can be sent there; else a request moves by its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """The request that would make way, lowest priority."""
+
+    blocks: int
+    tokens: int
+    """Prompt and answer so far."""
+    remaining_tokens: int
+    """Predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """One worker's state at the moment somebody needs blocks."""
+
+    needed_blocks: int
+    block_tokens: int
+    running: int
+    """Requests that a longer step makes wait."""
+    horizon_steps: int
+    """For how many steps the blocks will be needed."""
+    speeds: Speeds
+    evictable_blocks: int = 0
+    evictable_hits_per_s: float = 0.0
+    """How often one block of them is asked for again."""
+    host_tier_blocks: int = 0
+    """Free on the host, for evicted or swapped blocks."""
+    reserve_blocks: int = 0
+    growable_blocks: int = 0
+    """By one more step of Pie's expansion."""
+    neighbour: Neighbour = field(default_factory=Neighbour)
+    victim: Victim | None = None
+    frees_within_steps: int | None = None
+    """When the next request ends, as predicted; None: not known."""
+    frees_blocks: int = 0
+    """That come free with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rung could do."""
+
+    rung: Rung
+    blocks: int
+    cost_s: float
+    """Seconds of waiting that it brings, over all requests concerned."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """The decision, with everything it was weighed against: what the log says."""
+
+    chosen: Offer | None
+    """None: nothing is left; what needs the blocks waits."""
+    offers: tuple[Offer, ...]
+
+    @property
+    def reason(self) -> str:
+        """One line: the choice and the costs behind it."""
+        listed = ", ".join(
+            f"{offer.rung} {offer.blocks} blocks for {offer.cost_s * 1e3:.3g} ms ({offer.reason})"
+            for offer in self.offers
+        )
+        return f"{self.chosen.rung if self.chosen else 'wait'} of {listed or 'nothing'}"
+
+
+def next_relief(pressure: Pressure, switched_off: frozenset[Rung] = frozenset()) -> Relief:
+    """The rung to take now. Raises ValueError when no blocks are needed."""
+    if pressure.needed_blocks < 1:
+        raise ValueError("nobody needs blocks")
+    offers = tuple(
+        offer
+        for rung in LADDER
+        if rung not in switched_off
+        for offer in _offers(rung, pressure)
+        if offer.blocks > 0 and offer.cost_s < inf
+    )
+    return Relief(_cheapest(offers, pressure.needed_blocks), offers)
+
+
+def _cheapest(offers: tuple[Offer, ...], needed: int) -> Offer | None:
+    """By cost for each block that is used; the first of the ladder among those as good as equal."""
+    if not offers:
+        return None
+
+    def cost_s(offer: Offer) -> float:
+        return offer.cost_s / min(offer.blocks, needed)
+
+    least_s = min(map(cost_s, offers))
+    return next(offer for offer in offers if cost_s(offer) <= least_s * (1 + TIE_SHARE) + _TIE_S)
+
+
+def _offers(rung: Rung, pressure: Pressure) -> Iterator[Offer]:
+    yield from _BY_RUNG[rung](pressure)
+
+
+def _evict(p: Pressure) -> Iterator[Offer]:
+    """A block that is wanted again costs a load from the host, or its recomputation, at that rate."""
+    blocks = min(p.evictable_blocks, p.needed_blocks)
+    load_s = _per(1, p.speeds.host_blocks_per_s) if p.host_tier_blocks >= blocks else inf
+    again_s = min(load_s, _per(p.block_tokens, p.speeds.prefill_tokens_per_s))
+    if p.evictable_hits_per_s == 0:
+        yield Offer(Rung.EVICT, blocks, 0.0, "nobody asks for them")
+        return
+    horizon_s = p.horizon_steps * p.speeds.decode_step_s
+    hits = min(1.0, p.evictable_hits_per_s * horizon_s)
+    yield Offer(Rung.EVICT, blocks, blocks * hits * again_s, f"{hits:.2g} of them wanted again")
+
+
+def _reserve(p: Pressure) -> Iterator[Offer]:
+    yield Offer(Rung.RESERVE, min(p.reserve_blocks, p.needed_blocks), 0.0, "held back for this")
+
+
+def _expand(p: Pressure) -> Iterator[Offer]:
+    """Every running request waits for the stall in every step."""
+    cost_s = p.speeds.stall_s * p.horizon_steps * p.running
+    yield Offer(Rung.EXPAND, p.growable_blocks, cost_s, f"{p.speeds.stall_s * 1e3:.3g} ms a step")
+
+
+def _borrow(p: Pressure) -> Iterator[Offer]:
+    """The same for attention over blocks that lie elsewhere."""
+    blocks = min(p.neighbour.lendable_blocks, p.needed_blocks)
+    if not p.neighbour.is_linked or p.speeds.remote_attention_s <= 0:
+        return
+    step_s = blocks * p.speeds.remote_attention_s
+    yield Offer(Rung.BORROW, blocks, step_s * p.horizon_steps * p.running, f"{step_s * 1e3:.3g} ms a step")
+
+
+def _migrate(p: Pressure) -> Iterator[Offer]:
+    """The victim goes on meanwhile: it waits for the switch, one step; what is computed twice, others wait
+    for."""
+    if p.victim is None or p.victim.blocks > p.neighbour.room_blocks:
+        return
+    by_tokens_s = _per(p.victim.tokens, p.speeds.prefill_tokens_per_s)
+    by_link_s = _per(p.victim.blocks, p.speeds.link_blocks_per_s) if p.neighbour.is_linked else inf
+    how = "KV" if by_link_s < by_tokens_s else "tokens"
+    cost_s = min(by_tokens_s, by_link_s) + p.speeds.decode_step_s
+    yield Offer(Rung.MIGRATE, p.victim.blocks, cost_s, f"by {how}")
+
+
+def _pause(p: Pressure) -> Iterator[Offer]:
+    """Frees nothing itself: the blocks come when another ends, and until then those wait that need one."""
+    if p.frees_within_steps is None or p.speeds.decode_step_s <= 0:
+        return
+    waiting = max(1, min(p.running, p.needed_blocks))
+    cost_s = p.frees_within_steps * p.speeds.decode_step_s * waiting
+    yield Offer(Rung.PAUSE, p.frees_blocks, cost_s, f"one ends within {p.frees_within_steps} steps")
+
+
+def _swap(p: Pressure) -> Iterator[Offer]:
+    """Out and in again, and it waits as long as the blocks are needed."""
+    if p.victim is None or p.victim.blocks > p.host_tier_blocks:
+        return
+    copies_s = 2 * _per(p.victim.blocks, p.speeds.host_blocks_per_s)
+    yield Offer(Rung.SWAP, p.victim.blocks, copies_s + _absence_s(p), "out and in again")
+
+
+def _recompute(p: Pressure) -> Iterator[Offer]:
+    if p.victim is None:
+        return
+    again_s = _per(p.victim.tokens, p.speeds.prefill_tokens_per_s)
+    yield Offer(Rung.RECOMPUTE, p.victim.blocks, again_s + _absence_s(p), "computed again")
+
+
+def _absence_s(p: Pressure) -> float:
+    """Of a request that was taken off: until the blocks are there again."""
+    return p.horizon_steps * p.speeds.decode_step_s
+
+
+def _per(amount: float, speed_per_s: float) -> float:
+    """Infinite where the speed was never measured."""
+    return amount / speed_per_s if speed_per_s > 0 else inf
+
+
+_BY_RUNG = {
+    Rung.EVICT: _evict,
+    Rung.RESERVE: _reserve,
+    Rung.EXPAND: _expand,
+    Rung.BORROW: _borrow,
+    Rung.MIGRATE: _migrate,
+    Rung.PAUSE: _pause,
+    Rung.SWAP: _swap,
+    Rung.RECOMPUTE: _recompute,
+}

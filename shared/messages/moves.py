@@ -1,0 +1,73 @@
+"""Migrations: who asks for them, who prepares them, how each ended; and how many workers should run.
+
+See docs/migration.md.
+"""
+
+from enum import StrEnum
+
+from shared.messages.base import Message
+from shared.messages.sequence import SequenceRef
+
+
+class MoveMode(StrEnum):
+    """What travels so that the target need not begin from nothing."""
+
+    TOKENS = "tokens"
+    """Token ids; the target computes their KV again while the source goes on."""
+
+
+class SequenceMove(Message, frozen=True, kw_only=True):
+    """One sequence is to go on on another worker."""
+
+    ref: SequenceRef
+    target: str
+    mode: MoveMode = MoveMode.TOKENS
+
+
+class MoveSequences(Message, frozen=True, kw_only=True):
+    """Placement, or an operator → scheduler."""
+
+    moves: tuple[SequenceMove, ...]
+
+
+class MovesTaken(Message, frozen=True, kw_only=True):
+    """The answer: for each move why it was not begun; empty: it was."""
+
+    refusals: tuple[str, ...]
+
+
+class MovePrepared(Message, frozen=True, kw_only=True):
+    """Scheduler → gateways: the target has the sequence's KV; the owner may raise the attempt now."""
+
+    ref: SequenceRef
+    target: str
+
+
+class SequenceMoved(Message, frozen=True, kw_only=True):
+    """Scheduler → whoever asked: a move is over. It failed when it has a `reason`; nothing was lost then."""
+
+    ref: SequenceRef
+    """The attempt that was to move."""
+    source: str
+    target: str
+    mode: MoveMode = MoveMode.TOKENS
+    reason: str = ""
+    rounds: int = 0
+    """Rehearsals at the target."""
+    rehearsed_tokens: int = 0
+    """Prompt and answer so far, at the last one."""
+    prepare_s: float = 0.0
+    """From the order to the gateway being told."""
+    switch_s: float = 0.0
+    """From then until the target ran the sequence."""
+
+
+class WorkersWanted(Message, frozen=True, kw_only=True):
+    """Placement → whoever runs workers, repeated: what should be, not what to do."""
+
+    placement_id: str
+    incarnation: int
+    wanted: int
+    """How many workers should run."""
+    parked: tuple[str, ...] = ()
+    """Workers that get nothing any more; they may be stopped."""

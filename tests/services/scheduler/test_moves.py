@@ -1,0 +1,175 @@
+"""A running sequence changes workers: what is asked, rehearsed, switched, and all that may come between."""
+
+import pytest
+
+from services.scheduler.rules import MoveRules, Rules
+from shared.errors import InvalidRequest
+from tests.services.scheduler.fake_gateway import Request
+from tests.services.scheduler.world import SMALL, World
+
+RULES = Rules(
+    settings=SMALL.settings,
+    round_s=SMALL.round_s,
+    moves=MoveRules(deadline_s=3.0, switch_s=1.0, last_tokens=4, most_rounds=3, most_at_once=2),
+)
+OTHER = {"worker-0": "worker-1", "worker-1": "worker-0"}
+
+
+def world_with(
+    count: int = 1, *, fingerprint: bytes = b"same", tokens: int = 60
+) -> tuple[World, list[Request]]:
+    """Two workers, and so many sequences that decode."""
+    world = World(rules=RULES, workers=0, total_blocks=256)
+    world.fingerprint = fingerprint
+    world.start_worker("worker-0")
+    world.start_worker("worker-1")
+    requests = [world.submit(f"r{number}", 30, tokens, tokens + 10) for number in range(count)]
+    world.run_until(lambda: all(len(request.tokens) > 2 for request in requests), limit_s=10)
+    return world, requests
+
+
+def move(world: World, request: Request) -> str:
+    """To the other worker, which is returned."""
+    source = world.worker_of(request)
+    assert source is not None
+    world.move(request, OTHER[source])
+    return OTHER[source]
+
+
+def finish(world: World) -> None:
+    world.run_until(lambda: not world.unfinished(), limit_s=30)
+    for request in world.requests.values():
+        assert request.tokens == request.expected, "a gap, a repeat or another text"
+        assert len(request.ends) == 1
+
+
+def until_over(world: World, count: int = 1) -> None:
+    world.run_until(lambda: len(world.moved) >= count, limit_s=10)
+
+
+def test_it_is_rehearsed_and_then_handed_over() -> None:
+    world, (request,) = world_with()
+    target = move(world, request)
+    until_over(world)
+    (moved,) = world.moved
+    assert (moved.reason, moved.target, moved.rounds >= 1) == ("", target, True)
+    assert request.attempt == 2 and world.worker_of(request) == target
+    assert moved.rehearsed_tokens >= 30
+    prefilled = next(worker for name, worker in world.workers.items() if name == target).step_tokens
+    assert sum(count for count, _ in prefilled) >= 60, "the rehearsal and the switch"
+    finish(world)
+    assert not any(worker.held for worker in world.workers.values() if worker.worker_id != target)
+
+
+def test_what_the_source_adds_is_rehearsed_again() -> None:
+    """Rehearsals end once little is missing, at the latest after `most_rounds`."""
+    world, requests = world_with(5, tokens=90)
+    move(world, requests[0])
+    until_over(world)
+    assert 1 <= world.moved[0].rounds <= RULES.moves.most_rounds
+    finish(world)
+
+
+def test_without_a_cache_the_target_computes_everything_in_the_pause() -> None:
+    world, (request,) = world_with(fingerprint=b"")
+    move(world, request)
+    until_over(world)
+    assert (world.moved[0].reason, world.moved[0].rounds) == ("", 0)
+    finish(world)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.004, 0.01, 0.02, 0.05])
+@pytest.mark.parametrize("victim", ["source", "target", "scheduler"])
+def test_deaths_at_every_stage(after_s: float, victim: str) -> None:
+    world, (request,) = world_with()
+    source = world.worker_of(request)
+    target = move(world, request)
+    world.time.run_until(lambda: False, limit_s=after_s)
+    if victim == "scheduler":
+        world.kill_scheduler()
+        world.time.after(1.0, world.start_scheduler)
+    else:
+        name = source if victim == "source" else target
+        assert name is not None
+        world.kill_worker(name)
+        world.time.after(2.5, lambda: world.start_worker(name))
+    finish(world)
+
+
+def test_a_source_that_dies_leaves_its_sequence_to_the_target() -> None:
+    world, (request,) = world_with()
+    source = world.worker_of(request)
+    target = move(world, request)
+    world.time.run_until(lambda: False, limit_s=0.004)
+    assert source is not None and request.attempt == 1
+    world.kill_worker(source)
+    until_over(world)
+    assert world.worker_of(request) in (target, None)
+    finish(world)
+
+
+def test_a_gateway_that_does_not_hear_of_it_leaves_it_where_it_is() -> None:
+    world, (request,) = world_with(tokens=400)
+    world.prepares_gateway = False
+    source = world.worker_of(request)
+    move(world, request)
+    until_over(world)
+    assert "not over" in world.moved[0].reason and world.worker_of(request) == source
+    assert request.attempt == 1
+    finish(world)
+
+
+def test_an_answer_that_ends_first_is_no_harm() -> None:
+    world, (request,) = world_with(tokens=4)
+    move(world, request)
+    finish(world)
+    until_over(world)
+    assert world.moved[0].reason
+
+
+def test_a_cancelled_sequence_does_not_move() -> None:
+    world, (request,) = world_with()
+    move(world, request)
+    world.cancel(request)
+    until_over(world)
+    world.time.run_until(lambda: False, limit_s=1.0)
+    assert world.moved[0].reason and not any(worker.held for worker in world.workers.values())
+
+
+def test_refusals_say_why() -> None:
+    world, (first, second, third) = world_with(3, tokens=200)
+    source = world.worker_of(first)
+    assert source is not None
+    with pytest.raises(InvalidRequest, match="cannot take it"):
+        world.move(first, source)
+    with pytest.raises(InvalidRequest, match="cannot take it"):
+        world.move(first, "worker-9")
+    move(world, first)
+    with pytest.raises(InvalidRequest, match="moves already"):
+        move(world, first)
+    move(world, second)
+    with pytest.raises(InvalidRequest, match="on the move already"):
+        move(world, third)
+    stranger = Request(("nobody", 0), b"", 1, 0.0)
+    with pytest.raises(InvalidRequest, match="does not run"):
+        world.move(stranger, "worker-0")
+    finish(world)
+
+
+def test_all_is_told_of_in_the_description() -> None:
+    world, (request,) = world_with()
+    move(world, request)
+    assert world.core is not None and world.core.describe()["moving"] == 1
+    until_over(world)
+    assert world.core.describe()["moved"] == 1
+    finish(world)
+
+
+def test_a_worker_with_other_weights_is_no_target() -> None:
+    world, (request,) = world_with()
+    world.start_worker("worker-9", weights="other")
+    world.run_until(lambda: bool(world.lines("RefuseWorker")), limit_s=5)
+    with pytest.raises(InvalidRequest, match="worker-9 cannot take it"):
+        world.move(request, "worker-9")
+    finish(world)
+    assert world.workers["worker-9"].step_tokens == [] and not world.moved

@@ -1,0 +1,81 @@
+"""Four workers and a load that falls and rises: MELL empties workers, has them stopped and started again."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stack.client import Answer, Question
+from tests.stack.prompts import mixed
+from tests.stack.running import RunningStack, running_stack
+
+pytestmark = pytest.mark.stack
+WORKERS = 4
+STREAMS = 24
+SETTINGS = (
+    "placement.policy=mell",
+    "placement.scale=true",
+    "placement.idle_s=1.0",
+    "placement.epoch_s=0.2",
+    "worker.kv_blocks=64",
+)
+
+
+def questions(count: int, *, shortest: int, step: int) -> list[Question]:
+    """All at once, and over one after the other."""
+    return [
+        Question(prompt, {"max_tokens": shortest + step * index, "ignore_eos": True, "temperature": 0})
+        for index, prompt in enumerate(mixed(count, longest_words=160, seed=9))
+    ]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    folder = tmp_path_factory.mktemp("mell") / "run"
+    with running_stack(folder, workers=WORKERS, settings=SETTINGS) as running:
+        yield running
+
+
+def parked(stack: RunningStack) -> int:
+    return sum(stack.child(f"worker-{number}")["state"] == "parked" for number in range(WORKERS))
+
+
+async def until_parked(stack: RunningStack, count: int, within_s: float = 40.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while parked(stack) < count:
+        assert time.monotonic() < deadline_s, (stack.details("placement-0"), stack.logs())
+        await asyncio.sleep(0.2)
+
+
+async def watch(stack: RunningStack, seen: list[int]) -> None:
+    """How many are parked, over and over."""
+    while True:
+        seen.append(parked(stack))
+        await asyncio.sleep(0.05)
+
+
+def assert_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
+    assert [answer.errors for answer in answers] == [[] for _ in answers]
+    assert all(answer.complete for answer in answers)
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
+
+
+async def test_a_falling_load_needs_fewer_workers_and_a_rising_one_gets_them_back(four: RunningStack) -> None:
+    client = four.client()
+    asked = questions(STREAMS, shortest=60, step=10)
+    first = await client.ask_all(asked)
+    assert all(answer.complete for answer in first)
+    await until_parked(four, WORKERS - 1)
+    details = four.details("placement-0")
+    assert details["wanted_workers"] == 1 and details["moves_ordered"] > 0, details
+    assert sum(row["state"] in ("idle", "T", "S", "M", "L") for row in details["workers"]) == 1
+
+    fewest: list[int] = []
+    watching = asyncio.create_task(watch(four, fewest))
+    again = await client.ask_all(asked)
+    watching.cancel()
+    assert_same(again, first)
+    assert min(fewest) < WORKERS - 1, "none was started for those that waited"
+    assert max(four.child(f"worker-{number}")["restarts"] for number in range(WORKERS)) == 0
+    await until_parked(four, WORKERS - 1)

@@ -1,0 +1,119 @@
+"""Running sequences change workers while clients read; every answer arrives whole and unchanged."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from bench.migrate.mover import Mover, mover
+from tests.stack.client import Answer, Question
+from tests.stack.prompts import mixed
+from tests.stack.running import RunningStack, running_stack
+
+pytestmark = pytest.mark.stack
+STREAMS = 12
+MIDWAY = 60
+"""Chunks received over all streams before anything is moved."""
+MOVES = 12
+
+
+def questions() -> list[Question]:
+    """Greedy and seeded in turn, all long enough to be moved more than once."""
+    return [
+        Question(
+            prompt,
+            {
+                "max_tokens": 240 + 4 * index,
+                "ignore_eos": True,
+                **(
+                    {"temperature": 0}
+                    if index % 2 == 0
+                    else {"temperature": 0.8, "top_p": 0.9, "seed": index}
+                ),
+            },
+        )
+        for index, prompt in enumerate(mixed(STREAMS, longest_words=160, seed=5))
+    ]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("migration") / "run") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: RunningStack) -> list[Answer]:
+    answers = asyncio.run(pair.client().ask_all(questions()))
+    assert all(answer.complete for answer in answers)
+    return answers
+
+
+@pytest.fixture
+async def moving(pair: RunningStack) -> AsyncIterator[Mover]:
+    async with mover(pair.run_dir) as made:
+        yield made
+
+
+def assert_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
+    assert [answer.errors for answer in answers] == [[] for _ in undisturbed]
+    assert all(answer.complete for answer in answers)
+    assert [answer.completion_tokens for answer in answers] == [a.completion_tokens for a in undisturbed]
+    different = [i for i, (a, b) in enumerate(zip(answers, undisturbed, strict=True)) if a.text != b.text]
+    assert different == []
+
+
+async def order(moving: Mover, count: int, *, within_s: float = 20.0) -> int:
+    """Orders up to so many moves; how many were begun."""
+    begun = 0
+    async with asyncio.timeout(within_s):
+        while begun < count:
+            begun += await moving.move_one(least_left=20)
+            await asyncio.sleep(0.01)
+            if begun and not moving.running(least_left=20):
+                return begun
+    return begun
+
+
+async def test_moved_while_read(pair: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
+    begun: list[int] = []
+
+    async def move() -> None:
+        begun.append(await order(moving, MOVES))
+
+    answers = await pair.client().ask_all(questions(), midway=move, after=MIDWAY)
+    assert_same(answers, undisturbed)
+    await moving.until_over(begun[0], within_s=10)
+    assert len(moving.done) >= MOVES // 2, (moving.outcomes, moving.refusals)
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "scheduler-0", "placement-0"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.04])
+async def test_killed_during_moves(
+    pair: RunningStack, undisturbed: list[Answer], moving: Mover, victim: str, delay_s: float
+) -> None:
+    """Sources and targets alike: half of the moves go either way."""
+    before = pair.child(victim)["restarts"]
+
+    async def move_and_kill() -> None:
+        await order(moving, 6)
+        await asyncio.sleep(delay_s)
+        pair.signal(victim, signal.SIGKILL)
+
+    answers = await pair.client().ask_all(questions(), midway=move_and_kill, after=MIDWAY)
+    assert_same(answers, undisturbed)
+    await asyncio.to_thread(pair.until_restarted, victim, restarts=before + 1)
+
+
+async def test_frozen_source(pair: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
+    async def move_and_freeze() -> None:
+        await order(moving, 6)
+        pair.signal("worker-0", signal.SIGSTOP)
+
+    try:
+        answers = await pair.client().ask_all(questions(), midway=move_and_freeze, after=MIDWAY)
+    finally:
+        pair.signal("worker-0", signal.SIGCONT)
+    assert_same(answers, undisturbed)
+    assert_same(await pair.client().ask_all(questions()), undisturbed)
