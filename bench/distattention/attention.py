@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -170,13 +171,13 @@ def measure_cells(
     core: int, contexts: list[int], chunks: list[int], turns: int, advance: Callable[[], None]
 ) -> list[Cell]:
     """Chunks of 1 are decodes."""
-    most = max(contexts) // BLOCK_TOKENS + max(chunks) // BLOCK_TOKENS + 2
+    chosen = [(tokens, count) for tokens, count in product(contexts, chunks) if tokens * count <= _MOST_PAIRS]
+    most = max(-(-(tokens + count) // BLOCK_TOKENS) for tokens, count in chosen)
     cells = []
     with lenders(settings(1, most, core)) as links:
         sides = make_sides(links, most, most)
-        for tokens, count in product(contexts, chunks):
-            if tokens * count <= _MOST_PAIRS:
-                cells.append(_measure(sides, most, tokens, count, turns))
+        for tokens, count in chosen:
+            cells.append(_measure(sides, most, tokens, count, turns))
             advance()
         sides.debtor.close()
     return cells
@@ -189,10 +190,10 @@ def _measure(sides: Sides, most: int, tokens: int, count: int, turns: int) -> Ce
     mixed = [most + index if index % 2 else index for index in range(needed)]
     half = make_queries([(tokens, count, mixed)], generator)
     sides_of = (
-        lambda: _timed(sides, sides.whole, there, Mode.SHIP),
-        lambda: _timed(sides, sides.divided, there, Mode.SHIP),
-        lambda: _timed(sides, sides.divided, half, Mode.SHIP),
-        lambda: _timed(sides, sides.divided, there, Mode.FETCH),
+        partial(_timed, sides, sides.whole, there, Mode.SHIP),
+        partial(_timed, sides, sides.divided, there, Mode.SHIP),
+        partial(_timed, sides, sides.divided, half, Mode.SHIP),
+        partial(_timed, sides, sides.divided, there, Mode.FETCH),
     )
     for side in sides_of:
         side()

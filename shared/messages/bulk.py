@@ -19,5 +19,7 @@ class BulkTicket(Message, frozen=True, kw_only=True):
     incarnation: int
     """Of the worker that answers."""
     addresses: dict[str, str]
-    """By transport, best first."""
+    """By transport."""
+    host: str = ""
+    """Workers of equal host may use what works on one host only."""
     ticket: bytes

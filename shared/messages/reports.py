@@ -89,6 +89,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Measured, exponentially weighted; 0 before the first measurement."""
     fingerprint: bytes = b""
     """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
+    bulk_addresses: dict[str, str] = msgspec.field(default_factory=dict)
+    """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):

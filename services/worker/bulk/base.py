@@ -10,7 +10,7 @@ the kind of message there; a receiver computes on that thread, so it must be saf
     ...                                   # own work, while the peer computes
     answer = call.finish()                # o and lse are filled
 
-Rules, the same for every transport (`tests/services/worker/bulk/test_contract.py`):
+Rules, the same for every transport (`tests/services/worker/bulk/test_base.py`):
 
 - Dialling takes a ticket: a secret that the answering worker issued for this peer, valid once and briefly.
 - A receiver is asked first where the buffers belong (`admit`), is told that length and checksum agree
@@ -33,8 +33,9 @@ Buffer = memoryview
 `services.worker.bulk.buffers.bytes_of` makes one of a tensor or array, without copying."""
 
 INLINE_BYTES = 64 << 10
-"""Payloads up to this size travel with their envelope, whatever the transport. Calls may overlap on one link
-as long as payload and `into` of each stay below: larger ones could wait for a peer that waits for us."""
+"""Payloads up to this size travel with their envelope, whatever the transport. Only such may be begun while
+other calls of the link are outstanding (their `into` may be larger): a larger one could wait for a peer that
+waits for us."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ an extra that somebody installed for its sake). A transport that failed is set a
 last one left. Knows no sockets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 _PRIOR = ("shm", "ucx", "tcp")
@@ -20,8 +20,8 @@ _CLEARLY = 1.2
 class Choice:
     """Of one worker, for all its peers. `check_integrity` after every step in the tests."""
 
-    own: Mapping[str, str]
-    """Addresses by transport, of this worker's listeners."""
+    own: Collection[str]
+    """Transports that this worker can dial by."""
     host: str
     gb_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """By peer and transport; exponentially weighted."""

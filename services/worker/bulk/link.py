@@ -17,6 +17,10 @@ from shared.errors import InvalidMessage, MessageTooLarge, Overloaded, StaleEpoc
 class Carriage(Protocol):
     """How large payloads get from one end of a pipe to the other."""
 
+    def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
+        """Once, after the greeting, at both ends. Raises DeadlineExceeded, PeerLost and InvalidMessage."""
+        ...
+
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         """Payload and digest. Raises DeadlineExceeded and PeerLost."""
         ...
@@ -33,19 +37,22 @@ class Carriage(Protocol):
 class InStream:
     """The payload follows its envelope on the socket; each slice is verified while it is in the cache."""
 
+    def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
+        """Nothing to agree on."""
+
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         made = Digest()
         for group in slices(buffers):
             pipe.send(group, until_s)
             made.update(group)
-        pipe.send([wire.DIGEST.pack(made.value)], until_s)
+        pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
         made = Digest()
         for group in groups:
             pipe.fill(group, until_s)
             made.update(group)
-        return bool(wire.DIGEST.unpack(pipe.take(wire.DIGEST.size, until_s))[0] == made.value)
+        return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
 
     def close(self) -> None:
         """Nothing to release: the pipe is not ours."""
@@ -66,7 +73,7 @@ def send_message(
         made = Digest()
         for group in slices(buffers):
             made.update(group)
-        pipe.send([head, *buffers, wire.DIGEST.pack(made.value)], until_s)
+        pipe.send([head, *buffers, made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
     else:
         pipe.send([head], until_s)
         carriage.send(pipe, buffers, until_s)
@@ -119,7 +126,6 @@ class SocketLink:
         self._carriage = carriage
         self._limits = limits
         self._calls = 0
-        self._is_large = False
         self._outstanding: deque[SocketCall] = deque()
 
     @property
@@ -138,8 +144,7 @@ class SocketLink:
         """See `base.Link`."""
         sizes = tuple(sizes_of(buffers))
         wire.check_size(len(header), sizes, self._limits)
-        is_large = max(sum(sizes), sum(sizes_of(into))) > INLINE_BYTES
-        self._check_pipelining(is_large)
+        self._check_pipelining(sum(sizes))
         number = self._calls + 1
         until_s = monotonic_s() + deadline_s
         envelope = wire.Envelope(wire.REQUEST, number, header, kind, sizes, max(1, int(deadline_s * 1e3)))
@@ -149,7 +154,6 @@ class SocketLink:
             self.close()
             raise
         self._calls = number
-        self._is_large = is_large
         call = SocketCall(self, number, into, until_s)
         self._outstanding.append(call)
         return call
@@ -203,11 +207,11 @@ class SocketLink:
             raise InvalidMessage("the answer was corrupted on its way")
         return Answer(envelope.header, len(sizes))
 
-    def _check_pipelining(self, is_large: bool) -> None:
+    def _check_pipelining(self, payload_bytes: int) -> None:
         if not self._outstanding:
             return
-        if is_large or self._is_large:
-            raise MessageTooLarge("a large call has the link to itself: finish the others before")
+        if payload_bytes > INLINE_BYTES:
+            raise MessageTooLarge("a large message has to wait until earlier calls of the link are finished")
         if len(self._outstanding) >= self._limits.outstanding:
             raise Overloaded(f"{len(self._outstanding)} calls of this link are not finished")
 
@@ -232,6 +236,7 @@ def greet(
             raise wire.error_from(envelope.header)
         if envelope.header != welcome_proof(ticket):
             raise StaleEpoch(f"who answers is not worker {peer.worker_id}: it does not know the ticket")
+        carriage.open(pipe, is_dialler=True, until_s=until_s)
     except BaseException:
         pipe.close()
         carriage.close()

@@ -1,6 +1,7 @@
 """A worker's bulk plane: its listeners, its desk, and links to peers by the transport that suits each.
 
-    plane = Plane(own, host, transports)                     # listens at once
+    plane = Plane(own, host, transports)
+    plane.open()                                              # listens
     plane.desk.serve("attention", receiver)
     link = await plane.connect(worker, purpose="attention", issue=ask_for_ticket)     # on the event loop
     …                                                         # the link is its owner's from then on
@@ -20,7 +21,7 @@ from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
 
 _log = logging.getLogger("kvasir.worker.bulk")
-_CLOSE_S = 2.0
+_CLOSE_S = 5.0
 
 Issue = Callable[[], Awaitable[bytes]]
 """Asks the peer for a ticket, over the bus. Raises KvasirError."""
@@ -42,12 +43,17 @@ class Plane:
     def __init__(
         self, own: Peer, host: str, transports: Sequence[BulkTransport], clock: Clock = monotonic_s
     ) -> None:
-        """Raises ConfigError when a transport cannot listen."""
         self.own = own
         self.desk = WorkerDesk(own, clock=clock)
+        self.choice = Choice([transport.name for transport in transports], host)
         self._clock = clock
         self._transports = {transport.name: transport for transport in transports}
         self._listeners: dict[str, Listener] = {}
+        self.addresses: Mapping[str, str] = {}
+        """Of the listeners, by transport; what a heartbeat announces."""
+
+    def open(self) -> None:
+        """Listens. Raises ConfigError when a transport cannot."""
         try:
             for name, transport in self._transports.items():
                 self._listeners[name] = transport.listen(self.desk)
@@ -55,7 +61,6 @@ class Plane:
             self.close()
             raise
         self.addresses = {name: listener.address for name, listener in self._listeners.items()}
-        self.choice = Choice(self.addresses, host)
 
     async def connect(self, to: Neighbour, issue: Issue, *, deadline_s: float) -> Link:
         """A new link to that worker, by the best transport that can be dialled, each tried once.
@@ -88,4 +93,6 @@ class Plane:
 
     def close(self) -> bool:
         """Closes all listeners; links that were dialled are their owners'. False when one took too long."""
-        return all([listener.close(_CLOSE_S) for listener in self._listeners.values()])
+        closed = [listener.close(_CLOSE_S) for listener in self._listeners.values()]
+        self._listeners, self.addresses = {}, {}
+        return all(closed)

@@ -170,7 +170,9 @@ class Served:
         except KvasirError as error:
             self._fail(0, error, until_s)
         self._peer = peer
-        self._pipe.send([wire.packed(wire.Envelope(wire.WELCOME, 0, welcome_proof(hello.ticket)))], until_s)
+        welcome = wire.Envelope(wire.WELCOME, 0, welcome_proof(hello.ticket))
+        self._pipe.send([wire.packed(welcome)], until_s)
+        self._carriage.open(self._pipe, is_dialler=False, until_s=until_s)
 
     def _next(self) -> wire.Envelope:
         until_s = monotonic_s() + _MOST_S

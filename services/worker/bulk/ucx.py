@@ -2,11 +2,11 @@
 
 A link is a TCP link whose large payloads alone go through UCX: greeting, envelopes, small messages and the
 detection of a dead peer are TCP's. So nobody listens by UCX (its listener knows no authentication), and a
-wait watches both. Each link has a UCX worker to itself, made when its first large payload comes, matched by a
-random tag, and driven by the thread that owns the link: nothing is received into our memory while that thread
-does something else. Payloads are fetched by the receiver (`get_zcopy`), never put, and endpoints are made
-with error handling (which rules out UCX's own shared memory and CMA: `shm` is there for that), so that
-aborting ends every transfer, also with a peer that was only stopped (decision 0016).
+wait watches both. Each link has a UCX worker to itself, matched by a random tag and driven by the thread that
+owns the link: nothing is received into our memory while that thread does something else. Payloads are fetched
+by the receiver (`get_zcopy`), never put, and endpoints are made with error handling (which rules out UCX's
+own shared memory and CMA: `shm` is there for that), so that aborting ends every transfer, also with a peer
+that was only stopped (decision 0016).
 CPU memory only. `make setup-ucx` installs ucxx.
 """
 
@@ -96,12 +96,18 @@ class UcxCarriage:
         self._tag: Any = None
         self._wake = select.poll()
 
+    def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
+        """Each tells the other where its UCX worker is; the dialler chooses the tag."""
+        with self._lock, _typed_errors():
+            if is_dialler:
+                self._tell_address(pipe, secrets.randbits(63), until_s)
+                self._hear_address(pipe, until_s)
+            else:
+                self._tell_address(pipe, self._hear_address(pipe, until_s), until_s)
+
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         """See `link.Carriage`."""
         with self._lock, _typed_errors():
-            if self._endpoint is None:
-                self._tell_address(pipe, secrets.randbits(63), until_s)
-                self._hear_address(pipe, until_s)
             made = Digest()
             under_way: deque[list[Any]] = deque()
             for group in slices(buffers):
@@ -111,13 +117,11 @@ class UcxCarriage:
                     self._await(pipe, under_way.popleft(), until_s)
             for requests in under_way:
                 self._await(pipe, requests, until_s)
-            pipe.send([wire.DIGEST.pack(made.value)], until_s)
+            pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
         """See `link.Carriage`."""
         with self._lock, _typed_errors():
-            if self._endpoint is None:
-                self._tell_address(pipe, self._hear_address(pipe, until_s), until_s)
             made = Digest()
             under_way: deque[tuple[list[Any], list[Buffer]]] = deque()
             for group in groups:
@@ -126,7 +130,7 @@ class UcxCarriage:
                     self._take(pipe, under_way.popleft(), made, until_s)
             while under_way:
                 self._take(pipe, under_way.popleft(), made, until_s)
-            return bool(wire.DIGEST.unpack(pipe.take(wire.DIGEST.size, until_s))[0] == made.value)
+            return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
 
     def close(self) -> None:
         """Aborts what is under way, which is over when this returns. After the pipe was closed."""
@@ -136,7 +140,7 @@ class UcxCarriage:
 
     def _tell_address(self, pipe: Pipe, tag: int, until_s: float) -> None:
         if self._worker is None:
-            self._open(tag)
+            self._make_worker(tag)
         address = self._worker.address.tobytes()
         pipe.send([_ADDRESS.pack(tag, len(address)), address], until_s)
 
@@ -146,14 +150,14 @@ class UcxCarriage:
         if size > _MOST_ADDRESS_BYTES:
             raise InvalidMessage("this is no UCX address: the peer speaks another protocol")
         if self._worker is None:
-            self._open(tag)
+            self._make_worker(tag)
         address = _ucx()[0].UCXAddress.create_from_buffer(bytes(pipe.take(size, until_s)))
         self._endpoint = self._worker.create_endpoint_from_worker_address(
             address, endpoint_error_handling=True
         )
         return int(tag)
 
-    def _open(self, tag: int) -> None:
+    def _make_worker(self, tag: int) -> None:
         core, _, context = _ucx()
         self._worker = core.UCXWorker(context)
         self._worker.init_blocking_progress_mode()

@@ -3,7 +3,7 @@
     prefix     16 bytes   "KVB1", bytes of the envelope, CRC-32 of the envelope, 0   (little endian)
     envelope   MessagePack array (`Envelope`), with the sender's own header in it
     payload    the buffers, one after the other; a transport may carry it another way
-    digest     8 bytes, only after a payload (`services.worker.bulk.digest`)
+    digest     16 bytes, only after a payload (`services.worker.bulk.digest`)
 
 Knows no sockets and no threads.
 """
@@ -19,7 +19,7 @@ from services.worker.bulk.base import Limits
 from shared.errors import InvalidMessage, KvasirError, MessageTooLarge, from_wire
 
 PREFIX = struct.Struct("<4sIII")
-DIGEST = struct.Struct("<Q")
+DIGEST_BYTES = 16
 _MAGIC = b"KVB1"
 _ENVELOPE_EXTRA_BYTES = 1 << 12
 _SIZE_BYTES = 9

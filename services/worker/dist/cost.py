@@ -1,8 +1,8 @@
 """Whether queries go to the keys or keys to the queries: what each would take, by measured speeds. Pure.
 
 Shipping moves rows · heads numbers and uses the creditor's time; fetching moves keys, uses our time, and
-hides a good part of the way behind the layer before. So single tokens ship, and long chunks over short contexts
-fetch. Source: Infinite-LLM §6.5, figure 12 (papers/001), with speeds measured here instead of an experiment.
+hides a good part of the way behind the layer before. So single tokens ship, and long chunks over short
+contexts fetch. Source: Infinite-LLM §6.5, figure 12 (papers/001), with speeds measured while it runs.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
 """What a debtor's engine says to a creditor about a step: headers of bulk messages, and their checks.
 
 Kinds: `kv.attend` brings queries, and the new keys and values that the creditor keeps, and takes outputs and
-log-sum-exps back; `kv.write` brings keys and values only; `kv.fetch` takes blocks back, and may bring keys and
-values of another layer: a link carries one large call at a time. The description of a step's part travels
-once, with its first message; later ones name it by number. Knows neither tensors nor links. Source: Infinite-LLM §4.6 (papers/001).
+log-sum-exps back; `kv.write` brings keys and values only; `kv.fetch` takes blocks back, and may bring keys
+and values of another layer: a link carries one large call at a time. The description of a step's part travels
+once, with its first message; later ones name it by number. Knows neither tensors nor links.
+Source: Infinite-LLM §4.6 (papers/001).
 """
 
 from dataclasses import dataclass

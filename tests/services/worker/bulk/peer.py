@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from services.worker.bulk.base import Buffer, Limits, Link, Peer
@@ -57,7 +58,11 @@ class Process:
         return bytes.fromhex(self.ask("ticket", own.worker_id, own.incarnation))
 
     def send_signal(self, number: signal.Signals) -> None:
+        """A stopped process does nothing any more when this returns."""
         os.kill(self.pid, number)
+        until_s = time.monotonic() + 5.0
+        while number == signal.SIGSTOP and _state(self.pid) != "T" and time.monotonic() < until_s:
+            time.sleep(0.002)
 
     def end(self) -> None:
         """SIGKILL, also to a stopped one."""
@@ -90,9 +95,8 @@ class Commands:
 
     def peak_bytes(self) -> int:
         """Most memory this process ever had."""
-        with open("/proc/self/status") as status:  # noqa: PTH123 - no file of ours
-            line = next(line for line in status if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+        status = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
 
     def dial(self, address: str, peer_id: str, incarnation: int, ticket: str) -> str:
         peer = Peer(peer_id, incarnation)
@@ -118,6 +122,11 @@ class Commands:
 
         Digest.update = wrong  # type: ignore[method-assign]
         return "ok"
+
+
+def _state(pid: int) -> str:
+    """Of a process, as a letter."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def main() -> None:

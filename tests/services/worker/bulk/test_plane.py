@@ -17,6 +17,7 @@ A, B = Peer("worker-a", 1), Peer("worker-b", 1)
 @pytest.fixture
 def a() -> Iterator[Plane]:
     plane = Plane(A, "host-1", [TcpTransport(), ShmTransport()])
+    plane.open()
     yield plane
     assert plane.close()
 
@@ -24,6 +25,7 @@ def a() -> Iterator[Plane]:
 @pytest.fixture
 def b() -> Iterator[Plane]:
     plane = Plane(B, "host-1", [TcpTransport(), ShmTransport()])
+    plane.open()
     furnish(plane.desk)
     yield plane
     assert plane.close()
@@ -45,7 +47,7 @@ async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, t
 
 
 async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane) -> None:
-    addresses = b.addresses | {"shm": "@nobody-listens-here"}
+    addresses = {**b.addresses, "shm": "@nobody-listens-here"}
     link = await a.connect(Neighbour(B, "host-1", addresses), _issue(b), deadline_s=5.0)
     assert link.transport == "tcp"
     assert a.choice.ranking(
@@ -70,4 +72,4 @@ async def test_says_why_there_is_no_link(a: Plane, b: Plane) -> None:
 def test_a_port_that_is_taken_is_a_setting_to_change(a: Plane) -> None:
     port = int(a.addresses["tcp"].rpartition(":")[2])
     with pytest.raises(ConfigError, match=str(port)):
-        Plane(B, "host-1", [ShmTransport(), TcpTransport(port=port)])
+        Plane(B, "host-1", [ShmTransport(), TcpTransport(port=port)]).open()

@@ -23,7 +23,7 @@ def parts(draw: st.DrawFn) -> PackedSpans:
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 22))
         count = draw(st.integers(1, length))
-        blocks = []
+        blocks: list[int] = []
         for at in range(-(-length // BLOCK)):
             is_there = at == 0 or draw(st.booleans())
             blocks.append(following if is_there else len(blocks))

@@ -125,12 +125,20 @@ class TestMessages:
             call.finish()
         assert into == [pattern(8192, seed) for seed in range(20)]
 
+    def test_large_answers_may_be_asked_for_while_others_are_under_way(self, dial: Dial) -> None:
+        link = dial()
+        into = [memoryview(bytearray(7 * MIB)) for _ in range(4)]
+        calls = [link.begin("source", b"%d" % (7 * MIB), into=[one], deadline_s=20.0) for one in into]
+        for call in calls:
+            call.finish()
+        assert all(one == pattern(7 * MIB) for one in into)
+
     def test_of_several_links_are_served_at_once(self, dial: Dial) -> None:
         links = [dial() for _ in range(5)]
         began_s = time.monotonic()
         calls = [link.begin("slow", b"0.4", deadline_s=10.0) for link in links]
         assert {call.finish().header for call in calls} == {b"at last"}
-        assert time.monotonic() - began_s < 1.6
+        assert time.monotonic() - began_s < 1.9
 
     def test_from_many_threads_keep_apart(self, dial: Dial) -> None:
         def talk(link: Link, seed: int) -> bool:
@@ -329,7 +337,7 @@ class TestEntry:
         link = transport.dial(end.listener.address, old, OWN, end.ticket(old), deadline_s=5.0)
         assert link.ask("echo", b"1", deadline_s=5.0).header == b"1"
         end.ticket(new)
-        with pytest.raises(StaleEpoch):
+        with pytest.raises((StaleEpoch, PeerLost)):
             link.ask("keep", b"", [pattern(3 * MIB)], deadline_s=5.0)
         assert end.counts.admitted == 1
         _eventually(lambda: link.closed)
