@@ -39,6 +39,8 @@ class Bench:
 
 
 BENCHES: tuple[Bench, ...] = (
+    Bench("bulk", "bench.bulk.bench", "GB/s between two workers, by each transport"),
+    Bench("distattention", "bench.distattention.bench", "attention over keys that other workers hold"),
     Bench("engine", "bench.engine.bench", "our engine, served, against vLLM, transformers or llama.cpp"),
     Bench("vllm-variants", "bench.engine.variants", "which way of running vLLM is its fastest on one core"),
     Bench("overhead", "bench.overhead.bench", "what gateway, bus and scheduler add to the engine"),

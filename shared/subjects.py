@@ -70,6 +70,16 @@ def worker_prefixes(worker_id: str) -> str:
     return f"{PREFIX}.cmd.worker.prefixes.{checked_id(worker_id)}"
 
 
+def worker_want(worker_id: str) -> str:
+    """From the scheduler: a sequence waits there that needs more KV than the worker has."""
+    return f"{PREFIX}.cmd.worker.want.{checked_id(worker_id)}"
+
+
+def worker_dial(worker_id: str) -> str:
+    """To a worker that is about to be dialled on the bulk plane, from who will dial."""
+    return f"{PREFIX}.cmd.worker.dial.{checked_id(worker_id)}"
+
+
 def worker_reported(worker_id: str) -> str:
     return f"{PREFIX}.evt.worker.reported.{checked_id(worker_id)}"
 
@@ -156,6 +166,7 @@ PERMISSIONS: Mapping[str, Permissions] = {
             _every(worker_plan),
             _every(worker_snapshot),
             _every(worker_cancel),
+            _every(worker_want),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
             *_LEASE_PUBLISH,
@@ -177,8 +188,17 @@ PERMISSIONS: Mapping[str, Permissions] = {
     "ledger": _service("ledger", subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED)),
     "worker": _service(
         "worker",
-        publish=(_every(tokens), ANY_WORKER_REPORTED, ANY_WORKER_STEPPED, ANY_WORKER_CACHED),
+        publish=(
+            _every(tokens),
+            ANY_WORKER_REPORTED,
+            ANY_WORKER_STEPPED,
+            ANY_WORKER_CACHED,
+            _every(worker_dial),
+        ),
         subscribe=(
+            _every(worker_want),
+            _every(worker_dial),
+            ANY_WORKER_REPORTED,
             _every(worker_plan),
             _every(worker_snapshot),
             _every(worker_cancel),

@@ -22,6 +22,7 @@ from services.scheduler.effects import (
     SendPlan,
     SequenceLeft,
     StepDown,
+    WantKvAtWorker,
 )
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.tally import PlanTally
@@ -40,6 +41,7 @@ from shared.messages.commands import (
     SubmitReply,
     SubmitSequence,
     TakeSnapshot,
+    WantKv,
 )
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
@@ -149,6 +151,8 @@ class Term:
                     self._post(subjects.worker_plan(effect.worker_id), effect.plan, effect.worker_id)
                 case CancelAtWorker():
                     self._post(subjects.worker_cancel(effect.worker_id), effect.command)
+                case WantKvAtWorker():
+                    self._post(subjects.worker_want(effect.worker_id), WantKv(tokens=effect.tokens))
                 case PublishWorkerLost():
                     self._lost.inc()
                     _log.warning("worker %s is lost", effect.lost.worker_id)

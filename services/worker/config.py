@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from services.worker.bulk.settings import BulkConfig
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.pie.settings import PieSettings
 from shared.config import ModelServiceConfig
@@ -31,6 +32,7 @@ class WorkerConfig(ModelServiceConfig):
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="KV that outlives its sequence"
     )
+    bulk: BulkConfig = Field(default=BulkConfig(), description="tensors from worker to worker")
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(

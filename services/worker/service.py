@@ -4,8 +4,11 @@ Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computat
 """
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from services.worker.assembly import (
     core_of,
@@ -15,6 +18,9 @@ from services.worker.assembly import (
     prefixes_of,
     work_ahead,
 )
+from services.worker.bulk.base import Peer
+from services.worker.bulk.plane import Plane
+from services.worker.bulk.settings import make_transports
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
 from services.worker.courier import Courier
@@ -29,6 +35,7 @@ from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
+from shared.messages.bulk import AskTicket, BulkTicket
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
@@ -43,6 +50,7 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
     Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
     Endpoint(subjects.worker_prefixes, FindPrefixes, "find_prefixes"),
+    Endpoint(subjects.worker_dial, AskTicket, "issue_ticket"),
     Gatherable(subjects.status("worker"), Empty, "status"),
 )
 _STOP_DEADLINE_S = 5.0
@@ -67,6 +75,9 @@ class Worker:
         self._started_s = clock()
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._host = config.host or socket.gethostname()
+        own = Peer(bus.instance, bus.incarnation)
+        self._plane = Plane(own, self._host, make_transports(config.bulk))
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
         self._store = open_cache(config, engine, bus.instance, self._wake)
         self._cache_metrics = CacheMetrics()
@@ -91,6 +102,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Until cancelled. Raises KvasirError when the engine is broken: a supervisor restarts it."""
+        self._plane.open()
         self._runner.start()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -110,6 +122,8 @@ class Worker:
                 self._courier.close()
             else:
                 _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
+            if not await asyncio.to_thread(self._plane.close):
+                _log.warning("a link of the bulk plane did not end in time")
             if self._store is not None:
                 flush_s = self._config.prefix_cache.flush_s if has_stopped else 0.0
                 await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S, flush_s)
@@ -142,6 +156,16 @@ class Worker:
             raise InvalidRequest("this worker has no prefix cache")
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: news.answer(question)))
 
+    async def issue_ticket(self, asked: AskTicket) -> BulkTicket:
+        """For a worker that will dial this one. Raises Unauthorized and Overloaded."""
+        peer = Peer(asked.worker_id, asked.incarnation)
+        return BulkTicket(
+            incarnation=self._bus.incarnation,
+            addresses=dict(self._plane.addresses),
+            host=self._host,
+            ticket=self._plane.desk.issue(peer, valid_for_s=self._config.bulk.ticket_s),
+        )
+
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
         future = self._runner.ask(lambda core, now_s: core.report(now_s))
@@ -161,6 +185,7 @@ class Worker:
                 "block_tokens": report.block_tokens,
                 "sequences": len(report.sequences),
                 "prefill_tokens_per_s": round(report.prefill_tokens_per_s),
+                "bulk": ", ".join(self._plane.addresses),
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
@@ -204,6 +229,7 @@ class Worker:
             began_s = self._clock()
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
+                report = replace(report, bulk_addresses=dict(self._plane.addresses))
                 try:
                     await self._bus.publish(subject, report)
                 except KvasirError as error:

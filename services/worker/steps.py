@@ -114,6 +114,11 @@ class StepCore:
         self._table.take_ended()
         return self.report(now_s)
 
+    def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> Effects:
+        """Blocks that other workers kept are gone; the ends are reported with the next step or tick."""
+        self._table.lose_blocks(blocks, now_s)
+        return Effects()
+
     def on_tick(self, now_s: float) -> Effects:
         """Let time pass: expired plans, silent gateways, ends kept too long."""
         self._table.tick(now_s)

@@ -91,6 +91,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
     weights: str = ""
     """Digest of the model's weights, in hex; empty: not known. Workers of one name must have the same."""
+    bulk_addresses: dict[str, str] = msgspec.field(default_factory=dict)
+    """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):

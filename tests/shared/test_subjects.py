@@ -16,6 +16,8 @@ BUILDERS: list[Callable[[str], str]] = [
     subjects.worker_fetch,
     subjects.worker_acknowledge,
     subjects.worker_prefixes,
+    subjects.worker_want,
+    subjects.worker_dial,
     subjects.worker_reported,
     subjects.worker_stepped,
     subjects.worker_cached,
