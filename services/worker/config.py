@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.lending.settings import LendingConfig
 from shared.config import ServiceConfig
 
 
@@ -31,6 +32,7 @@ class WorkerConfig(ServiceConfig):
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="KV that outlives its sequence"
     )
+    lending: LendingConfig = Field(default=LendingConfig(), description="KV lent to and borrowed from others")
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(

@@ -18,9 +18,12 @@ from services.worker.courier import Courier
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.heartbeat import Heartbeat
+from services.worker.kv.cache import PrefixCache
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.kv.pool import BlockPool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
+from services.worker.lending.service import Lending, Owner
+from services.worker.lending.vault import PoolVault
 from services.worker.outbox import Outbox
 from services.worker.prefixes import Prefixes
 from services.worker.runner import Runner
@@ -75,8 +78,9 @@ class Worker:
         prefixes = _prefixes(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
         self._courier = Courier(self._outbox, self._on_loop)
+        pool = _pool(engine, self._store)
         self._runner = Runner(
-            _core(bus, config, engine, prefixes),
+            _core(bus, config, engine, pool, prefixes),
             engine,
             clock,
             deliver=self._courier.deliver,
@@ -85,6 +89,7 @@ class Worker:
             cores=config.engine_cores,
             between=lambda: _work_ahead(self._store, prefixes),
         )
+        self._lending = _lending(bus, config, engine, PoolVault(self._runner, pool), self._store, clock)
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
             interval_s=config.heartbeat_s,
@@ -102,6 +107,7 @@ class Worker:
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
                 tasks.create_task(self._tell())
+                tasks.create_task(self._lending.serve())
                 await self._broken
         except* KvasirError as group:
             raise group.exceptions[0] from None
@@ -130,7 +136,7 @@ class Worker:
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
         future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-        return self._heartbeat.number(await asyncio.wrap_future(future))
+        return self._lending.annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
@@ -164,6 +170,7 @@ class Worker:
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
+                **self._lending.details(),
                 **({} if figures is None else figures.details()),
             },
         )
@@ -204,7 +211,7 @@ class Worker:
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
                 try:
-                    await self._bus.publish(subject, report)
+                    await self._bus.publish(subject, self._lending.annotate(report))
                 except KvasirError as error:
                     _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
@@ -260,7 +267,30 @@ def _work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
         prefixes.work_ahead()
 
 
-def _core(bus: Bus, config: WorkerConfig, engine: Engine, prefixes: Prefixes | None) -> StepCore:
+def _pool(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
+    return BlockPool(engine.kv_blocks, engine.block_tokens) if store is None else store.cache
+
+
+def _lending(
+    bus: Bus, config: WorkerConfig, engine: Engine, vault: PoolVault, store: KvStore | None, clock: Clock
+) -> Lending:
+    owner = Owner(
+        worker_id=bus.instance,
+        incarnation=bus.incarnation,
+        blocks=engine.kv_blocks,
+        block_tokens=engine.block_tokens,
+        fingerprint=b"" if store is None else store.fingerprint,
+    )
+    return Lending(bus, config.lending, owner, vault, clock=clock)
+
+
+def _core(
+    bus: Bus,
+    config: WorkerConfig,
+    engine: Engine,
+    pool: BlockPool | PrefixCache,
+    prefixes: Prefixes | None,
+) -> StepCore:
     max_context_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
     identity = Identity(
         worker_id=bus.instance,
@@ -275,8 +305,7 @@ def _core(bus: Bus, config: WorkerConfig, engine: Engine, prefixes: Prefixes | N
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    pool = BlockPool(engine.kv_blocks, engine.block_tokens)
-    return StepCore(identity, SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes))
+    return StepCore(identity, SequenceTable(pool, limits, prefixes))
 
 
 def make_engine(config: WorkerConfig) -> Engine:

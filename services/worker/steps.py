@@ -177,6 +177,7 @@ class StepCore:
                 total_blocks=pool.total_blocks,
                 free_blocks=pool.free_blocks,
                 evictable_blocks=pool.evictable_blocks,
+                lent_blocks=pool.withdrawn_blocks,
             ),
             sequences=self._table.reports(now_s),
             host=self._identity.host,

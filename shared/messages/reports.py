@@ -21,6 +21,10 @@ class Capacity(Message, frozen=True, kw_only=True):
     growable_blocks: int = 0
     doomed_blocks: int = 0
     """About to vanish because the pool shrinks."""
+    borrowed_free_blocks: int = 0
+    """Of `free_blocks`: borrowed, so not to be lent on."""
+    lendable_blocks: int | None = None
+    """What it would lend now, within its cap; None: it says nothing of that."""
 
     @property
     def plannable_blocks(self) -> int:
