@@ -1,1 +1,1 @@
-"""Workers that lend KV to each other and settle their debts, in virtual time. Simulated cost, real decisions."""
+"""Workers that lend KV to each other and settle their debts: real decisions, simulated time."""

@@ -1,7 +1,6 @@
 """Workers with more requests than memory, a ledger, and what settling debts brings. Simulated in fluid steps.
 
-The decisions are the live ones (ledger, candidates, grants, searches, settlements); time, copies and attention
-are computed from `cost`. Messages take no time and are never lost: that is what the tests of the cores do.
+The decisions are the live ones (ledger, candidates, grants, searches, settlements); time and copies are computed from `cost`. Messages take no time and are never lost: that is what the tests of the cores do.
 Source: papers/001 §6.4, Figure 10.
 """
 
@@ -73,9 +72,10 @@ class Result:
         part = [sample for sample in self.samples if first_s <= sample.at_s < end_s]
         return sum(sample.output_tokens for sample in part) / (len(part) * BEAT_S)
 
-    def remote_share(self) -> float:
-        """Of the KV in use, on another worker than its request."""
-        return sum(s.remote_tokens for s in self.samples) / max(1, sum(s.used_tokens for s in self.samples))
+    def remote_share(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Of the KV in use in a part of the run, that on another worker than its request."""
+        part = [sample for sample in self.samples if first_s <= sample.at_s < end_s]
+        return sum(sample.remote_tokens for sample in part) / max(1, sum(s.used_tokens for s in part))
 
 
 class LendingSimulation:

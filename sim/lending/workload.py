@@ -1,4 +1,4 @@
-"""A long mixed workload: many chats, few very long documents; every worker has its own stream. Pure, seeded."""
+"""A long mixed workload: many chats, few very long documents; a stream for each worker. Pure, seeded."""
 
 import math
 import random
@@ -19,7 +19,7 @@ class Job:
 class Mix:
     """Chats log-normal, documents log-uniform."""
 
-    long_share: float = 0.03
+    long_share: float = 0.01
     long_least_tokens: int = 8_000
     long_most_tokens: int = 200_000
     long_output_tokens: tuple[int, int] = (300, 3_000)
