@@ -1,7 +1,8 @@
 """`python -m bench dgfm`: four workers under a long mixed workload, with and without DGFM.
 
-The paper's Figure 10. Simulated: the live cores of lending, ledger and settlement on virtual time (`sim/lending/`). Sides: nothing
-is settled; cycles of debts are; and, beside that, free memory takes recalled blocks back.
+The paper's Figure 10. Simulated: the live cores of lending, ledger and settlement on virtual time
+(`sim/lending/`). Sides: nothing is settled; cycles of debts are; and, beside that, free memory takes recalled
+blocks back.
 """
 
 from argparse import ArgumentParser
@@ -22,7 +23,7 @@ _REPEATS = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--duration-s", type=float, help="simulated, of one run [3600; quick: 240]")
+    parser.add_argument("--duration-s", type=float, help="simulated, of one run [1800; quick: 240]")
     parser.add_argument("--seeds", type=int, help="workloads to repeat it with [3; quick: 2]")
     parser.add_argument("--workers", type=int, default=4, help="[%(default)s]")
     parser.add_argument(
@@ -34,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Raises ConfigError for flags that leave nothing to simulate."""
     flags = context.arguments
-    duration_s = flags.duration_s or (_QUICK_S if context.quick else 3600.0)
+    duration_s = flags.duration_s or (_QUICK_S if context.quick else 1800.0)
     seeds = flags.seeds or (_QUICK_SEEDS if context.quick else 3)
     if duration_s < 60 or seeds < 1 or flags.workers < 2:
         raise ConfigError("dgfm needs 60 simulated seconds, one seed and two workers at least")

@@ -1,8 +1,8 @@
 """One simulated worker that lends and borrows: the live cores of lending, a pool, a queue that never ends.
 
-Memory for a whole request is taken when it starts, its own first. Between two events all its sequences decode
-in step; `iterations` counts the steps done, so that an end is a number and not a walk over sequences. Knows no
-other worker: who calls it moves blocks between them.
+Memory for a whole request is taken when it starts, its own first. Between two events all its sequences
+decode in step; `iterations` counts the steps done, so that an end is a number and not a walk over sequences.
+Knows no other worker: who calls it moves blocks between them.
 """
 
 from collections import deque

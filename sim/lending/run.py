@@ -1,6 +1,7 @@
 """Workers with more requests than memory, a ledger, and what settling debts brings. Simulated in fluid steps.
 
-The decisions are the live ones (ledger, candidates, grants, searches, settlements); time and copies are computed from `cost`. Messages take no time and are never lost: that is what the tests of the cores do.
+The decisions are the live ones (ledger, candidates, grants, searches, settlements); time is computed from
+`cost`. Messages take no time and are never lost: that is what the tests of the cores do.
 Source: papers/001 §6.4, Figure 10.
 """
 

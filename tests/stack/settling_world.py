@@ -1,11 +1,12 @@
 """The lending world with DGFM: blocks have contents, cycles are settled while messages are late or lost."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
 from services.worker.lending.settling import Copy, Settling, Swap
-from shared.messages.lending import Settle, Settled
+from shared.messages.lending import Settled
 from tests.stack.lending_world import BLOCKS, LendingWorld, Member
 
 BOUNCE = 2
@@ -49,7 +50,7 @@ class SettlingWorld(LendingWorld):
     # --- what a test does
 
     def settle(self) -> None:
-        sizes = {name: 16 for name in self.names}
+        sizes = dict.fromkeys(self.names, 16)
         self._send(self.coordinator.on_tick(self.ledger.debts(), sizes, self.now_s))
 
     def finish_home(self, name: str, blocks: int) -> None:
@@ -97,7 +98,7 @@ class SettlingWorld(LendingWorld):
 
     def _send(self, asks: list[Ask]) -> None:
         for ask in asks:
-            self._post(lambda ask=ask: self._serve(ask), lambda ask=ask: self._hear(ask, None))
+            self._post(partial(self._serve, ask), partial(self._hear, ask, None))
 
     def _hear(self, ask: Ask, answer: Settled | None) -> None:
         self._send(self.coordinator.on_answer(ask.message, ask.worker_id, answer))
@@ -112,8 +113,8 @@ class SettlingWorld(LendingWorld):
         if isinstance(outcome, Settled):
             self._reply(ask, outcome)
         elif isinstance(outcome, Copy):
-            whole = all([self._copy(member, number, own) for number, own in outcome.pairs])
-            self._reply(ask, life.settling.on_copied(ask.message, outcome, whole=whole))
+            copied = [self._copy(member, number, own) for number, own in outcome.pairs]
+            self._reply(ask, life.settling.on_copied(ask.message, outcome, whole=all(copied)))
         else:
             self._swap(member, life, outcome)
             self._return_all(member, ask, outcome)

@@ -37,7 +37,7 @@ def carry_out(world: LendingWorld, move: tuple[str, *tuple[float, ...]]) -> None
         getattr(world, verb)(world.names[int(worker)], *map(int, rest))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(moves, max_size=80))
 def test_no_block_is_in_two_hands(moves: list[tuple[str, *tuple[float, ...]]]) -> None:
     world = LendingWorld(WORKERS)
@@ -49,7 +49,7 @@ def test_no_block_is_in_two_hands(moves: list[tuple[str, *tuple[float, ...]]]) -
         world.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(moves, max_size=60), names)
 def test_what_the_dead_held_comes_back_and_living_debts_stay(
     moves: list[tuple[str, *tuple[float, ...]]], killed: int
@@ -73,7 +73,7 @@ def test_what_the_dead_held_comes_back_and_living_debts_stay(
             assert owed == blocks, f"{name} keeps {blocks} for {debtor}, which has {owed}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(names, few), min_size=1, max_size=12),
     st.lists(st.tuples(names, st.integers(1, 12)), max_size=8),

@@ -61,7 +61,7 @@ def test_a_pair_that_owe_each_other() -> None:
     assert world.remote_blocks() == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 7), min_size=2, max_size=4),
     st.lists(
@@ -98,7 +98,7 @@ def test_a_disturbed_settlement_leaves_whole_recalls_only(
         assert balances(world) == before, "a completed settlement changes no balance"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(moves, max_size=80))
 def test_any_history_keeps_contents_and_frees_what_it_froze(moves: list[Move]) -> None:
     world = SettlingWorld(WORKERS)

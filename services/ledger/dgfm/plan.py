@@ -3,7 +3,8 @@
 Shortest first, of equal length the largest amount, by enumeration while that is cheap (`search_steps`). What
 is left then are the long cycles of a large graph: a depth-first search cancels them as it meets them, and
 never looks twice at a debt that leads nowhere. Afterwards no cycle of debts ≥ the threshold is left. Every
-net balance stays what it was: whoever is owed less also owes less. Source: papers/001 §4.5; `algorithms.md` §4.
+net balance stays what it was: whoever is owed less also owes less.
+Source: papers/001 §4.5; `algorithms.md` §4.
 """
 
 from collections.abc import Mapping

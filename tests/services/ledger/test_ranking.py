@@ -1,6 +1,6 @@
 """The order of creditors, kept sorted."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.ledger.ranking import Ranking
@@ -19,6 +19,7 @@ def test_neighbours_then_others_then_those_without_anything_left() -> None:
     ranking.check_integrity()
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcdef"), st.sampled_from(["", "h", "g"]), st.none() | st.integers(-9, 9)),

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.ledger.dgfm.graph import DebtGraph
@@ -51,6 +51,7 @@ def test_small_debts_are_no_edges_and_settling_makes_debts_small() -> None:
         DebtGraph(1, {}, 0)
 
 
+@settings(deadline=None)
 @given(edges, st.integers(1, 4))
 def test_every_cycle_of_a_length_is_found_once(debts: dict[tuple[int, int], int], threshold: int) -> None:
     graph = DebtGraph(7, debts, threshold)

@@ -1,7 +1,7 @@
 """Two marks: no borrowing and returning in turn."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.lending.appetite import Marks, Memory, blocks_to_borrow, blocks_to_return
@@ -31,6 +31,7 @@ def test_marks_in_the_wrong_order() -> None:
         Marks(5, 4)
 
 
+@settings(deadline=None)
 @given(
     own=st.integers(0, 100),
     borrowed=st.integers(0, 100),

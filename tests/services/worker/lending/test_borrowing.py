@@ -1,7 +1,7 @@
 """The search for a creditor, question by question."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Manners, Question
@@ -70,6 +70,7 @@ def test_without_candidates_or_a_ledger_it_rests() -> None:
     assert search.may_start(2.5)
 
 
+@settings(deadline=None)
 @given(
     wanted=st.integers(1, 20),
     offers=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=3), min_size=1, max_size=6),

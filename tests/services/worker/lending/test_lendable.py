@@ -1,7 +1,7 @@
 """Blocks leave a pool, cached prefixes first of all, and come back."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv.cache import PrefixCache, Tiers
@@ -49,6 +49,7 @@ def test_cached_prefixes_make_room_and_blocks_in_use_do_not() -> None:
     cache.check_integrity(hit.blocks)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["take", "give", "lend", "back"]), st.integers(0, 9)), max_size=60))
 def test_blocks_are_conserved(moves: list[tuple[str, int]]) -> None:
     pool = BlockPool(16, 4)

@@ -23,7 +23,7 @@ from tests.conftest import ConnectBus
 from tests.services.worker.lending.builders import renew
 
 BLOCKS = 20
-FAST = {"lease_s": 1.0, "grace_s": 0.1, "rest_s": 0.05}
+LENDS = LendingConfig(lease_s=2.0, grace_s=0.1, rest_s=0.05)
 
 
 @dataclass
@@ -109,19 +109,19 @@ async def make_ledger(connect_bus: ConnectBus) -> None:
 
 @pytest.fixture
 def borrows() -> LendingConfig:
-    return LendingConfig(borrow=True, low_fraction=0.2, high_fraction=0.4, **FAST)
+    return LENDS.model_copy(update={"borrow": True, "low_fraction": 0.2, "high_fraction": 0.4})
 
 
 async def test_borrows_when_short_renews_and_returns(connect_bus: ConnectBus, borrows: LendingConfig) -> None:
     await make_ledger(connect_bus)
     debtor = Worker(await connect_bus("worker", "w0"), borrows)
-    creditor = Worker(await connect_bus("worker", "w1"), LendingConfig(**FAST))
+    creditor = Worker(await connect_bus("worker", "w1"), LENDS)
     try:
         held = debtor.vault.pool.allocate(18)
         await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
         assert creditor.vault.pool.total_blocks == BLOCKS - 4
         used = debtor.lending.debts.take(4)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(2.5)
         assert debtor.lending.debts.borrowed_blocks >= 4, "renewed beyond the first lease"
         assert debtor.lending.table.in_state(BlockState.USED) == used and not debtor.lost
         debtor.lending.debts.release(used)
@@ -140,7 +140,7 @@ async def test_a_creditor_that_is_gone_takes_blocks_along_within_the_lease(
 ) -> None:
     await make_ledger(connect_bus)
     debtor = Worker(await connect_bus("worker", "w0"), borrows)
-    creditor = Worker(await connect_bus("worker", "w1"), LendingConfig(**FAST))
+    creditor = Worker(await connect_bus("worker", "w1"), LENDS)
     try:
         debtor.vault.pool.allocate(18)
         await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
@@ -158,7 +158,7 @@ async def test_a_silent_debtors_blocks_come_back_even_if_the_engine_is_busy_then
 ) -> None:
     await make_ledger(connect_bus)
     debtor = Worker(await connect_bus("worker", "w0"), borrows)
-    creditor = Worker(await connect_bus("worker", "w1"), LendingConfig(**FAST))
+    creditor = Worker(await connect_bus("worker", "w1"), LENDS)
     try:
         debtor.vault.pool.allocate(18)
         await until(lambda: creditor.vault.pool.withdrawn_blocks == 4)

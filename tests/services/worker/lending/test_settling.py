@@ -86,9 +86,10 @@ def test_silence_thaws_and_late_copies_are_dropped() -> None:
     copy = settling.on_settle(step(SettlePhase.COPY), 1.0)
     assert isinstance(copy, Copy)
     settling.tick(5.9)
-    assert settling.is_on
+    assert len(table.in_state(BlockState.FROZEN)) == 2
     settling.tick(6.0)
-    assert not settling.is_on and len(table.in_state(BlockState.USED)) == 3
+    assert len(table.in_state(BlockState.FROZEN)) == 0
+    assert len(table.in_state(BlockState.USED)) == 3
     assert settling.on_copied(step(SettlePhase.COPY), copy, whole=True).blocks == 0
     settling.check_integrity()
 
