@@ -29,6 +29,7 @@ ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
 ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
 ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
+LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
 
 LEASE_BUCKET = "kvasir_leases"
 """JetStream key-value bucket; the key is the name of the role, the value its holder."""
@@ -78,6 +79,26 @@ def worker_want(worker_id: str) -> str:
 def worker_dial(worker_id: str) -> str:
     """To a worker that is about to be dialled on the bulk plane, from who will dial."""
     return f"{PREFIX}.cmd.worker.dial.{checked_id(worker_id)}"
+
+
+def worker_borrow(worker_id: str) -> str:
+    """To the creditor, from a worker that is short of KV."""
+    return f"{PREFIX}.cmd.worker.borrow.{checked_id(worker_id)}"
+
+
+def worker_renew(worker_id: str) -> str:
+    """To the creditor, from its debtor."""
+    return f"{PREFIX}.cmd.worker.renew.{checked_id(worker_id)}"
+
+
+def worker_repay(worker_id: str) -> str:
+    """To the creditor, from its debtor."""
+    return f"{PREFIX}.cmd.worker.repay.{checked_id(worker_id)}"
+
+
+def worker_settle(worker_id: str) -> str:
+    """To a worker in a cycle of debts, from the ledger."""
+    return f"{PREFIX}.cmd.worker.settle.{checked_id(worker_id)}"
 
 
 def worker_reported(worker_id: str) -> str:
@@ -185,7 +206,11 @@ PERMISSIONS: Mapping[str, Permissions] = {
         publish=(_every(worker_prefixes),),
         subscribe=(PLACEMENT_PLACE, ANY_WORKER_REPORTED, ANY_WORKER_STEPPED, ANY_WORKER_CACHED),
     ),
-    "ledger": _service("ledger", subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED)),
+    "ledger": _service(
+        "ledger",
+        publish=(LEDGER_OFFERED, _every(worker_settle)),
+        subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED),
+    ),
     "worker": _service(
         "worker",
         publish=(
@@ -193,9 +218,17 @@ PERMISSIONS: Mapping[str, Permissions] = {
             ANY_WORKER_REPORTED,
             ANY_WORKER_STEPPED,
             ANY_WORKER_CACHED,
+            LEDGER_CANDIDATES,
+            _every(worker_borrow),
+            _every(worker_renew),
+            _every(worker_repay),
             _every(worker_dial),
         ),
         subscribe=(
+            _every(worker_borrow),
+            _every(worker_renew),
+            _every(worker_repay),
+            _every(worker_settle),
             _every(worker_want),
             _every(worker_dial),
             ANY_WORKER_REPORTED,

@@ -77,6 +77,11 @@ class Runner:
         self._ticked_s = clock()
         self._broken_steps = 0
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to compute; from whatever thread."""
+        return self._core.has_plans
+
     def start(self) -> None:
         self._thread.start()
 

@@ -4,26 +4,22 @@ Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computat
 """
 
 import asyncio
-import socket
 import sys
 from collections.abc import Callable
-
-from msgspec.structs import replace
 
 from services.worker.assembly import (
     core_of,
     expansion_of,
     make_bound_engine,
     open_cache,
+    pool_of,
     prefixes_of,
     work_ahead,
 )
-from services.worker.bulk.base import Peer
-from services.worker.bulk.plane import Plane
-from services.worker.bulk.settings import make_transports
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
 from services.worker.courier import Courier
+from services.worker.dist.service import Neighbourhood
 from services.worker.engine.engine import Engine
 from services.worker.heartbeat import Heartbeat
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
@@ -35,7 +31,6 @@ from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
-from shared.messages.bulk import AskTicket, BulkTicket
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
@@ -50,7 +45,6 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
     Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
     Endpoint(subjects.worker_prefixes, FindPrefixes, "find_prefixes"),
-    Endpoint(subjects.worker_dial, AskTicket, "issue_ticket"),
     Gatherable(subjects.status("worker"), Empty, "status"),
 )
 _STOP_DEADLINE_S = 5.0
@@ -75,17 +69,16 @@ class Worker:
         self._started_s = clock()
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
-        self._host = config.host or socket.gethostname()
-        own = Peer(bus.instance, bus.incarnation)
-        self._plane = Plane(own, self._host, make_transports(config.bulk))
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
         self._store = open_cache(config, engine, bus.instance, self._wake)
         self._cache_metrics = CacheMetrics()
         prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
         self._courier = Courier(self._outbox, self._on_loop)
+        pool = pool_of(engine, self._store)
+        self._neighbours = Neighbourhood(bus, config, engine, pool, clock)
         self._runner = Runner(
-            core_of(bus, config, engine, prefixes),
+            core_of(bus, config, engine, self._neighbours, prefixes),
             engine,
             clock,
             deliver=self._courier.deliver,
@@ -93,7 +86,9 @@ class Worker:
             on_broken=self._on_broken,
             cores=config.engine_cores,
             between=lambda: work_ahead(self._store, prefixes),
+            lost_blocks=self._neighbours.lost_blocks,
         )
+        self._neighbours.attach(self._runner, pool, b"" if self._store is None else self._store.fingerprint)
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
             interval_s=config.heartbeat_s,
@@ -102,7 +97,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Until cancelled. Raises KvasirError when the engine is broken: a supervisor restarts it."""
-        self._plane.open()
+        self._neighbours.open()
         self._runner.start()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -112,6 +107,7 @@ class Worker:
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
                 tasks.create_task(self._tell())
+                tasks.create_task(self._neighbours.serve())
                 await self._broken
         except* KvasirError as group:
             raise group.exceptions[0] from None
@@ -122,7 +118,7 @@ class Worker:
                 self._courier.close()
             else:
                 _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
-            if not await asyncio.to_thread(self._plane.close):
+            if not await asyncio.to_thread(self._neighbours.close):
                 _log.warning("a link of the bulk plane did not end in time")
             if self._store is not None:
                 flush_s = self._config.prefix_cache.flush_s if has_stopped else 0.0
@@ -144,7 +140,7 @@ class Worker:
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
         future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-        return self._heartbeat.number(await asyncio.wrap_future(future))
+        return self._neighbours.annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
@@ -155,16 +151,6 @@ class Worker:
         if news is None:
             raise InvalidRequest("this worker has no prefix cache")
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: news.answer(question)))
-
-    async def issue_ticket(self, asked: AskTicket) -> BulkTicket:
-        """For a worker that will dial this one. Raises Unauthorized and Overloaded."""
-        peer = Peer(asked.worker_id, asked.incarnation)
-        return BulkTicket(
-            incarnation=self._bus.incarnation,
-            addresses=dict(self._plane.addresses),
-            host=self._host,
-            ticket=self._plane.desk.issue(peer, valid_for_s=self._config.bulk.ticket_s),
-        )
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
@@ -185,10 +171,10 @@ class Worker:
                 "block_tokens": report.block_tokens,
                 "sequences": len(report.sequences),
                 "prefill_tokens_per_s": round(report.prefill_tokens_per_s),
-                "bulk": ", ".join(self._plane.addresses),
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
+                **self._neighbours.details(),
                 **({} if figures is None else figures.details()),
                 **expansion_of(self._engine),
             },
@@ -229,9 +215,8 @@ class Worker:
             began_s = self._clock()
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
-                report = replace(report, bulk_addresses=dict(self._plane.addresses))
                 try:
-                    await self._bus.publish(subject, report)
+                    await self._bus.publish(subject, self._neighbours.annotate(report))
                 except KvasirError as error:
                     _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))

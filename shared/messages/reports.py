@@ -21,6 +21,12 @@ class Capacity(Message, frozen=True, kw_only=True):
     growable_blocks: int = 0
     doomed_blocks: int = 0
     """About to vanish because the pool shrinks."""
+    borrowed_free_blocks: int = 0
+    """Of `free_blocks`: borrowed, so not to be lent on."""
+    most_lent_blocks: int = 0
+    """It never lends more than this, whatever is free."""
+    lendable_blocks: int | None = None
+    """What it would lend now, within its cap; None: it says nothing of that."""
 
     @property
     def plannable_blocks(self) -> int:

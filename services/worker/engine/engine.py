@@ -135,10 +135,10 @@ class TorchEngine:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether other workers may hold some of the keys: on the CPU, without sliding windows."""
+        """Whether other workers may hold some of the keys: on the CPU, without sliding windows or Pie."""
         config = self._model.module.config.get_text_config()
         has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        return self._model.device.type == "cpu" and not has_window
+        return self._model.device.type == "cpu" and not has_window and self.pie is None
 
     @property
     def attention(self) -> PagedAttention:

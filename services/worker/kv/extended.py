@@ -7,6 +7,8 @@ once they can be reached, and may be lost at any time. Knows neither creditors n
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from shared.messages.reports import Capacity
+
 
 class Pool(Protocol):
     """What a table of sequences asks of its blocks."""
@@ -28,6 +30,9 @@ class Pool(Protocol):
 
     @property
     def doomed_blocks(self) -> int: ...
+
+    @property
+    def withdrawn_blocks(self) -> int: ...
 
     def can_allocate(self, blocks: int) -> bool: ...
 
@@ -71,6 +76,10 @@ class ExtendedPool:
     @property
     def doomed_blocks(self) -> int:
         return self.own.doomed_blocks
+
+    @property
+    def withdrawn_blocks(self) -> int:
+        return self.own.withdrawn_blocks
 
     @property
     def borrowed_blocks(self) -> int:
@@ -140,6 +149,21 @@ class ExtendedPool:
         assert len(there) == len(set(there)), "a borrowed block is held twice"
         assert set(there) == self._used, "borrowed blocks lost or held by nobody"
         assert not self._used & self._free.keys()
+
+
+def capacity_of(pool: Pool) -> Capacity:
+    """As a heartbeat tells it."""
+    extended = pool if isinstance(pool, ExtendedPool) else None
+    return Capacity(
+        total_blocks=pool.total_blocks,
+        free_blocks=pool.free_blocks,
+        evictable_blocks=pool.evictable_blocks,
+        growable_blocks=pool.growable_blocks,
+        doomed_blocks=pool.doomed_blocks,
+        lent_blocks=pool.withdrawn_blocks,
+        borrowed_blocks=0 if extended is None else extended.borrowed_blocks,
+        borrowed_free_blocks=0 if extended is None else extended.borrowed_free_blocks,
+    )
 
 
 def first_borrowed(blocks: Sequence[int], own_blocks: int) -> int:
