@@ -138,6 +138,7 @@ def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
         row = Row(prompt, 0, of_both, None)
         assert small.step([row]) == [None]
         os.kill(running[0].process.pid, blow)
+        os.waitid(os.P_PID, running[0].process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         began_s = time.monotonic()
         with pytest.raises(CreditorLost) as lost:
             small.step([row])
