@@ -84,9 +84,7 @@ class Borrower:
 
     def lose_creditor(self, error: CreditorLost) -> set[int]:
         """It failed in the middle of a step: which blocks are gone."""
-        gone = {
-            block for block, (life, _) in self._of_block.items() if life[0] == error.creditor_id
-        }
+        gone = {block for block, (life, _) in self._of_block.items() if life[0] == error.creditor_id}
         self._forget(gone)
         self._on_failed(error.creditor_id)
         return gone

@@ -61,9 +61,7 @@ class BulkPlane:
 
     async def _ask(self, worker_id: str) -> BulkTicket:
         asked = AskTicket(worker_id=self._own.worker_id, incarnation=self._own.incarnation)
-        return await self._bus.request(
-            subjects.worker_dial(worker_id), asked, BulkTicket, deadline_s=_DIAL_S
-        )
+        return await self._bus.request(subjects.worker_dial(worker_id), asked, BulkTicket, deadline_s=_DIAL_S)
 
     def close(self) -> bool:
         """See `Plane.close`."""

@@ -54,9 +54,7 @@ def staged_blocks(config: LendingConfig, layers: int) -> int:
 class Neighbourhood:
     """One worker's. `pool` is what its sequences get their blocks from."""
 
-    def __init__(
-        self, bus: Bus, config: WorkerConfig, engine: Engine, own: Pool, clock: Clock
-    ) -> None:
+    def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, own: Pool, clock: Clock) -> None:
         """Raises ConfigError for a transport that is not there, and for `borrow` where it cannot be."""
         self._bus = bus
         self._config = config.lending

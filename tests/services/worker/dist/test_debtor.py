@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from services.worker.bulk.base import Link
 from services.worker.dist.cost import Mode, choose_mode
 from services.worker.dist.debtor import Chooser
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.native.library import AttentionMode
 from services.worker.sampling import SamplePoint
-from services.worker.bulk.base import Link
 from shared.errors import CreditorLost
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
