@@ -122,3 +122,12 @@ setup-gpu: .venv/.gpu ## Triton: `make test` then runs the kernels in its interp
 .venv/.gpu: requirements-gpu.txt .venv/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
 	@touch $@
+
+.PHONY: setup-ucx
+
+setup-ucx: .venv/.ucx ## UCX through ucxx: the bulk transport `ucx` (a download of 70 MB; Linux)
+
+.venv/.ucx: requirements-ucx.txt .venv/.runtime
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ucx.txt
+	$(BIN)/python -c "import sys; from services.worker.bulk.ucx import is_available; sys.exit(None if is_available() else 'ucxx does not load here')"
+	@touch $@

@@ -39,6 +39,8 @@ class Bench:
 
 
 BENCHES: tuple[Bench, ...] = (
+    Bench("bulk", "bench.bulk.bench", "GB/s between two workers, by each transport"),
+    Bench("distattention", "bench.distattention.bench", "attention over keys that other workers hold"),
     Bench("engine", "bench.engine.bench", "our engine, served, against vLLM, transformers or llama.cpp"),
     Bench("vllm-variants", "bench.engine.variants", "which way of running vLLM is its fastest on one core"),
     Bench("overhead", "bench.overhead.bench", "what gateway, bus and scheduler add to the engine"),
@@ -52,6 +54,7 @@ BENCHES: tuple[Bench, ...] = (
     Bench(
         "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"
     ),
+    Bench("dgfm", "bench.dgfm.bench", "what settling cycles of debts brings (simulated), and how fast it is"),
     Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
     Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
     Bench("serve", "bench.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),

@@ -15,7 +15,9 @@ KvasirError
 │   ├── DeadlineExceeded        no answer in time
 │   ├── NoResponder             nobody serves that subject now
 │   ├── BusUnavailable          not connected to NATS
+│   ├── PeerLost                the link to another worker broke in the middle of something
 │   ├── Overloaded              a queue is at its bound
+│   ├── CreditorLost            a worker that lends us KV is silent, dead, or lends it no more
 │   └── NotLeader               this instance is a standby
 ├── ConfigError                 a setting that cannot work; says which and what to write instead
 └── InternalError               our own fault
@@ -94,8 +96,29 @@ class BusUnavailable(UnavailableError):
     code = "bus_unavailable"
 
 
+class PeerLost(UnavailableError):
+    code = "peer_lost"
+
+
 class Overloaded(UnavailableError):
     code = "overloaded"
+
+
+class CreditorLost(UnavailableError):
+    """`creditor_id` is the worker; what was kept there has to be computed again."""
+
+    code = "creditor_lost"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        creditor_id: str = "",
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.creditor_id = creditor_id
 
 
 class NotLeader(UnavailableError):

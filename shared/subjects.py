@@ -36,6 +36,7 @@ ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
 ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
 ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
+LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
 
 LEASE_BUCKET = "kvasir_leases"
 """JetStream key-value bucket; the key is the name of the role, the value its holder."""
@@ -75,6 +76,36 @@ def worker_acknowledge(worker_id: str) -> str:
 
 def worker_prefixes(worker_id: str) -> str:
     return f"{PREFIX}.cmd.worker.prefixes.{checked_id(worker_id)}"
+
+
+def worker_want(worker_id: str) -> str:
+    """From the scheduler: a sequence waits there that needs more KV than the worker has."""
+    return f"{PREFIX}.cmd.worker.want.{checked_id(worker_id)}"
+
+
+def worker_dial(worker_id: str) -> str:
+    """To a worker that is about to be dialled on the bulk plane, from who will dial."""
+    return f"{PREFIX}.cmd.worker.dial.{checked_id(worker_id)}"
+
+
+def worker_borrow(worker_id: str) -> str:
+    """To the creditor, from a worker that is short of KV."""
+    return f"{PREFIX}.cmd.worker.borrow.{checked_id(worker_id)}"
+
+
+def worker_renew(worker_id: str) -> str:
+    """To the creditor, from its debtor."""
+    return f"{PREFIX}.cmd.worker.renew.{checked_id(worker_id)}"
+
+
+def worker_repay(worker_id: str) -> str:
+    """To the creditor, from its debtor."""
+    return f"{PREFIX}.cmd.worker.repay.{checked_id(worker_id)}"
+
+
+def worker_settle(worker_id: str) -> str:
+    """To a worker in a cycle of debts, from the ledger."""
+    return f"{PREFIX}.cmd.worker.settle.{checked_id(worker_id)}"
 
 
 def worker_reported(worker_id: str) -> str:
@@ -170,6 +201,7 @@ PERMISSIONS: Mapping[str, Permissions] = {
             _every(worker_snapshot),
             _every(worker_cancel),
             _every(worker_fetch),
+            _every(worker_want),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
             SCHEDULER_PREPARED,
@@ -197,11 +229,32 @@ PERMISSIONS: Mapping[str, Permissions] = {
             SCHEDULER_MOVED,
         ),
     ),
-    "ledger": _service("ledger", subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED)),
+    "ledger": _service(
+        "ledger",
+        publish=(LEDGER_OFFERED, _every(worker_settle)),
+        subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED),
+    ),
     "worker": _service(
         "worker",
-        publish=(_every(tokens), ANY_WORKER_REPORTED, ANY_WORKER_STEPPED, ANY_WORKER_CACHED),
+        publish=(
+            _every(tokens),
+            ANY_WORKER_REPORTED,
+            ANY_WORKER_STEPPED,
+            ANY_WORKER_CACHED,
+            LEDGER_CANDIDATES,
+            _every(worker_borrow),
+            _every(worker_renew),
+            _every(worker_repay),
+            _every(worker_dial),
+        ),
         subscribe=(
+            _every(worker_borrow),
+            _every(worker_renew),
+            _every(worker_repay),
+            _every(worker_settle),
+            _every(worker_want),
+            _every(worker_dial),
+            ANY_WORKER_REPORTED,
             _every(worker_plan),
             _every(worker_snapshot),
             _every(worker_cancel),

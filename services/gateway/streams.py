@@ -291,7 +291,7 @@ class Stream:
             self.phase, self.finish_reason = Phase.ENDED, reason
             self._fetching, self._behind = False, None
             return (seen,)
-        if reason is not FinishReason.GATEWAY_LOST:
+        if reason not in (FinishReason.GATEWAY_LOST, FinishReason.KV_LOST):
             self._internal_errors += 1
             if self._internal_errors >= self._timing.max_internal_errors:
                 return (

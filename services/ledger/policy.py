@@ -1,4 +1,4 @@
-"""Whom a debtor should ask for memory. Source: papers/001 §5, `algorithms.md` §4.
+"""Whom a debtor should ask for memory. Source: papers/001 §4.4, `algorithms.md` §4.
 
 Candidates are sorted by (distance, −free, id). Free memory that was just pointed out to another debtor counts
 as taken, which spreads debtors that ask at the same time; a worker with nothing left unpromised comes last,
@@ -27,28 +27,23 @@ def candidates(
 ) -> list[Creditor]:
     """Up to `limit` workers to ask, best first, and notes in `table` what the first of them is asked for."""
     table.on_refused(refused_by)
+    table.withdraw_offer(debtor_id)
     debtor = table.get(debtor_id)
-    debtor_host = debtor.host if debtor is not None else ""
-    for account in table:
-        account.promises.pop(debtor_id, None)  # it asks again: what it was pointed to before did not serve it
-
-    def rank(account: Account) -> tuple[bool, int, int, str]:
-        free = account.unpromised_tokens
-        return (free <= 0, distance(debtor_host, account.host), -free, account.worker_id)
-
-    eligible = [
-        account
-        for account in table
-        if account.worker_id != debtor_id and not account.refused and account.own_free_tokens > 0
-    ]
-    chosen = sorted(eligible, key=rank)[:limit]
+    host = debtor.host if debtor is not None else ""
+    chosen: list[Account] = []
+    for account in table.best(host):
+        if len(chosen) == limit:
+            break
+        fits = debtor is None or debtor.fingerprint == account.fingerprint
+        if account.worker_id != debtor_id and fits:
+            chosen.append(account)
     if chosen:
         table.on_offered(chosen[0].worker_id, debtor_id, min(tokens, chosen[0].own_free_tokens))
     return [
         Creditor(
             worker_id=account.worker_id,
             free_tokens=account.own_free_tokens,
-            distance=distance(debtor_host, account.host),
+            distance=distance(host, account.host),
         )
         for account in chosen
     ]

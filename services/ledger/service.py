@@ -1,6 +1,8 @@
 """The ledger on the bus: keeps the table of who has and lent what, answers `FindCreditors`.
 
-Soft state: the next round of heartbeats after a restart is all it needs. It moves no memory and grants none.
+Soft state: the next round of heartbeats after a restart is all it needs. Several processes may answer, each
+with a table of its own; they tell each other where they sent debtors and who refused. It moves no memory and
+grants none.
 """
 
 import asyncio
@@ -11,13 +13,16 @@ from services.ledger.state import Table
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
 from shared.clock import Clock, monotonic_s
+from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
-from shared.messages.commands import CreditorCandidates, FindCreditors
+from shared.messages.commands import Creditor, CreditorCandidates, FindCreditors
+from shared.messages.lending import CreditorOffered
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.LEDGER_OFFERED, CreditorOffered, "on_offered"),
     Endpoint(subjects.LEDGER_CANDIDATES, FindCreditors, "find_creditors", concurrency=1),
     Gatherable(subjects.status("ledger"), Empty, "status"),
 )
@@ -31,26 +36,48 @@ class Ledger:
 
     def __init__(self, bus: Bus, config: LedgerConfig, clock: Clock = monotonic_s) -> None:
         self._bus = bus
-        self._table = Table(silence_s=config.worker_timeout_s)
+        self.table = Table(silence_s=config.worker_timeout_s)
         self._clock = clock
         self._started_s = clock()
-        self._asked = 0
+        self.asked = 0
 
     def on_reported(self, report: WorkerReported) -> None:
-        self._table.on_reported(report, self._clock())
+        self.table.on_reported(report, self._clock())
+
+    def on_offered(self, offered: CreditorOffered) -> None:
+        """Another ledger pointed a debtor to a creditor."""
+        if offered.ledger_id != self._bus.instance:
+            self.table.on_refused(offered.refused_by)
+            self.table.on_offered(offered.creditor_id, offered.debtor_id, offered.tokens)
 
     async def find_creditors(self, asked: FindCreditors) -> CreditorCandidates:
         """Whom to ask, best first; nobody when no worker has anything to lend."""
-        self._table.on_tick(self._clock())
-        self._asked += 1
-        found = candidates(self._table, asked.debtor_id, asked.tokens, asked.refused_by)
+        self.table.on_tick(self._clock())
+        self.asked += 1
+        found = candidates(self.table, asked.debtor_id, asked.tokens, asked.refused_by)
+        await self._tell(asked, found)
         return CreditorCandidates(candidates=tuple(found))
+
+    async def _tell(self, asked: FindCreditors, found: list[Creditor]) -> None:
+        """The other ledgers; one that misses it spreads debtors a little worse."""
+        first = found[0] if found else None
+        event = CreditorOffered(
+            ledger_id=self._bus.instance,
+            debtor_id=asked.debtor_id,
+            creditor_id="" if first is None else first.worker_id,
+            tokens=0 if first is None else min(asked.tokens, first.free_tokens),
+            refused_by=asked.refused_by,
+        )
+        try:
+            await self._bus.publish(subjects.LEDGER_OFFERED, event)
+        except KvasirError as error:
+            _log.debug("the other ledgers were not told: %s", error)
 
     async def watch(self) -> None:
         """Drops workers that fell silent."""
         while True:
             await asyncio.sleep(_TICK_S)
-            for worker_id in self._table.on_tick(self._clock()):
+            for worker_id in self.table.on_tick(self._clock()):
                 canonical(_log, "worker dropped", worker=worker_id)
 
     async def status(self, _: Empty) -> ServiceStatus:
@@ -62,7 +89,7 @@ class Ledger:
             incarnation=self._bus.incarnation,
             uptime_s=now_s - self._started_s,
             details={
-                "questions": self._asked,
+                "questions": self.asked,
                 "tokens": [
                     {
                         "worker": account.worker_id,
@@ -76,7 +103,7 @@ class Ledger:
                         "seq": account.seq,
                         "heard_s_ago": round(now_s - account.heard_s, 2),
                     }
-                    for account in sorted(self._table, key=lambda account: account.worker_id)
+                    for account in sorted(self.table, key=lambda account: account.worker_id)
                 ],
             },
         )

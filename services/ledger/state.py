@@ -1,14 +1,14 @@
-"""Who has how much memory and who lent what to whom, as the last heartbeats said. Source: papers/001 §5
-(gManager).
+"""The global debt ledger: who has how much memory and who owes whom, as the last heartbeats said.
 
-Loosely coherent on purpose: the table is rebuilt from one round of heartbeats and nothing else is needed. It
-knows no bus and no clock; `now_s` is passed in. Amounts are tokens here (workers may use blocks of different
-size).
+Loosely coherent on purpose: it is rebuilt from one round of heartbeats and nothing else is needed. It knows
+no bus and no clock; `now_s` is passed in. Amounts are tokens here (workers' blocks may differ in size).
+Source: papers/001 §4.4 (gManager); `algorithms.md` §4.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from services.ledger.ranking import Ranking
 from shared.messages.reports import WorkerReported
 
 
@@ -29,9 +29,11 @@ class Account:
     seq: int
     host: str
     block_tokens: int
+    fingerprint: bytes
     total_tokens: int
     own_free_tokens: int
-    """What it could lend: free or evictable; borrowed memory does not count, nobody re-lends it."""
+    """What it would lend: free or evictable, within its cap; borrowed memory does not count, nobody re-lends
+    it."""
     lent_tokens: int
     borrowed_tokens: int
     lent_to_tokens: dict[str, int]
@@ -52,6 +54,9 @@ class Table:
     def __init__(self, *, silence_s: float = 2.0) -> None:
         self.silence_s = silence_s
         self._accounts: dict[str, Account] = {}
+        self._ranking = Ranking()
+        self._pointed_to: dict[str, str] = {}
+        """Debtor → creditor that has a promise for it."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -62,12 +67,24 @@ class Table:
     def get(self, worker_id: str) -> Account | None:
         return self._accounts.get(worker_id)
 
+    def promises_of(self, worker_id: str) -> dict[str, Promise]:
+        """What of a worker is pointed out to whom."""
+        account = self._accounts.get(worker_id)
+        return {} if account is None else dict(account.promises)
+
+    def best(self, host: str) -> Iterator[Account]:
+        """In the order in which they should be asked; the table must not change meanwhile."""
+        return (self._accounts[worker_id] for worker_id in self._ranking.best(host))
+
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in; one that is older than what is known is ignored."""
         known = self._accounts.get(report.worker_id)
         if known is not None and (report.incarnation, report.seq) <= (known.incarnation, known.seq):
             return
-        self._accounts[report.worker_id] = _account(report, now_s)
+        if known is not None:
+            self._forget_promises(known)
+        account = self._accounts[report.worker_id] = _account(report, now_s)
+        self._rank(account)
 
     def on_refused(self, creditor_ids: tuple[str, ...]) -> None:
         """These turned a debtor down; they are left out until their next heartbeat."""
@@ -75,39 +92,94 @@ class Table:
             account = self._accounts.get(creditor_id)
             if account is not None:
                 account.refused = True
-                account.promises.clear()
+                self._forget_promises(account)
+                self._ranking.remove(creditor_id)
 
     def on_offered(self, creditor_id: str, debtor_id: str, tokens: int) -> None:
-        """`tokens` of a creditor were pointed out to a debtor: taken, until the creditor's next heartbeat."""
+        """`tokens` of a creditor were pointed out to a debtor: taken, until the creditor's next heartbeat.
+
+        What the debtor was pointed to before did not serve it.
+        """
+        self.withdraw_offer(debtor_id)
         account = self._accounts.get(creditor_id)
-        if account is not None:
+        if account is not None and not account.refused and creditor_id != debtor_id:
             account.promises[debtor_id] = Promise(debtor_id, tokens)
+            self._pointed_to[debtor_id] = creditor_id
+            self._rank(account)
+
+    def withdraw_offer(self, debtor_id: str) -> None:
+        """The debtor asks again."""
+        creditor_id = self._pointed_to.pop(debtor_id, None)
+        if creditor_id is not None:
+            account = self._accounts[creditor_id]
+            del account.promises[debtor_id]
+            self._rank(account)
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and returns their ids."""
         silent = [a.worker_id for a in self._accounts.values() if now_s - a.heard_s > self.silence_s]
         for worker_id in silent:
-            del self._accounts[worker_id]
+            self._forget_promises(self._accounts.pop(worker_id))
+            self._ranking.remove(worker_id)
         return silent
+
+    def debts(self) -> dict[tuple[str, str], int]:
+        """Tokens by (debtor, creditor), of living workers. Where the two disagree, one of them has not heard
+        of a change yet and the smaller amount is safe."""
+        found: dict[tuple[str, str], int] = {}
+        for debtor in self._accounts.values():
+            for creditor_id, tokens in debtor.borrowed_from_tokens.items():
+                creditor = self._accounts.get(creditor_id)
+                lent = 0 if creditor is None else creditor.lent_to_tokens.get(debtor.worker_id, 0)
+                if min(tokens, lent) > 0:
+                    found[debtor.worker_id, creditor_id] = min(tokens, lent)
+        return found
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
+        self._ranking.check_integrity()
+        promised = 0
         for worker_id, account in self._accounts.items():
             assert worker_id == account.worker_id
             assert 0 <= account.own_free_tokens <= account.total_tokens
             assert worker_id not in account.promises, "a worker was offered its own memory"
             assert not (account.refused and account.promises)
+            promised += len(account.promises)
+            assert all(self._pointed_to[debtor] == worker_id for debtor in account.promises)
+        assert promised == len(self._pointed_to), "a debtor is pointed to a promise that is not there"
+        assert len(self._ranking) == sum(
+            not account.refused and account.own_free_tokens > 0 for account in self._accounts.values()
+        )
+        net: dict[str, int] = {}
+        for (debtor_id, creditor_id), tokens in self.debts().items():
+            net[debtor_id] = net.get(debtor_id, 0) - tokens
+            net[creditor_id] = net.get(creditor_id, 0) + tokens
+        assert sum(net.values()) == 0 and set(net) <= set(self._accounts)
+
+    def _forget_promises(self, account: Account) -> None:
+        for debtor_id in account.promises:
+            del self._pointed_to[debtor_id]
+        account.promises.clear()
+
+    def _rank(self, account: Account) -> None:
+        if account.refused or account.own_free_tokens <= 0:
+            self._ranking.remove(account.worker_id)
+        else:
+            self._ranking.put(account.worker_id, account.host, account.unpromised_tokens)
 
 
 def _account(report: WorkerReported, now_s: float) -> Account:
     size, capacity = report.block_tokens, report.capacity
-    own_free_blocks = min(capacity.plannable_blocks, capacity.total_blocks) - capacity.borrowed_blocks
+    own_free_blocks = min(capacity.plannable_blocks - capacity.borrowed_free_blocks, capacity.total_blocks)
+    if capacity.lendable_blocks is not None:
+        own_free_blocks = min(own_free_blocks, capacity.lendable_blocks)
     return Account(
         worker_id=report.worker_id,
         incarnation=report.incarnation,
         seq=report.seq,
         host=report.host,
         block_tokens=size,
+        fingerprint=report.fingerprint,
         total_tokens=capacity.total_blocks * size,
         own_free_tokens=max(0, own_free_blocks) * size,
         lent_tokens=capacity.lent_blocks * size,

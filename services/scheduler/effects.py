@@ -56,6 +56,14 @@ class CancelAtWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class WantKvAtWorker:
+    """A sequence of so many tokens waits there that the worker's KV, as it is, cannot hold."""
+
+    worker_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PublishWorkerLost:
     lost: WorkerLost
 
@@ -125,6 +133,7 @@ Effect = (
     | AskPrediction
     | AskSnapshot
     | CancelAtWorker
+    | WantKvAtWorker
     | PublishWorkerLost
     | RefuseWorker
     | AskTokens

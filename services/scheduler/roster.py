@@ -5,7 +5,7 @@ Knows workers only as lanes. Pure.
 """
 
 from services.scheduler.backlog import Backlog
-from services.scheduler.effects import CancelAtWorker, Effect, SequenceLeft
+from services.scheduler.effects import CancelAtWorker, Effect, SequenceLeft, WantKvAtWorker
 from services.scheduler.planning import Lane, Sync
 from services.scheduler.recent import RecentMap
 from services.scheduler.rules import Rules
@@ -32,6 +32,8 @@ class Roster:
         """Attempt that ended, and the worker that keeps its tokens."""
         self.dropped: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.tombstone_s, _LIMIT)
         """Attempt that was given up, and why."""
+        self._oversized: dict[SequenceKey, int] = {}
+        """Placed where the worker's own KV cannot hold so many tokens."""
         self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
         """Incarnation; until it is heard again."""
 
@@ -98,13 +100,32 @@ class Roster:
                 other.drop(sequence.ref)
         sequence.move_to(phase)
         sequence.worker_id, sequence.confirmed = lane.worker_id, True
+        self._note_size(sequence, lane)
 
     def place(self, sequence: Sequence, lane: Lane, now_s: float, *, midway: bool = False) -> None:
         """From the backlog to a worker's policy. `midway`: as the target of its migration."""
         self.backlog.remove(sequence)
         sequence.move_to(Phase.PLACED)
         sequence.worker_id = lane.worker_id
+        self._note_size(sequence, lane)
         lane.arrive(sequence, now_s, midway=midway)
+
+    def wanted(self) -> list[WantKvAtWorker]:
+        """What workers need to be told of: the longest sequence that is too long for their own KV."""
+        most: dict[str, int] = {}
+        for key, tokens in list(self._oversized.items()):
+            sequence = self.sequences.get(key)
+            if sequence is None or sequence.worker_id is None:
+                del self._oversized[key]
+            else:
+                most[sequence.worker_id] = max(tokens, most.get(sequence.worker_id, 0))
+        return [WantKvAtWorker(worker_id, tokens) for worker_id, tokens in most.items()]
+
+    def _note_size(self, sequence: Sequence, lane: Lane) -> None:
+        capacity = lane.report.capacity
+        own_blocks = capacity.total_blocks - capacity.borrowed_blocks
+        if sequence.limit_tokens > own_blocks * lane.report.block_tokens:
+            self._oversized[sequence.key] = sequence.limit_tokens
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """From a worker that never heard of it to the backlog."""

@@ -25,6 +25,7 @@ from services.scheduler.effects import (
     SendPlan,
     SequenceLeft,
     StepDown,
+    WantKvAtWorker,
 )
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.questions import Questions
@@ -35,7 +36,7 @@ from shared.clock import monotonic_s, new_incarnation
 from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
-from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
@@ -159,6 +160,8 @@ class Term:
                     self._post(subjects.worker_plan(effect.worker_id), effect.plan, effect.worker_id)
                 case CancelAtWorker():
                     self._post(subjects.worker_cancel(effect.worker_id), effect.command)
+                case WantKvAtWorker():
+                    self._post(subjects.worker_want(effect.worker_id), WantKv(tokens=effect.tokens))
                 case PublishWorkerLost():
                     self._lost.inc()
                     _log.warning("worker %s is lost", effect.lost.worker_id)

@@ -11,8 +11,10 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
+from services.worker.dist.service import Neighbourhood, staged_blocks
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
+from services.worker.kv.cache import PrefixCache
 from services.worker.kv.pool import BlockPool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.prefixes import Prefixes
@@ -56,27 +58,33 @@ def work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
         prefixes.work_ahead()
 
 
-def core_of(bus: Bus, config: WorkerConfig, engine: Engine, prefixes: Prefixes | None) -> StepCore:
-    max_context_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
+def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
+    """The engine's own blocks."""
+    if store is not None:
+        return store.cache
+    if isinstance(engine, TorchEngine):
+        return engine.make_pool()
+    return BlockPool(engine.kv_blocks, engine.block_tokens)
+
+
+def core_of(
+    bus: Bus, config: WorkerConfig, engine: Engine, neighbours: Neighbourhood, prefixes: Prefixes | None
+) -> StepCore:
     identity = Identity(
         worker_id=bus.instance,
         incarnation=bus.incarnation,
         model=config.served_name,
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=min(engine.max_positions, engine.kv_blocks * engine.block_tokens),
         host=config.host or socket.gethostname(),
         weights=engine.weights,
     )
     limits = Limits(
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=neighbours.longest_tokens,
         vocabulary=engine.vocabulary,
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    if isinstance(engine, TorchEngine):
-        pool = engine.make_pool()
-    else:
-        pool = BlockPool(engine.kv_blocks, engine.block_tokens)
-    return StepCore(identity, SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes))
+    return StepCore(identity, SequenceTable(neighbours.pool, limits, prefixes))
 
 
 def make_engine(config: WorkerConfig) -> Engine:
@@ -85,6 +93,7 @@ def make_engine(config: WorkerConfig) -> Engine:
     model = load(config.model, dtype=config.dtype, device=config.device)
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
+    kv_blocks -= staged_blocks(config.lending, len(model.layers))
     if kv_blocks < 1:
         raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
     engine = TorchEngine(

@@ -2,9 +2,11 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from services.worker.bulk.settings import BulkConfig
 from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.lending.settings import LendingConfig
 from services.worker.pie.settings import PieSettings
 from shared.config import ModelServiceConfig
 
@@ -31,6 +33,8 @@ class WorkerConfig(ModelServiceConfig):
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="KV that outlives its sequence"
     )
+    bulk: BulkConfig = Field(default=BulkConfig(), description="tensors from worker to worker")
+    lending: LendingConfig = Field(default=LendingConfig(), description="KV lent to and borrowed from others")
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(
@@ -46,3 +50,11 @@ class WorkerConfig(ModelServiceConfig):
     fault_drop_final_frames: bool = Field(
         default=False, description="for tests: lose every token frame in which a sequence ends"
     )
+
+    @model_validator(mode="after")
+    def _one_way_to_more_kv(self) -> "WorkerConfig":
+        if self.pie.enabled and self.lending.borrow:
+            raise ValueError(
+                "pie.enabled and lending.borrow exclude each other: Pie's blocks move, switch one off"
+            )
+        return self

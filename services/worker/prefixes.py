@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from services.worker.kv.cache import PrefixCache
+from services.worker.kv.extended import first_borrowed
 from services.worker.state import HeldSequence
 from shared.blocks import BlockHash, chain, child, root
 from shared.messages.plans import PrefixHit
@@ -26,6 +27,7 @@ class Prefixes:
         self, cache: PrefixCache, fingerprint: bytes, lookahead_sequences: int = LOOKAHEAD_SEQUENCES
     ) -> None:
         self.cache = cache
+        self._own_blocks = cache.total_blocks
         self.fingerprint = fingerprint
         self._expected: deque[list[BlockHash]] = deque(maxlen=lookahead_sequences)
         self._hits: list[PrefixHit] = []
@@ -68,10 +70,11 @@ class Prefixes:
         )
 
     def publish(self, sequence: HeldSequence) -> None:
-        """Blocks that have become full get their names."""
+        """Blocks that have become full get their names, up to the first that is borrowed."""
         full = sequence.computed_tokens // self.cache.block_tokens
         self._name(sequence, full)
-        for at in range(sequence.published_blocks, full):
+        own = min(full, first_borrowed(sequence.blocks, self._own_blocks))
+        for at in range(sequence.published_blocks, own):
             parent = sequence.names[at - 1] if at else None
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent)
         sequence.published_blocks = max(full, sequence.published_blocks)

@@ -16,11 +16,11 @@ from typing import TypeVar
 from services.worker.cores import bind_to
 from services.worker.engine.engine import Engine, Row
 from services.worker.occupancy import Occupancy
-from services.worker.sampling import FAILED, Sampled, SamplePoint
+from services.worker.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.sequences import WorkItem
 from services.worker.steps import Effects, StepCore
 from shared.clock import Clock
-from shared.errors import InternalError, Overloaded
+from shared.errors import CreditorLost, InternalError, Overloaded
 
 _log = logging.getLogger("kvasir.worker.runner")
 _MAX_COMMANDS = 16384
@@ -42,7 +42,8 @@ class _Posted:
 class Runner:
     """Owns the core, the engine and the thread, which is bound to `cores` (none: as the process is).
 
-    `between` is called on that thread before each iteration, and `on_broken` when it ends by an error.
+    `between` is called on that thread before each iteration, and `on_broken` when it ends by an error;
+    `lost_blocks` when a worker that lends KV fails in an iteration: it answers which blocks were there.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Runner:
         on_broken: Callable[[BaseException], None],
         cores: Sequence[int] = (),
         between: Callable[[], None] = lambda: None,
+        lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
     ) -> None:
         self._core = core
         self._engine = engine
@@ -65,12 +67,20 @@ class Runner:
         self._on_broken = on_broken
         self._cores = cores
         self._between = between
+        self._lost_blocks = lost_blocks
+        self._gone_blocks: set[int] = set()
+        """Lost in the present iteration."""
         self.occupancy = Occupancy()
         self._commands: queue.Queue[_Posted | None] = queue.Queue(_MAX_COMMANDS)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ticked_s = clock()
         self._broken_steps = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to compute; from whatever thread."""
+        return self._core.has_plans
 
     def start(self) -> None:
         self._thread.start()
@@ -155,6 +165,9 @@ class Runner:
         tokens = self._compute(rows)
         ended_s = self._clock()
         self._emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
+        if self._gone_blocks:
+            gone, self._gone_blocks = self._gone_blocks, set()
+            self._emit(self._core.on_kv_lost(gone, ended_s))
         is_more_to_do = any(item.sequence.alive for item in work.items)
         self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
 
@@ -163,9 +176,23 @@ class Runner:
             tokens = self._engine.step(rows)
             self._broken_steps = 0
             return tokens
+        except CreditorLost as error:
+            return self._compute_without(rows, error)
         except Exception:
             _log.exception("a step of %d rows failed; each is tried alone", len(rows))
             return self._compute_singly(rows)
+
+    def _compute_without(self, rows: Sequence[Row], error: CreditorLost) -> list[Sampled | None]:
+        """Run the step again without the rows that need a creditor who failed."""
+        gone = self._lost_blocks(error)
+        kept = [row for row in rows if gone.isdisjoint(row.blocks)]
+        if len(kept) == len(rows):
+            _log.error("a step needed a creditor that no row has blocks at: %s", error)
+            return self._compute_singly(rows)
+        _log.warning("%d of %d rows lost their KV: %s", len(rows) - len(kept), len(rows), error)
+        self._gone_blocks |= gone
+        tokens = iter(self._compute(kept) if kept else [])
+        return [next(tokens) if gone.isdisjoint(row.blocks) else KV_LOST for row in rows]
 
     def _compute_singly(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Find the rows at fault; only their sequences end. Computing a row again is harmless."""

@@ -28,3 +28,5 @@ class Sampled(NamedTuple):
 
 FAILED = Sampled(-1)
 """In place of a token: the item could not be computed."""
+KV_LOST = Sampled(-2)
+"""In place of a token: the item needs KV that was on another worker and is gone."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.gateways import GatewayWatch
-from services.worker.kv.cache import PrefixCache
-from services.worker.kv.pool import BlockPool
+from services.worker.kv.extended import ExtendedPool, Pool
 from services.worker.pie.pool import ElasticPool
 from services.worker.prefixes import Prefixes
-from services.worker.sampling import FAILED, Sampled
+from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, SkipReason
@@ -50,10 +49,8 @@ class SequenceTable:
     `prefixes` shares blocks between sequences; None: each computes all of its own.
     """
 
-    def __init__(
-        self, pool: BlockPool | PrefixCache, limits: Limits, prefixes: Prefixes | None = None
-    ) -> None:
-        """With `prefixes`, `pool` is its cache."""
+    def __init__(self, pool: Pool, limits: Limits, prefixes: Prefixes | None = None) -> None:
+        """With `prefixes`, `pool` is its cache, or extends it."""
         self.pool = pool
         self.prefixes = prefixes
         self._block_tokens = pool.block_tokens
@@ -125,9 +122,12 @@ class SequenceTable:
     def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
         """The item was computed.
 
-        `sampled` is None when it samples no token; `FAILED` ends it with ERROR.
+        `sampled` is None when it samples no token; `FAILED` ends it with ERROR, `KV_LOST` as that.
         """
         sequence = item.sequence
+        if sampled is not None and sampled.token == KV_LOST.token:
+            self.end(sequence, FinishReason.KV_LOST, now_s)
+            return
         if (item.samples and sampled is None) or (sampled is not None and sampled.token == FAILED.token):
             self.end(sequence, FinishReason.ERROR, now_s)
             return
@@ -158,6 +158,15 @@ class SequenceTable:
         if sequence.rehearsal:
             self._held.pop(sequence.ref.key, None)
             self._tombstones.bury(sequence.ref, now_s)
+
+    def lose_blocks(self, blocks: Iterable[int], now_s: float) -> None:
+        """The KV of these is gone: sequences that have any of them end, to be computed again."""
+        gone = set(blocks)
+        for held in self._held.values():
+            if held.alive and not gone.isdisjoint(held.blocks):
+                self.end(held, FinishReason.KV_LOST, now_s)
+        if isinstance(self.pool, ExtendedPool):
+            self.pool.lose(gone)
 
     def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float) -> None:
         """Forget this attempt and every lower one, now and for a while to come.

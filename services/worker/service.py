@@ -12,12 +12,14 @@ from services.worker.assembly import (
     expansion_of,
     make_bound_engine,
     open_cache,
+    pool_of,
     prefixes_of,
     work_ahead,
 )
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
 from services.worker.courier import Courier
+from services.worker.dist.service import Neighbourhood
 from services.worker.engine.engine import Engine
 from services.worker.heartbeat import Heartbeat
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
@@ -73,8 +75,10 @@ class Worker:
         prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
         self._courier = Courier(self._outbox, self._on_loop)
+        pool = pool_of(engine, self._store)
+        self._neighbours = Neighbourhood(bus, config, engine, pool, clock)
         self._runner = Runner(
-            core_of(bus, config, engine, prefixes),
+            core_of(bus, config, engine, self._neighbours, prefixes),
             engine,
             clock,
             deliver=self._courier.deliver,
@@ -82,7 +86,9 @@ class Worker:
             on_broken=self._on_broken,
             cores=config.engine_cores,
             between=lambda: work_ahead(self._store, prefixes),
+            lost_blocks=self._neighbours.lost_blocks,
         )
+        self._neighbours.attach(self._runner, pool, b"" if self._store is None else self._store.fingerprint)
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
             interval_s=config.heartbeat_s,
@@ -91,6 +97,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Until cancelled. Raises KvasirError when the engine is broken: a supervisor restarts it."""
+        self._neighbours.open()
         self._runner.start()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -100,6 +107,7 @@ class Worker:
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
                 tasks.create_task(self._tell())
+                tasks.create_task(self._neighbours.serve())
                 await self._broken
         except* KvasirError as group:
             raise group.exceptions[0] from None
@@ -110,6 +118,8 @@ class Worker:
                 self._courier.close()
             else:
                 _log.warning("the last iteration did not end within %g s", _STOP_DEADLINE_S)
+            if not await asyncio.to_thread(self._neighbours.close):
+                _log.warning("a link of the bulk plane did not end in time")
             if self._store is not None:
                 flush_s = self._config.prefix_cache.flush_s if has_stopped else 0.0
                 await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S, flush_s)
@@ -130,7 +140,7 @@ class Worker:
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
         future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-        return self._heartbeat.number(await asyncio.wrap_future(future))
+        return self._neighbours.annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
@@ -164,6 +174,7 @@ class Worker:
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
+                **self._neighbours.details(),
                 **({} if figures is None else figures.details()),
                 **expansion_of(self._engine),
             },
@@ -205,7 +216,7 @@ class Worker:
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
                 try:
-                    await self._bus.publish(subject, report)
+                    await self._bus.publish(subject, self._neighbours.annotate(report))
                 except KvasirError as error:
                     _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.frames import AddressedFrame, assemble, fetched
+from services.worker.kv.extended import capacity_of
 from services.worker.plans import GivenUpPlan, PlanQueue, QueuedPlan
 from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable, WorkItem
@@ -24,7 +25,7 @@ from shared.messages.plans import (
     SkippedItem,
     WorkerStepped,
 )
-from shared.messages.reports import Capacity, GatewayReported, WorkerReported
+from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens
 
@@ -114,6 +115,11 @@ class StepCore:
         self._table.take_ended()
         return self.report(now_s)
 
+    def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> Effects:
+        """Blocks that other workers kept are gone; the ends are reported with the next step or tick."""
+        self._table.lose_blocks(blocks, now_s)
+        return Effects()
+
     def on_tick(self, now_s: float) -> Effects:
         """Let time pass: expired plans, silent gateways, ends kept too long."""
         self._table.tick(now_s)
@@ -175,13 +181,7 @@ class StepCore:
             model=self._identity.model,
             block_tokens=pool.block_tokens,
             max_context_tokens=self._identity.max_context_tokens,
-            capacity=Capacity(
-                total_blocks=pool.total_blocks,
-                free_blocks=pool.free_blocks,
-                evictable_blocks=pool.evictable_blocks,
-                growable_blocks=pool.growable_blocks,
-                doomed_blocks=pool.doomed_blocks,
-            ),
+            capacity=capacity_of(pool),
             sequences=self._table.reports(now_s),
             host=self._identity.host,
             weights=self._identity.weights,

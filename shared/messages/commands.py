@@ -83,6 +83,13 @@ class Placements(Message, frozen=True, kw_only=True):
     worker_ids: tuple[str | None, ...]
 
 
+class WantKv(Message, frozen=True, kw_only=True):
+    """Scheduler → worker: have room for one sequence of so many tokens, if need be by borrowing. Repeated
+    while the sequence is there; forgotten by a worker that hears it no more."""
+
+    tokens: int
+
+
 class FindCreditors(Message, frozen=True, kw_only=True):
     """Worker → ledger: who could lend this many tokens' worth of KV?"""
 

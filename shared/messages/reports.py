@@ -21,6 +21,12 @@ class Capacity(Message, frozen=True, kw_only=True):
     growable_blocks: int = 0
     doomed_blocks: int = 0
     """About to vanish because the pool shrinks."""
+    borrowed_free_blocks: int = 0
+    """Of `free_blocks`: borrowed, so not to be lent on."""
+    most_lent_blocks: int = 0
+    """It never lends more than this, whatever is free."""
+    lendable_blocks: int | None = None
+    """What it would lend now, within its cap; None: it says nothing of that."""
 
     @property
     def plannable_blocks(self) -> int:
@@ -91,6 +97,8 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
     weights: str = ""
     """Digest of the model's weights, in hex; empty: not known. Workers of one name must have the same."""
+    bulk_addresses: dict[str, str] = msgspec.field(default_factory=dict)
+    """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):

@@ -22,6 +22,8 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     GATEWAY_LOST = "gateway_lost"
     ERROR = "error"
+    KV_LOST = "kv_lost"
+    """KV that another worker kept for it is gone; nobody's fault, it is computed again."""
 
 
 class SequenceRef(Message, frozen=True, kw_only=True):

@@ -18,11 +18,14 @@ import torch
 from transformers import AttentionInterface
 
 from services.worker.engine import paged
-from services.worker.engine.backends import Backend, NativeBackend, Pools, TorchBackend
-from services.worker.engine.layout import Span, pack
+from services.worker.engine.backends import Backend, NativeBackend, PartialBackend, Pools, TorchBackend
+from services.worker.engine.layout import PackedSpans, Span, pack
+from services.worker.engine.merging import merge_into
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
-from shared.errors import ConfigError
+from services.worker.engine.partition import Homes, split
+from services.worker.engine.remote import RemoteAttention
+from shared.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from services.worker.engine.gpu.backend import TritonBackend
@@ -100,6 +103,10 @@ class PagedAttention:
         self.name = f"kvasir_{next(_numbers)}"
         self._block_tokens = block_tokens
         self._device = device
+        self._dtype = dtype
+        self._threads = threads
+        self._remote: tuple[Homes, RemoteAttention] | None = None
+        self._own: PackedSpans | None = None
         self.store = store
         if store is None:
             self.pools = [make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
@@ -112,14 +119,50 @@ class PagedAttention:
             self._native or self.triton or TorchBackend(self.pools, block_tokens, dtype, device)
         )
         self.begin((), 0)
+        self._partial = self.partial_backend(self.pools) if self.triton is None and store is None else None
         AttentionInterface.register(self.name, self)
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether rows of the present step see keys that other workers hold."""
+        return self._own is not None
+
+    def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
+        """Attention over parts of keys in any pools of this shape, for one thread."""
+        if self.library is not None:
+            return NativeBackend(self.library, pools, self._threads)
+        return TorchBackend(pools, self._block_tokens, self._dtype, self._device)
+
+    def extend(self, homes: Homes, remote: RemoteAttention) -> None:
+        """From now on blocks may be elsewhere. Raises ConfigError where parts cannot be joined."""
+        if self._partial is None:
+            raise ConfigError(
+                "attention over borrowed blocks runs on the CPU only, and without Pie", param="device"
+            )
+        self._remote = homes, remote
+
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
+        """Raises ValueError for a block that nobody holds."""
+        self._own = None
+        if self._remote is not None and not all(self._remote[0].are_own(span.blocks) for span in spans):
+            self._begin_partitioned(spans, *self._remote)
+            return
         packed = pack(spans, self._block_tokens)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
         self._backend.begin(spans, decodes, packed)
         if self._native is not None:
             self.native_spans = self._native.spans(None)
+
+    def _begin_partitioned(self, spans: Sequence[Span], homes: Homes, remote: RemoteAttention) -> None:
+        own, *others = split(spans, homes, self._block_tokens)
+        self._own = own.spans
+        self.slots = torch.from_numpy(own.spans.slots)
+        remote.begin(others)
+
+    def end(self) -> None:
+        """The step's last layer is through. Raises CreditorLost."""
+        if self._own is not None and self._remote is not None:
+            self._remote[1].end()
 
     def native_pool(self, layer: int) -> native.KvPool:
         """A layer's pools, valid as long as this object lives."""
@@ -159,6 +202,9 @@ class PagedAttention:
 
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
         """
+        if self._own is not None and self._partial is not None:
+            self._partial.write(layer, keys, values, self.slots)
+            return self.attend_partitioned(layer, queries, keys, values, shape, window_tokens)
         self.enter(layer)
         self._backend.write(layer, keys, values, self.slots)
         attended = self._backend.attend(layer, queries, keys, values, shape, window_tokens)
@@ -176,6 +222,28 @@ class PagedAttention:
         """The layer's KV is done with, for this step."""
         if self.store is not None:
             self.store.leave(layer)
+
+    def attend_partitioned(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: paged.Shape,
+        window_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """As `attend` in a step that `is_partitioned`; the engine's own rows' K and V are written already.
+
+        Creditors work on their parts meanwhile. Raises CreditorLost; InternalError under a window.
+        """
+        if self._remote is None or self._own is None or self._partial is None or window_tokens is not None:
+            raise InternalError("sequences with borrowed blocks need a model without sliding windows")
+        remote = self._remote[1]
+        remote.send(layer, queries, keys, values, shape)
+        output, lse = self._partial.attend_part(layer, self._own, queries, shape)
+        for rows, part, part_lse in remote.collect(layer):
+            merge_into(output, lse, part, part_lse, rows, self.library)
+        return output.to(queries.dtype)
 
 
 def _make_triton(pools: Sequence[Pools], block_tokens: int, device: torch.device) -> "TritonBackend | None":

@@ -42,6 +42,21 @@ class Backend(Protocol):
         ...
 
 
+class PartialBackend(Protocol):
+    """Who attends over a part of the keys, so that parts can be joined."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """As `Backend.write`; a row whose slot is -1 is left out."""
+        ...
+
+    def attend_part(
+        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`queries` `[rows, q_heads, head_dim]` → fp32 `[rows, q_heads, value_dim]`, and the log-sum-exp,
+        fp32 `[rows, q_heads]`: −inf, and zeros, where a row sees nothing."""
+        ...
+
+
 class NativeBackend:
     """The C++ operator."""
 
@@ -89,6 +104,22 @@ class NativeBackend:
             threads=self._threads,
         )
 
+    def attend_part(
+        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(queries.shape[:2])
+        output = native.attend(
+            self._library,
+            self._pools[layer],
+            native.describe_spans(packed),
+            queries,
+            scaling=shape.scaling,
+            softcap=shape.softcap,
+            threads=self._threads,
+            lse=lse,
+        )
+        return output.float(), lse
+
 
 class TorchBackend:
     """The reference: blocks are gathered, and torch attends over the copies."""
@@ -111,6 +142,9 @@ class TorchBackend:
         self._layouts.clear()
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        kept = slots >= 0
+        if not bool(kept.all()):
+            keys, values, slots = keys[kept], values[kept], slots[kept]
         paged.write(*self._pools[layer], keys, values, slots)
 
     def attend(
@@ -139,6 +173,25 @@ class TorchBackend:
                 parts.append(self._attend_context(queries[rows], k_pool, v_pool, span, shape))
             output[rows] = parts[0][0] if len(parts) == 1 else _merged(parts)
         return output
+
+    def attend_part(
+        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: paged.Shape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k_pool, v_pool = self._pools[layer]
+        output = torch.zeros(queries.shape[0], queries.shape[1], v_pool.shape[3], device=queries.device)
+        lse = torch.full(queries.shape[:2], float("-inf"), device=queries.device)
+        for span in range(len(packed.first_position)):
+            rows = slice(int(packed.first_row[span]), int(packed.first_row[span + 1]))
+            start = int(packed.table_position[span])
+            first, tokens = int(packed.first_position[span]) - start, int(packed.key_end[span]) - start
+            at = int(packed.table_start[span])
+            table = torch.from_numpy(packed.blocks[at : at - (-tokens // self._block_tokens)])
+            if tokens <= 0 or rows.start == rows.stop:
+                continue
+            output[rows], lse[rows] = paged.attend_part(
+                queries[rows], k_pool, v_pool, table.long().to(k_pool.device), tokens, first, shape
+            )
+        return output, lse
 
     def _attend_context(
         self,

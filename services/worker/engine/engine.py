@@ -128,6 +128,24 @@ class TorchEngine:
         return self._attention.pools
 
     @property
+    def q_heads(self) -> int:
+        """Query heads of a layer."""
+        config = self._model.module.config.get_text_config()
+        return int(config.num_attention_heads)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether other workers may hold some of the keys: on the CPU, without sliding windows or Pie."""
+        config = self._model.module.config.get_text_config()
+        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        return self._model.device.type == "cpu" and not has_window and self.pie is None
+
+    @property
+    def attention(self) -> PagedAttention:
+        """Whose `extend` lets rows have blocks that other workers hold."""
+        return self._attention
+
+    @property
     def vocabulary(self) -> int:
         return self._model.vocabulary
 
@@ -173,6 +191,7 @@ class TorchEngine:
         logits = self._forward(
             *(packed.to(self._model.device) for packed in pack(rows, decodes, len(points)))
         )
+        self._attention.end()
         drawn = sample(logits, points, self._attention.library) if points else []
         if len(drawn) == len(rows):
             return drawn

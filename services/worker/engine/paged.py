@@ -191,6 +191,36 @@ def attend_context(
     return output.transpose(0, 1), lse.transpose(0, 1)
 
 
+def attend_part(
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table: torch.Tensor,
+    tokens: int,
+    first_position: int,
+    shape: Shape,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows at positions from `first_position` over the first `tokens` keys of `table` `[blocks]`, causally.
+
+    `query` `[n, q_heads, head_dim]` → fp32 `[n, q_heads, value_dim]` and log-sum-exp `[n, q_heads]`; a row
+    that stands before position 0 sees nothing: zeros and −inf.
+    """
+    rows, q_heads, head_dim = query.shape
+    kv_heads = k_pool.shape[1]
+    key = k_pool[table].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :tokens].float()
+    value = v_pool[table].transpose(0, 1).flatten(1, 2)[:, :tokens].float()
+    grouped = query.float().view(rows, kv_heads, -1, head_dim)
+    scores = torch.einsum("nhgd,htd->hgnt", grouped, key) * shape.scaling
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    position = torch.arange(rows, device=query.device).unsqueeze(1) + first_position
+    scores = scores.masked_fill(torch.arange(tokens, device=query.device) > position, _NEGATIVE_INFINITY)
+    lse = scores.logsumexp(-1)
+    reference = torch.where(lse == _NEGATIVE_INFINITY, torch.zeros_like(lse), lse)
+    output = torch.einsum("hgnt,htd->nhgd", torch.exp(scores - reference.unsqueeze(-1)), value)
+    return output.reshape(rows, q_heads, -1), lse.permute(2, 0, 1).reshape(rows, q_heads)
+
+
 def merge(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Join the results over a partition of the keys: exact, whatever the partition and its order.
 

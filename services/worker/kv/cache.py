@@ -87,6 +87,22 @@ class PrefixCache(LowerTiers):
     def doomed_blocks(self) -> int:
         return self._pool.doomed_blocks
 
+    @property
+    def withdrawn_blocks(self) -> int:
+        """Lent to another worker, and not in `total_blocks`."""
+        return self._pool.withdrawn_blocks
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """These, allocated before and without a name, leave the pool. Raises ValueError on others."""
+        blocks = list(blocks)
+        if any(self._books.node_of(block) is not None for block in blocks):
+            raise ValueError("a block that has a name cannot be withdrawn")
+        self._pool.withdraw(blocks)
+
+    def readmit(self, blocks: Iterable[int]) -> None:
+        """These come back, free. Raises ValueError on one that had not left."""
+        self._pool.readmit(blocks)
+
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self._pool.free_blocks + self.evictable_blocks
 

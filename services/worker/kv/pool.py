@@ -12,7 +12,6 @@ class BlockPool:
     def __init__(self, total_blocks: int, block_tokens: int) -> None:
         if total_blocks < 1 or block_tokens < 1:
             raise ValueError(f"a pool needs blocks and tokens in them, got {total_blocks} of {block_tokens}")
-        self.total_blocks = total_blocks
         self.block_tokens = block_tokens
         self.growable_blocks = 0
         """More, that there could be."""
@@ -20,6 +19,17 @@ class BlockPool:
         """Of `total_blocks`, those that are about to go."""
         self._free = list(range(total_blocks - 1, -1, -1))
         self._is_free = [True] * total_blocks
+        self._withdrawn: set[int] = set()
+
+    @property
+    def total_blocks(self) -> int:
+        """Those withdrawn are not counted."""
+        return len(self._is_free) - len(self._withdrawn)
+
+    @property
+    def withdrawn_blocks(self) -> int:
+        """Lent to another worker."""
+        return len(self._withdrawn)
 
     @property
     def free_blocks(self) -> int:
@@ -45,13 +55,28 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Give blocks back. Raises ValueError on one that is free already or was never there."""
         for block in blocks:
-            if not 0 <= block < self.total_blocks or self._is_free[block]:
+            if not 0 <= block < len(self._is_free) or self._is_free[block] or block in self._withdrawn:
                 raise ValueError(f"block {block} is not taken")
             self._is_free[block] = True
             self._free.append(block)
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """These, taken before, leave the pool. Raises ValueError on one that is free, or has left."""
+        for block in blocks:
+            if not 0 <= block < len(self._is_free) or self._is_free[block] or block in self._withdrawn:
+                raise ValueError(f"block {block} is not taken")
+            self._withdrawn.add(block)
+
+    def readmit(self, blocks: Iterable[int]) -> None:
+        """These come back, free. Raises ValueError on one that had not left."""
+        for block in blocks:
+            if block not in self._withdrawn:
+                raise ValueError(f"block {block} was not withdrawn")
+            self._withdrawn.discard(block)
+            self.release([block])
+
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless `held` (all that anybody holds) and the free ones are each block once."""
-        seen = sorted([*held, *self._free])
-        assert seen == list(range(self.total_blocks)), f"blocks lost or held twice: {seen}"
+        seen = sorted([*held, *self._free, *self._withdrawn])
+        assert seen == list(range(len(self._is_free))), f"blocks lost or held twice: {seen}"
         assert all(self._is_free[block] for block in self._free), "a free block is marked as taken"

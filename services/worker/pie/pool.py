@@ -71,13 +71,12 @@ class ElasticPool(BlockPool):
             self._is_free.append(True)
             heappush(self._free, block)
         self.doomed_blocks = max(0, self.total_blocks - total_blocks)
-        self.total_blocks = max(total_blocks, self.total_blocks)
 
     def cut(self) -> None:
         """The doomed blocks go. Raises ValueError while one of them is taken."""
         if not self.is_drained:
             raise ValueError("a doomed block is still taken")
-        self.total_blocks, self.doomed_blocks = self.lasting_blocks, 0
-        del self._is_free[self.total_blocks :]
+        del self._is_free[self.lasting_blocks :]
+        self.doomed_blocks = 0
         self._free = [block for block in self._free if block < self.total_blocks]
         heapify(self._free)

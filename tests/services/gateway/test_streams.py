@@ -208,10 +208,11 @@ def test_an_engine_that_keeps_failing_ends_in_failure() -> None:
     assert isinstance(stream.failure, InternalError)
 
 
-def test_a_worker_that_thought_us_gone_is_no_end() -> None:
+@pytest.mark.parametrize("reason", [FinishReason.GATEWAY_LOST, FinishReason.KV_LOST])
+def test_an_end_that_is_no_fault_of_the_engine_is_no_end(reason: FinishReason) -> None:
     stream = begun()
     for attempt in range(1, 6):
-        effects = stream.on_delta(delta(attempt, 2, (), FinishReason.GATEWAY_LOST), A, 1.0)
+        effects = stream.on_delta(delta(attempt, 2, (), reason), A, 1.0)
         assert effects[0] == Acknowledge("a", ref(attempt))
         assert effects[-1] == Submit(attempt + 1, attempt + 1)
     assert stream.is_open

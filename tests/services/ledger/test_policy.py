@@ -53,6 +53,14 @@ def test_fully_promised_workers_come_last_but_are_offered() -> None:
     assert ids(table, "d1", tokens=160) == ["w2", "w1"]
 
 
+def test_workers_with_other_kv_are_not_offered() -> None:
+    table = Table()
+    for worker, fingerprint in (("w0", b"a"), ("w1", b"b"), ("w2", b"a")):
+        table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
+    assert ids(table, "w0") == ["w2"]
+    assert ids(table, "unheard of") == ["w0", "w1", "w2"]
+
+
 def test_unnamed_hosts_are_nobodys_neighbours() -> None:
     assert distance("", "") == 1
     assert distance("a", "a") == 0

@@ -1,6 +1,7 @@
 """The ledger over a real bus."""
 
 import asyncio
+from collections.abc import Callable
 
 from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS, Ledger
@@ -39,3 +40,38 @@ async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
     )
     assert [row["free"] for row in status.details["tokens"]] == [0, 64, 144]
     assert status.details["tokens"][1]["lent_to"] == {"w0": 32}
+
+
+async def test_several_ledgers_answer_and_spread_debtors_together(connect_bus: ConnectBus) -> None:
+    tables = []
+    for name in ("ledger-0", "ledger-1"):
+        bus = await connect_bus("ledger", name)
+        ledger = Ledger(bus, LedgerConfig(instance=name))
+        await bus.attach(HANDLERS, ledger)
+        tables.append(ledger)
+    client = await connect_bus("worker", "w0")
+    for worker in ("w1", "w2", "w3"):
+        await client.publish(subjects.worker_reported(worker), report(worker, free=10))
+    await until(lambda: all(len(ledger.table) == 3 for ledger in tables))
+
+    async def first_for(debtor: str) -> str:
+        question = FindCreditors(debtor_id=debtor, tokens=160)
+        answer = await client.request(
+            subjects.LEDGER_CANDIDATES, question, CreditorCandidates, deadline_s=5.0
+        )
+        creditor = answer.candidates[0].worker_id
+        await until(lambda: all(debtor in ledger.table.promises_of(creditor) for ledger in tables))
+        return creditor
+
+    assert sorted([await first_for(f"d{number}") for number in range(3)]) == ["w1", "w2", "w3"]
+    for _ in range(20):
+        await first_for("d0")
+    assert all(ledger.asked > 0 for ledger in tables), "both serve"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that within 5 s")

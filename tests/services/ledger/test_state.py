@@ -10,10 +10,14 @@ def report(
     free: int = 10,
     total: int = 20,
     borrowed: int = 0,
+    borrowed_free: int = 0,
+    lendable: int | None = None,
     seq: int = 1,
     incarnation: int = 1,
     host: str = "here",
     lent_to: dict[str, int] | None = None,
+    borrowed_from: dict[str, int] | None = None,
+    fingerprint: bytes = b"",
 ) -> WorkerReported:
     lent = lent_to or {}
     return WorkerReported(
@@ -27,16 +31,23 @@ def report(
         block_tokens=16,
         max_context_tokens=320,
         capacity=Capacity(
-            total_blocks=total, free_blocks=free, borrowed_blocks=borrowed, lent_blocks=sum(lent.values())
+            total_blocks=total,
+            free_blocks=free,
+            borrowed_blocks=borrowed,
+            borrowed_free_blocks=borrowed_free,
+            lendable_blocks=lendable,
+            lent_blocks=sum(lent.values()),
         ),
         host=host,
         lent_to_blocks=lent,
+        borrowed_from_blocks=borrowed_from or {},
+        fingerprint=fingerprint,
     )
 
 
 def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
     table = Table()
-    table.on_reported(report("w0", free=10, borrowed=4, lent_to={"w1": 3}), 0.0)
+    table.on_reported(report("w0", free=10, borrowed=6, borrowed_free=4, lent_to={"w1": 3}), 0.0)
     account = table.get("w0")
     assert account is not None
     assert (account.total_tokens, account.own_free_tokens) == (320, 96)
@@ -81,4 +92,23 @@ def test_a_refusal_and_a_promise_last_until_the_next_heartbeat() -> None:
     assert account is not None
     assert not account.refused
     assert account.unpromised_tokens == 160
+    table.check_integrity()
+
+
+def test_a_creditor_says_what_it_would_lend() -> None:
+    table = Table()
+    table.on_reported(report("w0", free=10, lendable=3), 0.0)
+    account = table.get("w0")
+    assert account is not None
+    assert account.own_free_tokens == 48
+
+
+def test_debts_are_what_both_sides_say() -> None:
+    table = Table()
+    table.on_reported(report("w0", lent_to={"w1": 5, "w2": 9, "gone": 1}), 0.0)
+    table.on_reported(report("w1", borrowed_from={"w0": 7}, lent_to={"w0": 2}), 0.0)
+    table.on_reported(report("w2", borrowed_from={"gone": 4}), 0.0)
+    assert table.debts() == {("w1", "w0"): 80}
+    table.on_reported(report("w0", borrowed_from={"w1": 2}, lent_to={"w1": 5}, seq=2), 0.1)
+    assert table.debts() == {("w1", "w0"): 80, ("w0", "w1"): 32}
     table.check_integrity()

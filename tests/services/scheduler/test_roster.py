@@ -1,6 +1,6 @@
 """The roster: sequences come, move and go in one place."""
 
-from services.scheduler.effects import CancelAtWorker, SequenceLeft
+from services.scheduler.effects import CancelAtWorker, SequenceLeft, WantKvAtWorker
 from services.scheduler.planning import Lane
 from services.scheduler.policy.contract import WorkerShape
 from services.scheduler.policy.vllm import VllmPolicy
@@ -90,3 +90,15 @@ def test_memories_fade() -> None:
     assert roster.closed_workers() == ("worker-9",)
     roster.expire(100.0)
     assert roster.closed_workers() == () and len(roster.tombstones) == 0
+
+
+def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
+    roster, lane = roster_with_lane()
+    short, long = sequence("short"), sequence("long")
+    long.max_tokens = 90
+    for item in (short, long):
+        roster.add(item)
+        roster.place(item, lane, 0.0)
+    assert roster.wanted() == [WantKvAtWorker("worker-0", long.limit_tokens)]
+    roster.leave(long, Phase.CANCELLED, 0.0)
+    assert roster.wanted() == []

@@ -6,6 +6,7 @@ import pytest
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
+from shared.config import load
 from shared.errors import ConfigError
 
 
@@ -21,3 +22,8 @@ def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
     assert engine.kv_blocks == 11
     with pytest.raises(ConfigError, match=f"{block_bytes} bytes"):
         make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
+
+
+def test_pie_and_borrowing_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"pie\.enabled and lending\.borrow exclude each other"):
+        load(WorkerConfig, section="worker", argv=["--pie.enabled", "true", "--lending.borrow", "true"])

@@ -14,7 +14,7 @@ from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable
 from services.worker.steps import Effects, Identity, StepCore
 from shared.clock import monotonic_s
-from shared.errors import ConfigError, InternalError, StaleEpoch
+from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
@@ -22,10 +22,12 @@ from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, p
 
 DEADLINE_S = 10.0
 POISON = 66
+AWAY = 67
+"""A token whose row needs a worker that lends KV, and fails."""
 
 
 class CountingEngine:
-    """Says 1, 2, 3 …; fails on rows with `POISON`, or on all when `broken`; `gate` holds it in a step."""
+    """Says 1, 2, 3 …; fails on rows with `POISON` or `AWAY`, or on all when `broken`; `gate` holds it."""
 
     vocabulary = 100
     max_positions = 64
@@ -35,6 +37,7 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.broken = False
+        self.away_blocks: set[int] = set()
         self.gate = threading.Event()
         self.gate.set()
         self.inside = threading.Event()
@@ -44,6 +47,10 @@ class CountingEngine:
         assert self.gate.wait(DEADLINE_S)
         if self.broken or any(POISON in row.tokens for row in rows):
             raise RuntimeError("as told")
+        away = [row for row in rows if AWAY in row.tokens]
+        if away:
+            self.away_blocks = set(away[0].blocks)
+            raise CreditorLost("as told", creditor_id="worker-9")
         return [None if row.point is None else Sampled(row.point.index + 1) for row in rows]
 
 
@@ -64,7 +71,12 @@ class Harness:
             deliver=self.effects.append,
             on_broken=self.broken.append,
             cores=cores,
+            lost_blocks=self.lost_blocks,
         )
+
+    def lost_blocks(self, error: CreditorLost) -> set[int]:
+        assert error.creditor_id == "worker-9"
+        return self.engine.away_blocks
 
     def send(self, batch: BatchPlan) -> None:
         self.runner.post(lambda core, now_s: core.on_plan(batch, now_s))
@@ -124,6 +136,22 @@ def test_a_row_that_fails_ends_its_sequence_only(harness: Harness) -> None:
     harness.send(plan(1, starts=(*good.starts, *bad.starts), prefills=(*good.prefills, *bad.prefills)))
     harness.until(lambda: len(harness.ends()) == 2)
     assert harness.ends() == {"good": FinishReason.LENGTH, "bad": FinishReason.ERROR}
+    assert harness.tokens("good") == [1] and harness.broken == []
+
+
+def test_rows_that_need_a_lost_creditor_end_and_the_others_are_computed(harness: Harness) -> None:
+    names = {"good": [1, 2], "bad": [3, AWAY], "worse": [AWAY, AWAY]}
+    plans = [start_plan(1, name, prompt) for name, prompt in names.items()]
+    harness.send(
+        plan(
+            1,
+            starts=tuple(start for each in plans for start in each.starts),
+            prefills=tuple(chunk for each in plans for chunk in each.prefills),
+        )
+    )
+    harness.until(lambda: len(harness.ends()) == 3)
+    lost = FinishReason.KV_LOST
+    assert harness.ends() == {"good": FinishReason.LENGTH, "bad": lost, "worse": lost}
     assert harness.tokens("good") == [1] and harness.broken == []
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from services.worker.kv.extended import ExtendedPool
 from services.worker.kv.pool import BlockPool
-from services.worker.sampling import FAILED, Sampled
+from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.sequences import SequenceTable, WorkItem
 from shared.messages.plans import Decode, PrefillChunk, SkipReason
 from shared.messages.reports import SequenceState
@@ -223,3 +224,26 @@ def test_logprobs_stay_with_their_tokens_over_a_preemption_and_until_the_end_is_
     assert [each.chosen for each in held.logprobs] == [0, -1, -2]
     table.acknowledge([ref()], 1.0)
     assert table.find(ref()) is None
+
+
+def test_sequences_whose_borrowed_blocks_are_lost_end_to_be_computed_again() -> None:
+    pool = ExtendedPool(BlockPool(1, BLOCK_TOKENS), 1)
+    pool.admit([5, 6, 9])
+    table = SequenceTable(pool, LIMITS)
+    for name in ("near", "far", "other"):
+        start(table, spec(ref(name), PROMPT[:4] if name == "near" else PROMPT[:3]))
+        run(table, prefill(ref(name), 0, 4 if name == "near" else 3))
+    table.lose_blocks([5, 99], 1.0)
+    table.check_integrity()
+    ended = {held.ref.request_id: held.finish_reason for held in table.take_ended()}
+    assert ended == {"far": FinishReason.KV_LOST}
+    assert (pool.borrowed_blocks, pool.borrowed_free_blocks) == (2, 1)
+
+
+def test_a_row_whose_kv_is_lost_ends_so(table: SequenceTable) -> None:
+    start(table, spec(ref(), PROMPT))
+    prepared = table.prepare(prefill(ref(), 0, 4), table.find(ref()))
+    assert isinstance(prepared, WorkItem) and not prepared.samples
+    table.commit(prepared, KV_LOST, 1.0)
+    table.check_integrity()
+    assert [held.finish_reason for held in table.take_ended()] == [FinishReason.KV_LOST]

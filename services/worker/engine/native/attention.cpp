@@ -384,6 +384,7 @@ void write_rows(const KvPool& pool, const float* key, int64_t key_stride, const 
                 const int64_t* slots, int rows) {
   const int tokens = pool.block_tokens;
   for (int row = 0; row < rows; row++) {
+    if (slots[row] < 0) continue;
     const int64_t block = slots[row] / tokens, offset = slots[row] % tokens;
     for (int head = 0; head < pool.kv_heads; head++) {
       const int64_t at = block * pool.kv_heads + head;
@@ -403,7 +404,7 @@ extern "C" int32_t kv_write(const KvPool* pool, const float* key, int64_t key_st
                             int64_t value_stride, const int64_t* slots, int32_t rows) {
   if (!well_formed(*pool)) return -1;
   for (int row = 0; row < rows; row++)
-    if (slots[row] < 0 || slots[row] >= (int64_t)pool->num_blocks * pool->block_tokens) return -3;
+    if (slots[row] < -1 || slots[row] >= (int64_t)pool->num_blocks * pool->block_tokens) return -3;
   if (pool->dtype == KV_FP32)
     write_rows<float>(*pool, key, key_stride, value, value_stride, slots, rows);
   else

@@ -52,7 +52,8 @@ struct AttendCall {
 // 0, or a negative number for arguments the operator does not know (see library.py). Reads no slot that no row sees.
 KVASIR_API int32_t kv_attend(const KvPool* pool, const Spans* spans, const AttendCall* call);
 
-// Write K and V [rows, kv_heads, dim] (fp32, row strides in elements) to their slots (block * block_tokens + offset).
+// Write K and V [rows, kv_heads, dim] (fp32, row strides in elements) to their slots (block * block_tokens + offset);
+// a row whose slot is -1 is another worker's to keep and is left out.
 KVASIR_API int32_t kv_write(const KvPool* pool, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
                  const int64_t* slots, int32_t rows);
 }

@@ -12,6 +12,7 @@ from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import KvPool, Spans
 from services.worker.engine.native.prototypes import declare
 from services.worker.engine.native.weights import ModelWeights, pack
+from services.worker.engine.paged import Shape
 from shared.errors import InternalError
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -28,6 +29,17 @@ class PagedKv(Protocol):
     def native_spans(self) -> Spans: ...
 
     def native_pool(self, layer: int) -> KvPool: ...
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether other workers hold keys of the present step: `attend_partitioned` then has to be asked."""
+        ...
+
+    def attend_partitioned(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> torch.Tensor:
+        """`[rows, heads, head_dim]` each → `[rows, q_heads, head_dim]`."""
+        ...
 
 
 class LlamaLayer(ctypes.Structure):
@@ -178,12 +190,33 @@ class NativeLlama:
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`."""
         step = self.prepare(tokens, positions, kept)
-        answer = self._library.llama_forward(self.model, step)
+        if self._kv.is_partitioned:
+            answer = self._run_partitioned(step)
+        else:
+            answer = self._library.llama_forward(self.model, step)
         if answer:
             raise InternalError(
                 f"the native Llama refused a step of {len(tokens)} rows: {answer} (see llama.h)"
             )
         return self.logits(len(kept))
+
+    def _run_partitioned(self, step: LlamaStep) -> int:
+        """`llama_forward` with the attention left to `attend_partitioned`."""
+        library, model, rows = self._library, self.model, step.rows
+        shape, q_heads, kv_heads = Shape(model.scaling), model.q_heads, model.kv_heads
+        failed: int = library.llama_embed(model, step)
+        for layer in range(model.layers):
+            failed = failed or library.llama_layer_qkv(model, layer, step)
+            if failed:
+                return failed
+            heads = self._scratch["heads"][:rows].view(rows, -1, model.head_dim)
+            queries, keys = heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads]
+            values = heads[:, q_heads + kv_heads :]
+            attended = self._kv.attend_partitioned(layer, queries, keys, values, shape)
+            self._scratch["attended"][:rows] = attended.flatten(1)
+            library.llama_layer_rest(model, layer, step)
+        library.llama_logits(model, step)
+        return 0
 
     def logits(self, kept: int) -> Logits:
         """What the last step, whole or in parts, left for its `kept` rows."""

@@ -1,0 +1,1 @@
+"""`python -m bench bulk`: how fast each transport of the bulk plane moves bytes."""

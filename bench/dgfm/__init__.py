@@ -1,0 +1,1 @@
+"""`python -m bench dgfm`: what settling cycles of debts brings, simulated, and how fast cycles are found."""

@@ -1,0 +1,33 @@
+"""The picture of `python -m bench dgfm`: Figure 10 of the paper, throughput over time. PNG, no display."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from sim.lending.run import Result
+
+_WINDOWS = 40
+
+
+def draw_figure_10(path: Path, results: Mapping[str, Sequence[Result]], duration_s: float) -> None:
+    """Above tokens per second, below the share of KV that is remote, means over the workloads."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    window_s = duration_s / _WINDOWS
+    middles = [(at + 0.5) * window_s for at in range(_WINDOWS)]
+    for side, runs in results.items():
+        rates, shares = [], []
+        for at in range(_WINDOWS):
+            first_s, end_s = at * window_s, (at + 1) * window_s
+            rates.append(sum(one.tok_s(first_s, end_s) for one in runs) / len(runs))
+            shares.append(sum(one.remote_share(first_s, end_s) for one in runs) / len(runs))
+        above.plot(middles, rates, label=side)
+        below.plot(middles, shares, label=side)
+    above.set(title="With and without DGFM (simulated)", ylabel="output tok/s")
+    below.set(xlabel="s", ylabel="remote share of the KV in use")
+    below.set_ylim(bottom=0)
+    above.legend(fontsize="small")
+    FigureCanvasAgg(figure)
+    figure.savefig(path, format="png")

@@ -1,0 +1,28 @@
+"""The paper's Figure 12: latency of shipping the query and of fetching the keys, over the context."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.distattention.attention import Cell
+
+
+def draw(file: Path, cells: Sequence[Cell]) -> None:
+    """Writes a PNG of the decodes among the cells, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [cell for cell in cells if cell.rows == 1]
+    contexts = [cell.context_tokens for cell in shown]
+    plot, axes = pyplot.subplots(figsize=(6, 4))
+    axes.plot(contexts, [cell.fetch_s * 1e3 for cell in shown], marker="s", label="keys come here")
+    axes.plot(contexts, [cell.ship_s * 1e3 for cell in shown], marker="o", label="the query goes there")
+    axes.plot(contexts, [cell.whole_s * 1e3 for cell in shown], color="grey", label="all keys are here")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("ms, one layer, one token")
+    axes.legend()
+    plot.savefig(file, dpi=120, bbox_inches="tight")
+    pyplot.close(plot)

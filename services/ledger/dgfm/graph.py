@@ -1,0 +1,115 @@
+"""Who owes whom, as a directed graph with edges from debtor to creditor, and its cycles. Pure.
+
+The paper's Algorithm 1 marks nodes as visited and looks at a single parent, as one does in undirected graphs:
+it misses a pair that owe each other, and takes two ways from one node to another for a cycle. Here a cycle is
+a cycle. Knows no worker and no unit. Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
+"""
+
+from collections.abc import Iterable, Mapping
+
+
+class DebtGraph:
+    """Nodes are 0 … n-1. Only debts of at least `threshold` are edges: a cycle's least debt counts."""
+
+    def __init__(self, nodes: int, debts: Mapping[tuple[int, int], int], threshold: int) -> None:
+        if threshold < 1:
+            raise ValueError(f"a threshold of {threshold}: nothing would ever be settled for good")
+        self.threshold = threshold
+        self.owed: list[dict[int, int]] = [{} for _ in range(nodes)]
+        """By debtor: creditor → amount."""
+        for (debtor, creditor), amount in debts.items():
+            if debtor != creditor and amount >= threshold:
+                self.owed[debtor][creditor] = amount
+        self.trim(range(nodes))
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.owed)
+
+    def least(self, cycle: list[int]) -> int:
+        """The smallest debt of a cycle, each of which owes the next and the last the first; 0 where one is
+        missing."""
+        owed = self.owed
+        return min(owed[cycle[at - 1]].get(cycle[at], 0) for at in range(len(cycle)))
+
+    def settle(self, cycle: list[int], amount: int) -> None:
+        """Every debt of the cycle shrinks; one that falls below the threshold is no edge any more."""
+        for at in range(len(cycle)):
+            creditors = self.owed[cycle[at - 1]]
+            left = creditors[cycle[at]] - amount
+            if left < self.threshold:
+                del creditors[cycle[at]]
+            else:
+                creditors[cycle[at]] = left
+
+    def trim(self, nodes: Iterable[int]) -> None:
+        """Removes what lies on no cycle: nobody owes it, or it owes nobody; and what follows of that."""
+        debtors: list[set[int]] = [set() for _ in self.owed]
+        for debtor, creditors in enumerate(self.owed):
+            for creditor in creditors:
+                debtors[creditor].add(debtor)
+        open_nodes = [node for node in nodes if not self.owed[node] or not debtors[node]]
+        while open_nodes:
+            node = open_nodes.pop()
+            for creditor in self.owed[node]:
+                debtors[creditor].discard(node)
+                if not debtors[creditor]:
+                    open_nodes.append(creditor)
+            self.owed[node] = {}
+            for debtor in debtors[node]:
+                del self.owed[debtor][node]
+                if not self.owed[debtor]:
+                    open_nodes.append(debtor)
+            debtors[node] = set()
+
+    def cycles_of(self, length: int, most_steps: int) -> tuple[list[list[int]], int]:
+        """All cycles of that length, each once, and the steps it took; what was found when `most_steps` are
+        used up, if they are."""
+        if length == 2:
+            return self._pairs()
+        found: list[list[int]] = []
+        steps = 0
+        for first, creditors in enumerate(self.owed):
+            if not creditors:
+                continue
+            stack = [[first]]
+            while stack:
+                path = stack.pop()
+                ends = self.owed[path[-1]]
+                steps += 1
+                if len(path) == length:
+                    if first in ends:
+                        found.append(path)
+                    continue
+                steps += len(ends)
+                stack += [[*path, node] for node in ends if node > first and node not in path]
+            if steps > most_steps:
+                break
+        return found, steps
+
+    def _pairs(self) -> tuple[list[list[int]], int]:
+        owed = self.owed
+        found = [[a, b] for a, creditors in enumerate(owed) for b in creditors if a < b and a in owed[b]]
+        return found, sum(map(len, owed))
+
+    def has_cycle(self) -> bool:
+        """Three colours: white is not seen, grey is on the path, black leads into no cycle."""
+        white, grey, black = 0, 1, 2
+        colour = [white] * len(self.owed)
+        for root in range(len(self.owed)):
+            if colour[root] is not white:
+                continue
+            colour[root] = grey
+            path = [(root, iter(self.owed[root]))]
+            while path:
+                node, rest = path[-1]
+                following = next(rest, None)
+                if following is None:
+                    colour[node] = black
+                    path.pop()
+                elif colour[following] == grey:
+                    return True
+                elif colour[following] == white:
+                    colour[following] = grey
+                    path.append((following, iter(self.owed[following])))
+        return False

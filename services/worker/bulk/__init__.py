@@ -1,0 +1,1 @@
+"""The bulk plane: tensors between workers, past the message bus (`docs/bulk.md`, decision 0016)."""

@@ -1,0 +1,75 @@
+"""Who may come in, and who takes what they bring: tickets, incarnations and receivers of one worker.
+
+One desk serves all listeners of a worker. Called from many threads. Knows no sockets.
+"""
+
+import secrets
+import threading
+from dataclasses import dataclass
+
+from services.worker.bulk.base import Limits, Peer, Receiver
+from shared.clock import Clock, monotonic_s
+from shared.errors import InvalidRequest, Overloaded, Unauthorized
+
+TICKET_BYTES = 24
+_MOST_TICKETS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    peer: Peer
+    until_s: float
+
+
+class WorkerDesk:
+    """`base.Desk`, and where tickets are issued and receivers registered."""
+
+    def __init__(self, own: Peer, limits: Limits | None = None, clock: Clock = monotonic_s) -> None:
+        self.own = own
+        self.limits = limits or Limits()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._receivers: dict[str, Receiver] = {}
+        self._tickets: dict[bytes, _Ticket] = {}
+        self._latest: dict[str, int] = {}
+
+    def serve(self, kind: str, receiver: Receiver) -> None:
+        """From now on, instead of an earlier receiver of that kind."""
+        with self._lock:
+            self._receivers[kind] = receiver
+
+    def receiver(self, kind: str) -> Receiver:
+        """Raises InvalidRequest for a kind nobody serves here."""
+        found = self._receivers.get(kind)
+        if found is None:
+            raise InvalidRequest(f"worker {self.own.worker_id} takes no messages of kind {kind!r}")
+        return found
+
+    def issue(self, peer: Peer, *, valid_for_s: float) -> bytes:
+        """A ticket with which this peer may dial once. Ends the links of its earlier incarnations.
+
+        Raises Overloaded when too many are out, Unauthorized for an incarnation that was replaced."""
+        now_s = self._clock()
+        with self._lock:
+            if peer.incarnation < self._latest.get(peer.worker_id, 0):
+                raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+            self._tickets = {key: one for key, one in self._tickets.items() if one.until_s > now_s}
+            if len(self._tickets) >= _MOST_TICKETS:
+                raise Overloaded(f"{_MOST_TICKETS} tickets have not been used", retry_after_s=1.0)
+            self._latest[peer.worker_id] = peer.incarnation
+            ticket = secrets.token_bytes(TICKET_BYTES)
+            self._tickets[ticket] = _Ticket(peer, now_s + valid_for_s)
+        return ticket
+
+    def enter(self, peer: Peer, ticket: bytes) -> None:
+        """Uses the ticket up. Raises Unauthorized."""
+        with self._lock:
+            found = self._tickets.pop(ticket, None)
+        if found is None or found.peer != peer or found.until_s <= self._clock():
+            raise Unauthorized("this ticket was not issued, is used up, or too old: ask for another")
+        if not self.is_current(peer):
+            raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+
+    def is_current(self, peer: Peer) -> bool:
+        """False when a later incarnation of the peer has been heard of."""
+        return self._latest.get(peer.worker_id, 0) <= peer.incarnation

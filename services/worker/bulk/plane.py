@@ -1,0 +1,98 @@
+"""A worker's bulk plane: its listeners, its desk, and links to peers by the transport that suits each.
+
+    plane = Plane(own, host, transports)
+    plane.open()                                              # listens
+    plane.desk.serve("attention", receiver)
+    link = await plane.connect(worker, purpose="attention", issue=ask_for_ticket)     # on the event loop
+    …                                                         # the link is its owner's from then on
+
+`Neighbour` is what a heartbeat says of a worker. Knows neither the bus nor what is sent.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.worker.bulk.base import BulkTransport, Link, Listener, Peer
+from services.worker.bulk.choice import Choice
+from services.worker.bulk.desk import WorkerDesk
+from shared.clock import Clock, monotonic_s
+from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
+
+_log = logging.getLogger("kvasir.worker.bulk")
+_CLOSE_S = 5.0
+
+Issue = Callable[[], Awaitable[bytes]]
+"""Asks the peer for a ticket, over the bus. Raises KvasirError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another worker, as its heartbeat describes it."""
+
+    peer: Peer
+    host: str
+    addresses: Mapping[str, str]
+    """Of its bulk listeners, by transport."""
+
+
+class Plane:
+    """Of one worker."""
+
+    def __init__(
+        self, own: Peer, host: str, transports: Sequence[BulkTransport], clock: Clock = monotonic_s
+    ) -> None:
+        self.own = own
+        self.desk = WorkerDesk(own, clock=clock)
+        self.choice = Choice([transport.name for transport in transports], host)
+        self._clock = clock
+        self._transports = {transport.name: transport for transport in transports}
+        self._listeners: dict[str, Listener] = {}
+        self.addresses: Mapping[str, str] = {}
+        """Of the listeners, by transport; what a heartbeat announces."""
+
+    def open(self) -> None:
+        """Listens. Raises ConfigError when a transport cannot."""
+        try:
+            for name, transport in self._transports.items():
+                self._listeners[name] = transport.listen(self.desk)
+        except ConfigError:
+            self.close()
+            raise
+        self.addresses = {name: listener.address for name, listener in self._listeners.items()}
+
+    async def connect(self, to: Neighbour, issue: Issue, *, deadline_s: float) -> Link:
+        """A new link to that worker, by the best transport that can be dialled, each tried once.
+
+        Raises NoResponder when there is none, else what the last one tried raised; Unauthorized and
+        StaleEpoch at once."""
+        worker_id = to.peer.worker_id
+        names = self.choice.ranking(worker_id, to.addresses, to.host, self._clock())
+        failure: KvasirError = NoResponder(f"no bulk transport leads to worker {worker_id}")
+        until_s = self._clock() + deadline_s
+        for place, name in enumerate(names):
+            share_s = max(0.001, (until_s - self._clock()) / (len(names) - place))
+            try:
+                ticket = await issue()
+                return await asyncio.to_thread(
+                    self._transports[name].dial,
+                    to.addresses[name],
+                    self.own,
+                    to.peer,
+                    ticket,
+                    deadline_s=share_s,
+                )
+            except (Unauthorized, StaleEpoch):
+                raise
+            except KvasirError as error:
+                failure = error
+                self.choice.on_failure(worker_id, name, self._clock())
+                _log.warning("no link to %s by %s: %s", worker_id, name, error)
+        raise failure
+
+    def close(self) -> bool:
+        """Closes all listeners; links that were dialled are their owners'. False when one took too long."""
+        closed = [listener.close(_CLOSE_S) for listener in self._listeners.values()]
+        self._listeners, self.addresses = {}, {}
+        return all(closed)

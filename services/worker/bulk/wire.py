@@ -1,0 +1,117 @@
+"""The form of a message on a link: a prefix, an envelope, the payload, a digest of the payload.
+
+    prefix     16 bytes   "KVB1", bytes of the envelope, CRC-32 of the envelope, 0   (little endian)
+    envelope   MessagePack array (`Envelope`), with the sender's own header in it
+    payload    the buffers, one after the other; a transport may carry it another way
+    digest     16 bytes, only after a payload (`services.worker.bulk.digest`)
+
+Knows no sockets and no threads.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.worker.bulk.base import Limits
+from shared.errors import InvalidMessage, KvasirError, MessageTooLarge, from_wire
+
+PREFIX = struct.Struct("<4sIII")
+DIGEST_BYTES = 16
+_MAGIC = b"KVB1"
+_ENVELOPE_EXTRA_BYTES = 1 << 12
+_SIZE_BYTES = 9
+
+HELLO, WELCOME, REQUEST, REPLY, REFUSAL, FAILURE = range(6)
+"""A refusal is the answer of a receiver and leaves the link as it is; after a failure it is closed."""
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """What precedes a payload."""
+
+    type: int
+    call: int
+    """Counts requests of a link from 1; its answer has the same number."""
+    header: bytes
+    kind: str = ""
+    sizes_bytes: tuple[int, ...] = ()
+    deadline_ms: int = 0
+    """Of a request: what is left of it when it is sent."""
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """Header of a HELLO."""
+
+    own_id: str
+    own_incarnation: int
+    peer_id: str
+    peer_incarnation: int
+    ticket: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_hellos = msgspec.msgpack.Decoder(Hello)
+
+
+def packed(envelope: Envelope) -> bytes:
+    """Prefix and envelope."""
+    body = _encode(envelope)
+    return PREFIX.pack(_MAGIC, len(body), zlib.crc32(body), 0) + body
+
+
+def envelope_bytes(prefix: "bytes | memoryview", limits: Limits) -> tuple[int, int]:
+    """Length and CRC-32 of the envelope that follows. Raises InvalidMessage and MessageTooLarge."""
+    magic, length, crc, _ = PREFIX.unpack(prefix)
+    if magic != _MAGIC:
+        raise InvalidMessage("this is no message of the bulk plane: the peer speaks another protocol")
+    if length > limits.header_bytes + _ENVELOPE_EXTRA_BYTES + _SIZE_BYTES * limits.buffers:
+        raise MessageTooLarge(f"an envelope of {length} bytes is over the limit")
+    return length, crc
+
+
+def unpacked(body: "bytes | memoryview", crc: int, limits: Limits) -> Envelope:
+    """Raises InvalidMessage and MessageTooLarge."""
+    if zlib.crc32(body) != crc:
+        raise InvalidMessage("the envelope was corrupted on its way")
+    try:
+        envelope = _envelopes.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidMessage(f"not an envelope of the bulk plane: {error}") from error
+    check_size(len(envelope.header), envelope.sizes_bytes, limits)
+    return envelope
+
+
+def check_size(header_bytes: int, sizes_bytes: Sequence[int], limits: Limits) -> None:
+    """Raises MessageTooLarge, or InvalidMessage for a negative size."""
+    if header_bytes > limits.header_bytes:
+        raise MessageTooLarge(f"a header of {header_bytes} bytes; {limits.header_bytes} are allowed")
+    if len(sizes_bytes) > limits.buffers:
+        raise MessageTooLarge(f"{len(sizes_bytes)} buffers; {limits.buffers} are allowed")
+    if min(sizes_bytes, default=0) < 0:
+        raise InvalidMessage("a buffer of negative size")
+    if sum(sizes_bytes) > limits.message_bytes:
+        raise MessageTooLarge(f"{sum(sizes_bytes)} bytes in one message; {limits.message_bytes} are allowed")
+
+
+def hello(body: bytes) -> Hello:
+    """Raises InvalidMessage."""
+    try:
+        return _hellos.decode(body)
+    except msgspec.DecodeError as error:
+        raise InvalidMessage(f"not a greeting of the bulk plane: {error}") from error
+
+
+def to_bytes(value: Any) -> bytes:
+    """MessagePack of whatever goes into a header."""
+    return _encode(value)
+
+
+def error_from(header: bytes) -> KvasirError:
+    """What `shared.errors.to_wire` made. Raises InvalidMessage for anything else."""
+    try:
+        return from_wire(msgspec.msgpack.decode(header, type=dict[str, Any]))
+    except msgspec.DecodeError as error:
+        raise InvalidMessage("an error that cannot be read") from error

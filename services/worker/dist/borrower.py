@@ -1,0 +1,127 @@
+"""Borrowed blocks in use: from a grant to ids that sequences get, and back, or lost.
+
+Stands between lending, on the event loop, and the engine's thread, which alone touches the pool, the homes of
+blocks and the links. Decides nothing about how much is borrowed.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from services.worker.bulk.base import Link
+from services.worker.dist.debtor import Debtor
+from services.worker.dist.messages import GrantRef
+from services.worker.dist.plane import BulkPlane
+from services.worker.kv.extended import ExtendedPool
+from services.worker.runner import Runner
+from services.worker.steps import Effects, StepCore
+from shared.errors import CreditorLost, KvasirError
+from shared.log import get_logger
+from shared.messages.lending import Grant
+
+Life = tuple[str, int]
+"""A creditor's worker id and incarnation."""
+
+_log = get_logger("worker.borrower")
+
+
+class Borrower:
+    """One worker's. `on_failed` is called, on the engine's thread, with a creditor that failed in a step."""
+
+    def __init__(
+        self, debtor: Debtor, pool: ExtendedPool, plane: BulkPlane, on_failed: Callable[[str], None]
+    ) -> None:
+        self._debtor = debtor
+        self._pool = pool
+        self._plane = plane
+        self._on_failed = on_failed
+        self._runner: Runner | None = None
+        self._holders: dict[Life, int] = {}
+        self._of_block: dict[int, tuple[Life, int]] = {}
+        """Creditor and grant."""
+
+    def attach(self, runner: Runner) -> None:
+        """The engine's thread is this one's."""
+        self._runner = runner
+
+    # On the event loop
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        """Blocks of a grant may be used from now on. False when their creditor cannot be reached."""
+        life = (grant.creditor_id, grant.creditor_incarnation)
+        assert self._runner is not None
+        link: Link | None = None
+        try:
+            if life not in self._holders:
+                link = await self._plane.dial(*life)
+            entered = self._runner.ask(lambda core, _: self._enter(life, link, grant, logical))
+            return await asyncio.wrap_future(entered)
+        except KvasirError as error:
+            _log.warning("blocks of %s cannot be used: %s", grant.creditor_id, error)
+            if link is not None:
+                link.close()
+            return False
+
+    async def retire(self, most_blocks: int) -> list[int]:
+        """Up to so many that no sequence has are given up."""
+        assert self._runner is not None
+        return await asyncio.wrap_future(self._runner.ask(lambda core, _: self._retire(most_blocks)))
+
+    def lose(self, logical: Sequence[int]) -> None:
+        """Their leases are over, or their creditor forgot them. Raises Overloaded."""
+
+        def forget(core: StepCore, now_s: float) -> Effects:
+            self._forget(logical)
+            return core.on_kv_lost(logical, now_s)
+
+        assert self._runner is not None
+        self._runner.post(forget)
+
+    def close(self) -> None:
+        """Every link, when the engine's thread has ended."""
+        self._debtor.close()
+
+    # On the engine's thread
+
+    def lose_creditor(self, error: CreditorLost) -> set[int]:
+        """It failed in the middle of a step: which blocks are gone."""
+        gone = {block for block, (life, _) in self._of_block.items() if life[0] == error.creditor_id}
+        self._forget(gone)
+        self._on_failed(error.creditor_id)
+        return gone
+
+    def _enter(self, life: Life, link: Link | None, grant: Grant, logical: Sequence[int]) -> bool:
+        holder = self._holders.get(life)
+        if holder is None:
+            if link is None:
+                return False
+            holder = self._holders[life] = self._debtor.add(link, ())
+        elif link is not None:
+            link.close()
+        self._of_block.update(dict.fromkeys(logical, (life, grant.grant_id)))
+        self._debtor.homes.place(logical, holder, grant.blocks)
+        self._name_grants(life)
+        self._pool.admit(logical)
+        return True
+
+    def _retire(self, most_blocks: int) -> list[int]:
+        retired = self._pool.retire(most_blocks)
+        self._forget(retired)
+        return retired
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        lives: set[Life] = set()
+        for block in list(blocks):
+            found = self._of_block.pop(block, None)
+            if found is not None:
+                lives.add(found[0])
+                self._debtor.homes.forget([block])
+        for life in lives:
+            self._name_grants(life)
+
+    def _name_grants(self, life: Life) -> None:
+        """A grant without blocks here may end there, and must not be named any more."""
+        grants = sorted({grant for owner, grant in self._of_block.values() if owner == life})
+        if grants:
+            self._debtor.set_grants(self._holders[life], [GrantRef(grant, 0) for grant in grants])
+        else:
+            self._debtor.remove(self._holders.pop(life))

@@ -1,0 +1,237 @@
+"""The creditor: attends to lent blocks, writes and reads them, for other workers' engines.
+
+Runs on the threads that serve links, beside the worker's own steps: lent blocks are no sequence's here, so
+nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Knows
+grants and pools; no sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from services.worker.bulk.base import Buffer, Peer, Receiver, Reply
+from services.worker.bulk.buffers import bytes_of
+from services.worker.dist.budget import ComputeBudget
+from services.worker.dist.grants import Grants
+from services.worker.dist.messages import (
+    ATTEND,
+    FETCH,
+    WRITE,
+    Attended,
+    Described,
+    Request,
+    from_wire,
+    read_request,
+)
+from services.worker.engine.attention import PagedAttention
+from services.worker.engine.paged import Shape
+from shared.clock import Clock
+from shared.errors import InvalidMessage, StaleEpoch
+
+_STEPS_KEPT = 4
+"""Descriptions kept of one debtor: its latest steps."""
+_MAX_Q_HEADS = 4096
+_MAX_BUFFER_BYTES = 1 << 30
+
+
+class Creditor:
+    """One worker's. `receivers` are for its bulk desk; `is_busy`: its own engine has steps to run."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        grants: Grants,
+        budget: ComputeBudget,
+        *,
+        block_tokens: int,
+        clock: Clock = time.monotonic,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.pools = attention.pools
+        self.backend = attention.partial_backend(attention.pools)
+        self.block_tokens = block_tokens
+        self.grants = grants
+        self.budget = budget
+        self.clock = clock
+        self.is_busy = is_busy
+        self.computing = threading.Lock()
+        self._described: dict[Peer, OrderedDict[int, Described]] = {}
+        self._lock = threading.Lock()
+        self.receivers: dict[str, Receiver] = {
+            ATTEND: _Questions(self),
+            WRITE: _Questions(self),
+            FETCH: _Fetches(self),
+        }
+
+    def enter(self, peer: Peer, header: bytes) -> "Visit":
+        """The question, and the part that it is about; the visit has to be left.
+
+        Raises InvalidMessage; StaleEpoch when a grant is not the debtor's, or no longer.
+        """
+        request = read_request(header)
+        if not 0 <= request.layer < len(self.pools):
+            raise InvalidMessage(f"layer {request.layer} of {len(self.pools)}")
+        if not self.grants.enter(peer, request.grants):
+            raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
+        try:
+            return Visit(self, peer, request, self._understand(peer, request))
+        except BaseException:
+            self.grants.leave(peer, request.grants)
+            raise
+
+    def _understand(self, peer: Peer, request: Request) -> Described:
+        with self._lock:
+            known = self._described.setdefault(peer, OrderedDict())
+            if request.part is not None:
+                known[request.step] = self._checked(peer, request)
+                while len(known) > _STEPS_KEPT:
+                    known.popitem(last=False)
+            described = known.get(request.step)
+        if described is None:
+            raise InvalidMessage(f"step {request.step} was never described, or is long over")
+        return described
+
+    def forget(self, worker_id: str) -> None:
+        """A debtor is gone."""
+        with self._lock:
+            for peer in [peer for peer in self._described if peer.worker_id == worker_id]:
+                del self._described[peer]
+
+    def _checked(self, peer: Peer, request: Request) -> Described:
+        assert request.part is not None
+        described = from_wire(request.part, self.block_tokens)
+        if not self.grants.covers(peer, request.grants, described.spans.blocks):
+            raise StaleEpoch("blocks that none of these grants covers: borrow anew")
+        return described
+
+
+@dataclass(slots=True)
+class Visit:
+    """One message of a debtor while it is worked on."""
+
+    creditor: Creditor
+    peer: Peer
+    request: Request
+    described: Described
+    is_over: bool = False
+
+    def leave(self) -> None:
+        """Its blocks may go to somebody else. Idempotent."""
+        if not self.is_over:
+            self.is_over = True
+            self.creditor.grants.leave(self.peer, self.request.grants)
+
+
+class _Questions:
+    """`kv.attend` and `kv.write`: the second is the first without queries."""
+
+    def __init__(self, creditor: Creditor) -> None:
+        self._creditor = creditor
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Question":
+        visit = self._creditor.enter(peer, header)
+        try:
+            return _Question(visit, visit.request.layer, visit.request.q_heads, sizes_bytes)
+        except BaseException:
+            visit.leave()
+            raise
+
+
+class _Question:
+    """One layer of one step's part."""
+
+    def __init__(self, visit: Visit, layer: int, q_heads: int, sizes_bytes: Sequence[int]) -> None:
+        self._visit, self._layer, self._q_heads = visit, layer, q_heads
+        k_pool, v_pool = visit.creditor.pools[layer]
+        kv_heads, head_dim, value_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
+        kept = len(visit.described.kept)
+        if q_heads % kv_heads or not 0 <= q_heads <= _MAX_Q_HEADS:
+            raise InvalidMessage(f"{q_heads} query heads for {kv_heads} of keys")
+        shapes = [(kept, kv_heads, head_dim), (kept, kv_heads, value_dim)]
+        if q_heads:
+            shapes = [(visit.described.rows, q_heads, head_dim), *shapes]
+        expected = [4 * int(np.prod(shape)) for shape in shapes]
+        if list(sizes_bytes) != expected or sum(expected) > _MAX_BUFFER_BYTES:
+            raise InvalidMessage(f"buffers of {list(sizes_bytes)} bytes where {expected} are due")
+        self._tensors = [torch.empty(shape) for shape in shapes]
+        self.buffers: Sequence[Buffer] = [bytes_of(tensor) for tensor in self._tensors]
+
+    def commit(self) -> Reply:
+        try:
+            return self.run()
+        finally:
+            self._visit.leave()
+
+    def abandon(self) -> None:
+        self._visit.leave()
+
+    def run(self) -> Reply:
+        """Write, and attend where there are queries."""
+        creditor, described = self._visit.creditor, self._visit.described
+        keys, values = self._tensors[-2:]
+        with creditor.computing:
+            if len(described.kept):
+                creditor.backend.write(self._layer, keys, values, torch.from_numpy(described.kept_slots))
+            return self._attend(self._tensors[0]) if self._q_heads else Reply()
+
+    def _attend(self, queries: torch.Tensor) -> Reply:
+        creditor, request, spans = self._visit.creditor, self._visit.request, self._visit.described.spans
+        is_busy, began_s = creditor.is_busy(), creditor.clock()
+        if not creditor.budget.may_compute(began_s, is_busy=is_busy):
+            return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
+        shape = Shape(request.scaling, request.softcap)
+        output, lse = creditor.backend.attend_part(self._layer, spans, queries, shape)
+        compute_s = creditor.clock() - began_s
+        creditor.budget.on_computed(compute_s, is_busy=is_busy)
+        header = msgspec.msgpack.encode(Attended(compute_s=compute_s))
+        return Reply(header, (bytes_of(output.contiguous()), bytes_of(lse.contiguous())))
+
+
+class _Fetches:
+    """`kv.fetch`."""
+
+    def __init__(self, creditor: Creditor) -> None:
+        self._creditor = creditor
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Fetch":
+        visit = self._creditor.enter(peer, header)
+        try:
+            return _Fetch(visit, sizes_bytes)
+        except BaseException:
+            visit.leave()
+            raise
+
+
+class _Fetch:
+    """Some blocks of one layer, after writing what came along for another."""
+
+    def __init__(self, visit: Visit, sizes_bytes: Sequence[int]) -> None:
+        request, blocks = visit.request, visit.described.spans.blocks
+        indices = np.frombuffer(request.indices, dtype=np.int32)
+        if not len(indices) or indices.min() < 0 or indices.max() >= len(blocks):
+            raise InvalidMessage("a fetch names blocks of its part")
+        if request.write_layer >= len(visit.creditor.pools) or (sizes_bytes and request.write_layer < 0):
+            raise InvalidMessage(f"keys and values for layer {request.write_layer}")
+        self._visit, self._blocks = visit, torch.from_numpy(blocks[indices])
+        self._write = _Question(visit, request.write_layer, 0, sizes_bytes) if sizes_bytes else None
+        self.buffers: Sequence[Buffer] = () if self._write is None else self._write.buffers
+
+    def commit(self) -> Reply:
+        """Copied: what is sent is of one moment, whatever happens to the grant meanwhile."""
+        try:
+            if self._write is not None:
+                self._write.run()
+            pools = self._visit.creditor.pools[self._visit.request.layer]
+            found = [pool.index_select(0, self._blocks) for pool in pools]
+        finally:
+            self._visit.leave()
+        return Reply(b"", [bytes_of(each) for each in found])
+
+    def abandon(self) -> None:
+        self._visit.leave()

@@ -1,0 +1,64 @@
+"""What a creditor lets a debtor touch. Knows no bus: granting is the lending table's business."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.bulk.base import Peer
+from services.worker.dist.messages import GrantRef
+
+
+class Grants(Protocol):
+    """Asked on the threads that serve links, for every message."""
+
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
+        """Whether each is this debtor's and lasts; then none of their blocks is given to anybody else until
+        `leave`, which must follow."""
+        ...
+
+    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
+        """After an `enter` that said yes."""
+        ...
+
+    def covers(self, debtor: Peer, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32]) -> bool:
+        """Whether each of the blocks belongs to one of these grants."""
+        ...
+
+
+class GrantBook:
+    """Grants kept in a table, for a creditor that nobody leads: used from any thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], frozenset[int]] = {}
+        self._generations: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def grant(self, debtor_id: str, ref: GrantRef, blocks: Iterable[int]) -> None:
+        with self._lock:
+            self._held[(debtor_id, ref.grant_id)] = frozenset(blocks)
+            self._generations[(debtor_id, ref.grant_id)] = ref.generation
+
+    def revoke(self, debtor_id: str, grant_id: int) -> None:
+        """From now on every message that names it is refused. Unknown ones are not minded."""
+        with self._lock:
+            self._held.pop((debtor_id, grant_id), None)
+            self._generations.pop((debtor_id, grant_id), None)
+
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
+        with self._lock:
+            return all(
+                self._generations.get((debtor.worker_id, ref.grant_id)) == ref.generation for ref in grants
+            )
+
+    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
+        return
+
+    def covers(self, debtor: Peer, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32]) -> bool:
+        allowed: set[int] = set()
+        with self._lock:
+            for ref in grants:
+                allowed |= self._held.get((debtor.worker_id, ref.grant_id), frozenset())
+        return allowed.issuperset(blocks.tolist())

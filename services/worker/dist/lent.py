@@ -1,0 +1,112 @@
+"""The lending table as the threads that serve links see it: who may touch which blocks now.
+
+Grants are given and ended on the event loop; a lock keeps both sides apart. A message that names an earlier
+generation of a grant is served when the blocks it names are in the grant still: blocks only ever leave one.
+Source: `algorithms.md` §4 (fencing).
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.bulk.base import Peer
+from services.worker.dist.messages import GrantRef
+from services.worker.lending.grants import Freed, Grants, Terms
+from services.worker.lending.table import RBlockTable
+from shared.clock import Clock, monotonic_s
+from shared.messages.lending import (
+    BlocksReturned,
+    BorrowBlocks,
+    BorrowReply,
+    KvTier,
+    LeasesRenewed,
+    RenewLeases,
+    ReturnBlocks,
+)
+
+
+class SharedGrants(Grants):
+    """`Grants`, used from several threads."""
+
+    def __init__(self, table: RBlockTable, incarnation: int, terms: Terms) -> None:
+        super().__init__(table, incarnation, terms)
+        self.lock = threading.RLock()
+
+    def lend(self, asked: BorrowBlocks, blocks: Sequence[int], now_s: float) -> BorrowReply:
+        with self.lock:
+            return super().lend(asked, blocks, now_s)
+
+    def renew(self, asked: RenewLeases, now_s: float, *, short_blocks: int = 0) -> LeasesRenewed:
+        with self.lock:
+            return super().renew(asked, now_s, short_blocks=short_blocks)
+
+    def give_back(self, asked: ReturnBlocks) -> tuple[BlocksReturned, Freed | None]:
+        with self.lock:
+            return super().give_back(asked)
+
+    def tick(self, now_s: float) -> list[Freed]:
+        with self.lock:
+            return super().tick(now_s)
+
+    def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:
+        with self.lock:
+            return super().on_incarnation(debtor_id, incarnation)
+
+    def enter(self, grant_id: int, generation: int, blocks: Iterable[int], now_s: float) -> bool:
+        with self.lock:
+            return super().enter(grant_id, generation, blocks, now_s)
+
+    def leave(self, grant_id: int) -> Freed | None:
+        with self.lock:
+            return super().leave(grant_id)
+
+    def generation_for(self, debtor: Peer, grant_id: int) -> int | None:
+        """The grant's now, if it is this life of this debtor's."""
+        lent = self._grants.get(grant_id)
+        if lent is None or lent.debtor != (debtor.worker_id, debtor.incarnation):
+            return None
+        return lent.generation
+
+
+class LentGrants:
+    """`grants.Grants` over the lending table. `on_freed` is called on a link's thread."""
+
+    def __init__(
+        self,
+        grants: SharedGrants,
+        table: RBlockTable,
+        on_freed: Callable[[Freed], None],
+        clock: Clock = monotonic_s,
+    ) -> None:
+        self._grants = grants
+        self._table = table
+        self._on_freed = on_freed
+        self._clock = clock
+
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
+        entered: list[GrantRef] = []
+        with self._grants.lock:
+            for ref in grants:
+                generation = self._grants.generation_for(debtor, ref.grant_id)
+                if generation is None or not self._grants.enter(ref.grant_id, generation, (), self._clock()):
+                    self.leave(debtor, entered)
+                    return False
+                entered.append(ref)
+        return True
+
+    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
+        for ref in grants:
+            freed = self._grants.leave(ref.grant_id)
+            if freed is not None:
+                self._on_freed(freed)
+
+    def covers(self, debtor: Peer, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32]) -> bool:
+        allowed = {ref.grant_id for ref in grants}
+        with self._grants.lock:
+            for block in blocks.tolist():
+                row = self._table.lent_row(KvTier.DEVICE, block)
+                if row is None or row.debtor_id != debtor.worker_id or row.grant_id not in allowed:
+                    return False
+        return True

@@ -1,0 +1,137 @@
+"""What a debtor's engine says to a creditor about a step: headers of bulk messages, and their checks.
+
+Kinds: `kv.attend` brings queries, and the new keys and values that the creditor keeps, and takes outputs and
+log-sum-exps back; `kv.write` brings keys and values only; `kv.fetch` takes blocks back, and may bring keys
+and values of another layer: a link carries one large call at a time. The description of a step's part travels
+once, with its first message; later ones name it by number. Knows neither tensors nor links.
+Source: Infinite-LLM §4.6 (papers/001).
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.engine.layout import PackedSpans
+from services.worker.engine.partition import ELSEWHERE
+from shared.errors import InvalidMessage
+
+ATTEND, WRITE, FETCH = "kv.attend", "kv.write", "kv.fetch"
+MAX_ROWS = 1 << 16
+"""Of one part."""
+
+
+class GrantRef(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks lent; a later generation of the same grant refuses what names an earlier one."""
+
+    grant_id: int
+    generation: int
+
+
+class PartWire(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Part` as it travels: little-endian arrays, int32 but for `slots` (int64)."""
+
+    first_row: bytes
+    first_position: bytes
+    table_start: bytes
+    key_end: bytes
+    blocks: bytes
+    slots: bytes
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The header of every kind."""
+
+    step: int
+    """Number of the step, rising within one debtor's incarnation."""
+    layer: int
+    grants: tuple[GrantRef, ...]
+    part: PartWire | None = None
+    q_heads: int = 0
+    scaling: float = 1.0
+    softcap: float | None = None
+    indices: bytes = b""
+    """Of a fetch, int32: which of the part's blocks."""
+    write_layer: int = -1
+    """Of a fetch that brings keys and values along: theirs."""
+
+
+class Attended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to `kv.attend`."""
+
+    compute_s: float = 0.0
+    over_budget: bool = False
+    """The creditor lends no more of its time now. Keys and values were written; fetch the blocks instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A part that was checked: every index in it is inside what it refers to."""
+
+    spans: PackedSpans
+    kept: npt.NDArray[np.int64]
+    """Rows whose K and V the creditor keeps, `[w]`, and their slots, `[w]`."""
+    kept_slots: npt.NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        return int(self.spans.first_row[-1])
+
+
+request_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_answer_decoder = msgspec.msgpack.Decoder(Attended)
+
+
+def to_wire(spans: PackedSpans) -> PartWire:
+    return PartWire(
+        first_row=spans.first_row.tobytes(),
+        first_position=spans.first_position.tobytes(),
+        table_start=spans.table_start.tobytes(),
+        key_end=spans.key_end.tobytes(),
+        blocks=spans.blocks.tobytes(),
+        slots=spans.slots.tobytes(),
+    )
+
+
+def from_wire(wire: PartWire, block_tokens: int) -> Described:
+    """Raises InvalidMessage for a part that does not hold together."""
+    try:
+        first_row, position, start, key_end, blocks = (
+            np.frombuffer(each, dtype=np.int32)
+            for each in (wire.first_row, wire.first_position, wire.table_start, wire.key_end, wire.blocks)
+        )
+        slots = np.frombuffer(wire.slots, dtype=np.int64)
+    except ValueError as error:
+        raise InvalidMessage(f"arrays of odd length: {error}") from error
+    count = len(position)
+    sound = len(first_row) == count + 1 and len(start) == count and len(key_end) == count and count > 0
+    sound = sound and first_row[0] == 0 and bool((np.diff(first_row) >= 0).all())
+    sound = sound and len(slots) == first_row[-1] and 0 < len(slots) <= MAX_ROWS
+    sound = sound and bool((position >= 0).all() and (start >= 0).all() and (key_end >= 0).all())
+    sound = sound and bool((start.astype(np.int64) - (-key_end // block_tokens) <= len(blocks)).all())
+    if not sound:
+        raise InvalidMessage("a part whose arrays do not fit together")
+    kept = np.flatnonzero(slots != ELSEWHERE)
+    kept_slots = slots[kept]
+    if not np.isin(kept_slots // block_tokens, blocks).all():
+        raise InvalidMessage("slots outside the part's blocks")
+    spans = PackedSpans(first_row, position, start, np.zeros_like(position), key_end, blocks, slots)
+    return Described(spans, kept, kept_slots)
+
+
+def read_request(header: bytes) -> Request:
+    """Raises InvalidMessage."""
+    try:
+        return _request_decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise InvalidMessage(f"not a question about KV: {error}") from error
+
+
+def read_answer(header: bytes) -> Attended:
+    """Raises InvalidMessage."""
+    try:
+        return _answer_decoder.decode(header)
+    except msgspec.MsgspecError as error:
+        raise InvalidMessage(f"not an answer about KV: {error}") from error

@@ -1,0 +1,68 @@
+"""A worker's bulk plane on the bus: tickets for those who ask, and links to those that are asked."""
+
+from collections.abc import Mapping, Sequence
+
+from services.worker.bulk.base import BulkTransport, Link, Peer, Receiver
+from services.worker.bulk.plane import Neighbour, Plane
+from shared import subjects
+from shared.bus import Bus, Endpoint, Handler
+from shared.errors import NoResponder
+from shared.messages.bulk import AskTicket, BulkTicket
+
+HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_dial, AskTicket, "issue_ticket"),)
+_DIAL_S = 2.0
+
+
+class BulkPlane:
+    """Of one worker. A ticket is valid for `ticket_s`."""
+
+    def __init__(self, bus: Bus, host: str, transports: Sequence[BulkTransport], ticket_s: float) -> None:
+        self._bus = bus
+        self._host = host
+        self._ticket_s = ticket_s
+        self._own = Peer(bus.instance, bus.incarnation)
+        self._plane = Plane(self._own, host, transports)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Where it listens, by transport."""
+        return self._plane.addresses
+
+    def open(self) -> None:
+        """Raises ConfigError where it cannot listen."""
+        self._plane.open()
+
+    def serve(self, kind: str, receiver: Receiver) -> None:
+        """See `WorkerDesk.serve`."""
+        self._plane.desk.serve(kind, receiver)
+
+    async def issue_ticket(self, asked: AskTicket) -> BulkTicket:
+        """For a worker that will dial this one. Raises Unauthorized and Overloaded."""
+        peer = Peer(asked.worker_id, asked.incarnation)
+        return BulkTicket(
+            incarnation=self._own.incarnation,
+            addresses=dict(self._plane.addresses),
+            host=self._host,
+            ticket=self._plane.desk.issue(peer, valid_for_s=self._ticket_s),
+        )
+
+    async def dial(self, worker_id: str, incarnation: int) -> Link:
+        """Raises KvasirError: nobody answers, another life of it does, or not by any transport of ours."""
+        first = await self._ask(worker_id)
+        if first.incarnation != incarnation:
+            raise NoResponder(f"worker {worker_id} was started anew")
+        unused = [first.ticket]
+
+        async def issue() -> bytes:
+            return unused.pop() if unused else (await self._ask(worker_id)).ticket
+
+        to = Neighbour(Peer(worker_id, incarnation), first.host, first.addresses)
+        return await self._plane.connect(to, issue, deadline_s=_DIAL_S)
+
+    async def _ask(self, worker_id: str) -> BulkTicket:
+        asked = AskTicket(worker_id=self._own.worker_id, incarnation=self._own.incarnation)
+        return await self._bus.request(subjects.worker_dial(worker_id), asked, BulkTicket, deadline_s=_DIAL_S)
+
+    def close(self) -> bool:
+        """See `Plane.close`."""
+        return self._plane.close()

@@ -1,0 +1,198 @@
+"""A worker among its neighbours: what it lends and borrows, its bulk plane, and the context it announces.
+
+Puts lending, distributed attention and the bulk plane together. Decides nothing. Where the engine cannot
+attend to parts of keys (a GPU, sliding windows, a peer's engine) the worker neither lends nor borrows.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from services.worker.bulk.settings import make_transports
+from services.worker.config import WorkerConfig
+from services.worker.dist import plane
+from services.worker.dist.borrower import Borrower
+from services.worker.dist.budget import ComputeBudget
+from services.worker.dist.creditor import Creditor
+from services.worker.dist.debtor import Debtor
+from services.worker.dist.lent import LentGrants
+from services.worker.dist.plane import BulkPlane
+from services.worker.dist.reach import Reach
+from services.worker.dist.staging import HALVES
+from services.worker.engine.engine import Engine, TorchEngine
+from services.worker.kv.extended import ExtendedPool, Pool
+from services.worker.lending.grants import Freed
+from services.worker.lending.lendable import LendablePool
+from services.worker.lending.parties import Owner
+from services.worker.lending.service import Lending
+from services.worker.lending.settings import LendingConfig
+from services.worker.lending.vault import PoolVault
+from services.worker.runner import Runner
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.clock import Clock
+from shared.errors import CreditorLost
+from shared.messages.commands import WantKv
+from shared.messages.reports import WorkerReported
+
+HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.worker_want, WantKv, "on_want"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+)
+_WANT_S = 2.0
+"""The scheduler repeats what it wants several times within this."""
+
+
+def staged_blocks(config: LendingConfig, layers: int) -> int:
+    """What the stagings of all creditors take, in the worker's own KV blocks."""
+    staged = config.most_creditors * HALVES * config.staging_blocks if config.borrow else 0
+    return -(-staged // layers)
+
+
+class Neighbourhood:
+    """One worker's. `pool` is what its sequences get their blocks from."""
+
+    def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, own: Pool, clock: Clock) -> None:
+        """Raises ConfigError for a transport that is not there, and for `borrow` where it cannot be."""
+        self._bus = bus
+        self._config = config.lending
+        self._engine = engine
+        self._clock = clock
+        self._own = own
+        self._loop = asyncio.get_running_loop()
+        self._wanted = (0, 0.0)
+        self._is_busy: Callable[[], bool] = lambda: False
+        self._lending: Lending | None = None
+        self._borrower: Borrower | None = None
+        host = config.host or socket.gethostname()
+        self._plane = BulkPlane(bus, host, make_transports(config.bulk), config.bulk.ticket_s)
+        self.pool: Pool = own
+        own_tokens = engine.kv_blocks * engine.block_tokens
+        self._reach = Reach(bus.instance, config.served_name, own_tokens, engine.max_positions)
+        self._can_divide = isinstance(engine, TorchEngine) and engine.is_divisible
+        if self._config.borrow and isinstance(engine, TorchEngine) and engine.is_divisible:
+            extended = ExtendedPool(own, engine.kv_blocks)
+            self.pool = extended
+            debtor = Debtor(
+                engine.attention,
+                q_heads=engine.q_heads,
+                own_blocks=engine.kv_blocks,
+                block_tokens=engine.block_tokens,
+                staging_blocks=self._config.staging_blocks,
+                most_creditors=self._config.most_creditors,
+                deadline_s=self._config.answer_s,
+                clock=clock,
+            )
+            self._borrower = Borrower(debtor, extended, self._plane, self._on_failed)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Of a sequence that this worker may ever be asked to hold."""
+        own_tokens = self._engine.kv_blocks * self._engine.block_tokens
+        return self._engine.max_positions if self._borrower else min(self._engine.max_positions, own_tokens)
+
+    def lost_blocks(self, error: CreditorLost) -> set[int]:
+        """See `Runner`; on the engine's thread."""
+        return set() if self._borrower is None else self._borrower.lose_creditor(error)
+
+    def attach(self, runner: Runner, own: LendablePool, fingerprint: bytes) -> None:
+        """The engine's thread. To be called once, before `serve`."""
+        engine, config = self._engine, self._config
+        if not self._can_divide:
+            config = config.model_copy(update={"lend": False, "borrow": False})
+        owner = Owner(
+            worker_id=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            blocks=engine.kv_blocks,
+            block_tokens=engine.block_tokens,
+            fingerprint=fingerprint,
+        )
+        self._is_busy = lambda: runner.is_busy
+        if self._borrower is not None:
+            self._borrower.attach(runner)
+        self._lending = Lending(
+            self._bus,
+            config,
+            owner,
+            PoolVault(runner, own),
+            on_lost=self._on_lost,
+            borrower=self._borrower,
+            clock=self._clock,
+        )
+        if config.lend and isinstance(engine, TorchEngine):
+            creditor = Creditor(
+                engine.attention,
+                LentGrants(self._lending.grants, self._lending.table, self._on_freed, self._clock),
+                ComputeBudget(config.max_remote_attention_fraction),
+                block_tokens=engine.block_tokens,
+                clock=self._clock,
+                is_busy=self._is_busy,
+            )
+            for kind, receiver in creditor.receivers.items():
+                self._plane.serve(kind, receiver)
+
+    async def serve(self) -> None:
+        """Until cancelled."""
+        assert self._lending is not None
+        handlers = HANDLERS if self._borrower is not None else ()
+        try:
+            await self._bus.attach(handlers, self)
+            await self._bus.attach(plane.HANDLERS, self._plane)
+            await self._lending.serve()
+        finally:
+            await self._bus.detach(handlers, self)
+            await self._bus.detach(plane.HANDLERS, self._plane)
+
+    def open(self) -> None:
+        """The bulk plane listens. Raises ConfigError where it cannot."""
+        self._plane.open()
+
+    def close(self) -> bool:
+        """Ends all links, when the engine's thread has ended. False when one took too long."""
+        if self._borrower is not None:
+            self._borrower.close()
+        return self._plane.close()
+
+    def annotate(self, report: WorkerReported) -> WorkerReported:
+        """A heartbeat with what is lent and borrowed, and with the context that all together can hold."""
+        assert self._lending is not None
+        tokens, until_s = self._wanted
+        now_s = self._clock()
+        needed_blocks = -(-tokens // self._engine.block_tokens) + 1 if tokens and now_s < until_s else 0
+        self._lending.want(needed_blocks)
+        annotated = msgspec.structs.replace(
+            self._lending.annotate(report), bulk_addresses=dict(self._plane.addresses)
+        )
+        if self._borrower is None:
+            return annotated
+        return msgspec.structs.replace(annotated, max_context_tokens=self._reach.context_tokens(now_s))
+
+    def details(self) -> dict[str, object]:
+        """For `python -m services status`."""
+        assert self._lending is not None
+        return {"bulk": ", ".join(self._plane.addresses), **self._lending.details()}
+
+    def on_want(self, want: WantKv) -> None:
+        self._wanted = (want.tokens, self._clock() + _WANT_S)
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self._reach.on_report(report, self._clock())
+
+    def _on_lost(self, logical: Sequence[int]) -> None:
+        """Leases are over."""
+        if self._borrower is not None:
+            self._borrower.lose(logical)
+
+    def _on_failed(self, creditor_id: str) -> None:
+        """On the engine's thread."""
+        lending = self._lending
+        if lending is not None:
+            self._loop.call_soon_threadsafe(lending.on_creditor_failed, creditor_id)
+
+    def _on_freed(self, freed: Freed) -> None:
+        """On a link's thread."""
+        lending = self._lending
+        if lending is not None:
+            self._loop.call_soon_threadsafe(lending.free_later, freed)

@@ -1,0 +1,171 @@
+"""A worker's own KV blocks and, behind them, those that it has borrowed. Pure bookkeeping of ids.
+
+Own blocks go first: attention over them costs no message. Borrowed ids lie above the own ones, are handed in
+once they can be reached, and may be lost at any time. Knows neither creditors nor grants.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from shared.messages.reports import Capacity
+
+
+class Pool(Protocol):
+    """What a table of sequences asks of its blocks."""
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def total_blocks(self) -> int: ...
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    @property
+    def evictable_blocks(self) -> int: ...
+
+    @property
+    def growable_blocks(self) -> int: ...
+
+    @property
+    def doomed_blocks(self) -> int: ...
+
+    @property
+    def withdrawn_blocks(self) -> int: ...
+
+    def can_allocate(self, blocks: int) -> bool: ...
+
+    def allocate(self, blocks: int) -> list[int]:
+        """Raises ValueError, and takes none, when there are fewer."""
+        ...
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Raises ValueError on one that is not taken."""
+        ...
+
+    def check_integrity(self, held: Iterable[int]) -> None: ...
+
+
+class ExtendedPool:
+    """`own` has ids below `own_blocks`, for ever; the borrowed ones come and go."""
+
+    def __init__(self, own: Pool, own_blocks: int) -> None:
+        self.own = own
+        self.own_blocks = own_blocks
+        self.block_tokens = own.block_tokens
+        self._free: dict[int, None] = {}
+        self._used: set[int] = set()
+
+    @property
+    def total_blocks(self) -> int:
+        return self.own.total_blocks + self.borrowed_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return self.own.free_blocks + len(self._free)
+
+    @property
+    def evictable_blocks(self) -> int:
+        return self.own.evictable_blocks
+
+    @property
+    def growable_blocks(self) -> int:
+        return self.own.growable_blocks
+
+    @property
+    def doomed_blocks(self) -> int:
+        return self.own.doomed_blocks
+
+    @property
+    def withdrawn_blocks(self) -> int:
+        return self.own.withdrawn_blocks
+
+    @property
+    def borrowed_blocks(self) -> int:
+        return len(self._free) + len(self._used)
+
+    @property
+    def borrowed_free_blocks(self) -> int:
+        return len(self._free)
+
+    def can_allocate(self, blocks: int) -> bool:
+        return blocks <= self.own.free_blocks + self.own.evictable_blocks + len(self._free)
+
+    def allocate(self, blocks: int) -> list[int]:
+        """Own ones as far as there are. Raises ValueError, and takes none, when there are fewer."""
+        if blocks < 0 or not self.can_allocate(blocks):
+            raise ValueError(f"{blocks} blocks asked for, {self.free_blocks} free")
+        of_own = min(blocks, self.own.free_blocks + self.own.evictable_blocks)
+        taken = [block for block, _ in zip(self._free, range(blocks - of_own), strict=False)]
+        for block in taken:
+            del self._free[block]
+        self._used.update(taken)
+        return [*self.own.allocate(of_own), *taken]
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Borrowed ones that were lost meanwhile are passed over. Raises ValueError on one that is free."""
+        own: list[int] = []
+        for block in blocks:
+            if block < self.own_blocks:
+                own.append(block)
+            elif block in self._used:
+                self._used.discard(block)
+                self._free[block] = None
+            elif block in self._free:
+                raise ValueError(f"block {block} is not taken")
+        self.own.release(own)
+
+    def admit(self, blocks: Iterable[int]) -> None:
+        """These are borrowed and can be reached. Raises ValueError for own ids, or those that are here."""
+        for block in blocks:
+            if block < self.own_blocks or block in self._free or block in self._used:
+                raise ValueError(f"block {block} is here already")
+            self._free[block] = None
+
+    def retire(self, most_blocks: int) -> list[int]:
+        """Up to so many free borrowed blocks leave, those that came last first."""
+        leaving = list(self._free)[::-1][: max(0, most_blocks)]
+        for block in leaving:
+            del self._free[block]
+        return leaving
+
+    def lose(self, blocks: Iterable[int]) -> None:
+        """These are gone, whoever uses them. Unknown ones are not minded."""
+        for block in blocks:
+            self._free.pop(block, None)
+            self._used.discard(block)
+
+    def is_borrowed(self, block: int) -> bool:
+        return block >= self.own_blocks
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """AssertionError unless `held` is what is taken, each once."""
+        mine: list[int] = []
+        there: list[int] = []
+        for block in held:
+            (mine if block < self.own_blocks else there).append(block)
+        self.own.check_integrity(mine)
+        assert len(there) == len(set(there)), "a borrowed block is held twice"
+        assert set(there) == self._used, "borrowed blocks lost or held by nobody"
+        assert not self._used & self._free.keys()
+
+
+def capacity_of(pool: Pool) -> Capacity:
+    """As a heartbeat tells it."""
+    extended = pool if isinstance(pool, ExtendedPool) else None
+    return Capacity(
+        total_blocks=pool.total_blocks,
+        free_blocks=pool.free_blocks,
+        evictable_blocks=pool.evictable_blocks,
+        growable_blocks=pool.growable_blocks,
+        doomed_blocks=pool.doomed_blocks,
+        lent_blocks=pool.withdrawn_blocks,
+        borrowed_blocks=0 if extended is None else extended.borrowed_blocks,
+        borrowed_free_blocks=0 if extended is None else extended.borrowed_free_blocks,
+    )
+
+
+def first_borrowed(blocks: Sequence[int], own_blocks: int) -> int:
+    """Index of the first block that is not the worker's own; their count when all are."""
+    return next((at for at, block in enumerate(blocks) if block >= own_blocks), len(blocks))

@@ -1,0 +1,42 @@
+"""Whom lending deals with in its own worker: the pool, who uses what was borrowed, and whose memory it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.messages.lending import Grant
+
+
+class Vault(Protocol):
+    """The pool, as it can be used from the event loop."""
+
+    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+        """See `lendable.lend`. Raises Overloaded."""
+        ...
+
+    async def readmit(self, blocks: Sequence[int]) -> None:
+        """Lent blocks are back. Raises Overloaded: then they are offered again."""
+        ...
+
+
+class Borrower(Protocol):
+    """Who uses borrowed blocks. What it has is in use for `Debts`, whether a sequence has it or not."""
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        """These may be used from now on. False when their creditor cannot be reached."""
+        ...
+
+    async def retire(self, most_blocks: int) -> list[int]:
+        """Up to so many that no sequence has are given up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose memory it is, and how much."""
+
+    worker_id: str
+    incarnation: int
+    blocks: int
+    block_tokens: int
+    fingerprint: bytes

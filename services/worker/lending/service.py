@@ -1,0 +1,304 @@
+"""Lending on the bus: one worker as creditor and as debtor.
+
+Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `appetite`. Lives on the event loop, so
+that no lease runs out because an iteration is long; blocks leave and enter the pool on the engine's thread,
+through `Vault`. Knows no KV bytes.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from services.worker.dist.lent import SharedGrants
+from services.worker.lending.appetite import Marks, Memory, blocks_to_borrow, blocks_to_return
+from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Manners, Question
+from services.worker.lending.debts import Debts, Renewal, Repayment
+from services.worker.lending.grants import Freed, Terms
+from services.worker.lending.parties import Borrower, Owner, Vault
+from services.worker.lending.settings import LendingConfig
+from services.worker.lending.table import RBlockTable
+from shared import subjects
+from shared.bus import Bus, Endpoint, Handler
+from shared.clock import Clock, monotonic_s
+from shared.errors import KvasirError, Overloaded
+from shared.log import canonical, get_logger
+from shared.messages.commands import CreditorCandidates
+from shared.messages.lending import (
+    BlocksReturned,
+    BorrowBlocks,
+    BorrowReply,
+    Grant,
+    KvTier,
+    LeasesRenewed,
+    RenewLeases,
+    ReturnBlocks,
+)
+from shared.messages.reports import Capacity, WorkerReported
+
+HANDLERS: tuple[Handler, ...] = (
+    Endpoint(subjects.worker_borrow, BorrowBlocks, "borrow", concurrency=1),
+    Endpoint(subjects.worker_renew, RenewLeases, "renew"),
+    Endpoint(subjects.worker_repay, ReturnBlocks, "take_back"),
+)
+_ANSWER_DEADLINE_S = 2.0
+_TICKS_IN_A_LEASE = 20
+
+_log = get_logger("worker.lending")
+
+
+class Lending:
+    """Grants, debts and the search for creditors of one worker. `on_lost` gets logical blocks whose KV is
+    gone."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: LendingConfig,
+        owner: Owner,
+        vault: Vault,
+        *,
+        on_lost: Callable[[Sequence[int]], None] = lambda _: None,
+        borrower: Borrower | None = None,
+        clock: Clock = monotonic_s,
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._vault = vault
+        self._clock = clock
+        self._on_lost = on_lost
+        self._borrower = borrower
+        self.table = RBlockTable(owner.worker_id, owner.blocks)
+        most_lent = int(owner.blocks * config.max_lent_fraction) if config.lend else 0
+        terms = Terms(most_lent, config.lease_s, config.grace_s, owner.fingerprint)
+        self.grants = SharedGrants(self.table, owner.incarnation, terms)
+        self.debts = Debts(self.table, owner.incarnation)
+        manners = Manners(config.most_rounds, config.rest_s)
+        self._search = Borrowing(
+            owner.worker_id, owner.incarnation, owner.block_tokens, owner.fingerprint, manners
+        )
+        self._marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
+        own = int(owner.blocks * config.keep_free_fraction)
+        self._keep_blocks = max(own, self._marks.middle_blocks if config.borrow else 0)
+        """Who lent away what it then has to borrow would only move debts around."""
+        self._owner = owner
+        self._capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
+        self._unreadmitted: list[int] = []
+        self._needed_blocks = self._wanted_blocks = 0
+        self._open: set[str] = set()
+        """Creditors with an unanswered question of the tick's."""
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def serve(self) -> None:
+        """Keeps leases, borrows and returns, until cancelled."""
+        await self._bus.attach(HANDLERS, self)
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    await asyncio.sleep(self._config.lease_s / _TICKS_IN_A_LEASE)
+                    await self.tick()
+        finally:
+            self._tasks = None
+            await self._bus.detach(HANDLERS, self)
+
+    def want(self, blocks: int) -> None:
+        """A sequence needs so many blocks, all in all; 0: none does."""
+        self._needed_blocks = blocks
+
+    def annotate(self, report: WorkerReported) -> WorkerReported:
+        """The heartbeat with what is lent and borrowed; its capacity is what the next tick goes by."""
+        self._capacity = report.capacity
+        total, available = report.capacity.total_blocks, report.capacity.plannable_blocks
+        lacking = self._needed_blocks - total  # what is used already is not wanted again
+        wanted = lacking + available - self._marks.low_blocks
+        self._wanted_blocks = max(0, wanted) if self._needed_blocks else 0
+        spare = max(0, available - report.capacity.borrowed_free_blocks - self._keep_blocks)
+        room = self.grants.terms.most_blocks - self.table.lent_blocks(KvTier.DEVICE)
+        capacity = msgspec.structs.replace(
+            report.capacity,
+            borrowed_blocks=self.debts.borrowed_blocks,
+            most_lent_blocks=self.grants.terms.most_blocks,
+            lendable_blocks=0 if self.grants.frozen else max(0, min(spare, room)),
+        )
+        return msgspec.structs.replace(
+            report,
+            capacity=capacity,
+            lent_to_blocks=self.table.lent_to(),
+            borrowed_from_blocks=self.table.borrowed_from(),
+        )
+
+    def details(self) -> dict[str, object]:
+        """For `python -m services status`."""
+        lent_to, borrowed_from = self.table.lent_to(), self.table.borrowed_from()
+        loans = [
+            {"peer": peer, "lent_blocks": lent_to.get(peer, 0), "borrowed_blocks": borrowed_from.get(peer, 0)}
+            for peer in sorted({*lent_to, *borrowed_from})
+        ]
+        return {
+            "lent_blocks": self.table.lent_blocks(),
+            "borrowed_blocks": self.debts.borrowed_blocks,
+            "loans": loans,
+        }
+
+    # --- as creditor
+
+    async def borrow(self, asked: BorrowBlocks) -> BorrowReply:
+        """One at a time, in the order of arrival."""
+        await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
+        answer = self.grants.answer(asked)
+        if not isinstance(answer, int):
+            return answer
+        blocks = await self._vault.lend(answer, asked.least_blocks, self._keep_blocks)
+        reply = self.grants.lend(asked, blocks, self._clock())
+        canonical(_log, "asked to lend", debtor=asked.debtor_id, asked=asked.blocks, granted=len(blocks))
+        return reply
+
+    async def renew(self, asked: RenewLeases) -> LeasesRenewed:
+        await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
+        short = max(0, self._marks.low_blocks - self._capacity.plannable_blocks)
+        return self.grants.renew(asked, self._clock(), short_blocks=short)
+
+    async def take_back(self, asked: ReturnBlocks) -> BlocksReturned:
+        reply, freed = self.grants.give_back(asked)
+        await self._free([] if freed is None else [freed])
+        return reply
+
+    async def _free(self, freed: Sequence[Freed]) -> None:
+        self._unreadmitted += [block for part in freed for block in part.blocks]
+        if self._unreadmitted:
+            blocks, self._unreadmitted = self._unreadmitted, []
+            try:
+                await self._vault.readmit(blocks)
+            except Overloaded:
+                self._unreadmitted += blocks
+
+    def free_later(self, freed: Freed) -> None:
+        """Somebody was still at work on these when their grant ended; with the next tick they are free."""
+        self._unreadmitted += freed.blocks
+
+    # --- as debtor
+
+    async def tick(self) -> None:
+        """Ends leases that ran out, renews those that are due, borrows or returns."""
+        now_s = self._clock()
+        expired = self.grants.tick(now_s)
+        if expired:
+            canonical(_log, "leases over", blocks=sum(len(part.blocks) for part in expired))
+        await self._free(expired)
+        self._lose(self.debts.tick(now_s), "leases not renewed in time")
+        for due in self.debts.renewals(now_s):
+            self._spawn(f"renew {due.creditor_id}", self._send_renewal(due))
+        if self._config.borrow:
+            self._balance(now_s)
+        for repayment in self.debts.retries():
+            self._spawn(
+                f"repay {repayment.creditor_id} {repayment.message.grant_id}", self._send_repayment(repayment)
+            )
+
+    def _balance(self, now_s: float) -> None:
+        own = self._capacity.plannable_blocks - self._capacity.borrowed_free_blocks
+        handed = self.debts.borrowed_blocks - self.debts.free_blocks
+        unseen = max(0, handed - self._capacity.borrowed_blocks)  # since the last report
+        unused = self.debts.free_blocks + self._capacity.borrowed_free_blocks + unseen
+        memory = Memory(own, unused, self._wanted_blocks)
+        missing = blocks_to_borrow(memory, self._marks)
+        if missing and self._search.may_start(now_s):
+            self._spawn("borrow", self._look_for(missing))
+        back = blocks_to_return(memory, self._marks, self.debts.wanted_back_blocks())
+        if back > self.debts.free_blocks and self._borrower is not None:
+            self._spawn("retire", self._retire(back - self.debts.free_blocks))
+        self.debts.give_back(back)
+
+    async def _look_for(self, blocks: int) -> None:
+        question: Question | None = self._search.start(blocks)
+        while question is not None:
+            if isinstance(question, AskLedger):
+                question = await self._ask_ledger(question)
+            else:
+                question = await self._ask_creditor(question)
+
+    async def _ask_ledger(self, question: AskLedger) -> Question | None:
+        try:
+            answer = await self._bus.request(
+                subjects.LEDGER_CANDIDATES,
+                question.question,
+                CreditorCandidates,
+                deadline_s=_ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("no ledger: %s", error)
+            self._search.on_no_ledger(self._clock())
+            return None
+        return self._search.on_candidates(answer, self._clock())
+
+    async def _ask_creditor(self, question: AskCreditor) -> Question | None:
+        sent_s = self._clock()
+        reply: BorrowReply | None = None
+        try:
+            reply = await self._bus.request(
+                subjects.worker_borrow(question.creditor_id),
+                question.question,
+                BorrowReply,
+                deadline_s=_ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("%s did not answer: %s", question.creditor_id, error)
+        if reply is not None and reply.grant is not None:
+            await self._admit(reply.grant, self.debts.on_granted(reply.grant, sent_s))
+            canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
+        return self._search.on_reply(question.creditor_id, reply, self._clock())
+
+    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
+        if self._borrower is not None and logical:
+            self.debts.use(logical)
+            if not await self._borrower.admit(grant, logical):
+                self.debts.release(logical)
+
+    async def _retire(self, blocks: int) -> None:
+        if self._borrower is not None:
+            self.debts.release(await self._borrower.retire(blocks))
+
+    def on_creditor_failed(self, creditor_id: str) -> None:
+        """It did not answer in the middle of a step: nothing of it is counted on any more."""
+        self._lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
+
+    async def _send_renewal(self, due: Renewal) -> None:
+        sent_s = self._clock()
+        try:
+            reply = await self._bus.request(
+                subjects.worker_renew(due.creditor_id),
+                due.message,
+                LeasesRenewed,
+                deadline_s=min(_ANSWER_DEADLINE_S, self._config.lease_s / 2),
+            )
+        except KvasirError as error:
+            _log.debug("%s renewed nothing: %s", due.creditor_id, error)
+            return
+        self._lose(self.debts.on_renewed(due, reply, sent_s), f"{due.creditor_id} knows them no more")
+
+    async def _send_repayment(self, repayment: Repayment) -> None:
+        try:
+            reply = await self._bus.request(
+                subjects.worker_repay(repayment.creditor_id),
+                repayment.message,
+                BlocksReturned,
+                deadline_s=_ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
+            return
+        self.debts.on_returned(repayment, reply)
+
+    def _lose(self, logical: Sequence[int], why: str) -> None:
+        if logical:
+            canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
+            self._on_lost(logical)
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """One at a time of a name: an unanswered question is not asked again."""
+        if self._tasks is None or name in self._open:
+            work.close()
+            return
+        self._open.add(name)
+        self._tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))

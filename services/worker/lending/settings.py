@@ -1,0 +1,42 @@
+"""Settings of what a worker lends and borrows."""
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class LendingConfig(BaseModel):
+    """Section `worker.lending`. Fractions are of the worker's own KV."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lend: bool = Field(default=True, description="let other workers use KV that is free here")
+    max_lent_fraction: float = Field(default=0.5, ge=0, le=1, description="lent at most")
+    keep_free_fraction: float = Field(default=0.1, ge=0, le=1, description="never lent, kept for itself")
+    borrow: bool = Field(
+        default=False, description="ask other workers for KV when little is free; needs distributed attention"
+    )
+    low_fraction: float = Field(default=0.05, ge=0, le=1, description="with less free than this it borrows")
+    high_fraction: float = Field(default=0.25, ge=0, le=1, description="with more free than this it returns")
+    max_remote_attention_fraction: float = Field(
+        default=0.25, ge=0, le=1, description="of its time, while it has work, for others' attention"
+    )
+    staging_blocks: int = Field(
+        default=2, ge=1, description="fetched from one creditor at a time; takes twice so many, of one layer"
+    )
+    most_creditors: int = Field(default=8, ge=1, description="of one worker at a time")
+    answer_s: float = Field(
+        default=1.0, gt=0, description="a creditor that does not answer for one layer within this has failed"
+    )
+    lease_s: float = Field(
+        default=5.0, gt=0, description="a debtor that is silent for so long loses the blocks"
+    )
+    grace_s: float = Field(
+        default=0.5, ge=0, description="how much longer than the debtor the creditor waits"
+    )
+    most_rounds: int = Field(default=3, ge=1, description="rounds of candidates before a search rests")
+    rest_s: float = Field(default=0.5, ge=0, description="after a search that did not get everything")
+
+    @model_validator(mode="after")
+    def _marks_in_order(self) -> "LendingConfig":
+        if self.low_fraction > self.high_fraction:
+            raise ValueError("low_fraction must not be above high_fraction")
+        return self

@@ -1,0 +1,188 @@
+"""The rBlock table: where each logical block of this worker's KV is, and who has what of its own memory.
+
+Logical numbers below `local_blocks` are this worker's own memory and mean themselves; those above are
+borrowed and mean a block of a creditor's, under a grant. Knows no bytes and no lease's end.
+Source: papers/001 §4.3 (Figure 3); `algorithms.md` §4.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.messages.lending import Grant, KvTier
+
+
+@dataclass(frozen=True, slots=True)
+class GrantKey:
+    """Names a grant wherever it is spoken of."""
+
+    creditor_id: str
+    creditor_incarnation: int
+    grant_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block is: `physical` counts within that tier of that worker."""
+
+    worker_id: str
+    tier: KvTier
+    physical: int
+    grant: GrantKey | None = None
+    """None: this worker's own."""
+
+
+class BlockState(StrEnum):
+    """Of a borrowed block."""
+
+    FREE = "free"
+    USED = "used"
+    FROZEN = "frozen"
+    """Used, and set apart for a settlement or a recall: neither released nor returned meanwhile."""
+    RETURNING = "returning"
+    """Not used any more, and the creditor does not know it yet."""
+
+
+@dataclass(slots=True)
+class Borrowed:
+    """One rBlock on another worker."""
+
+    place: Place
+    state: BlockState = BlockState.FREE
+    is_orphan: bool = False
+    """Frozen, and its sequence has ended meanwhile: it is free as soon as it is thawed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentRow:
+    """One block of this worker's own memory that a debtor holds."""
+
+    debtor_id: str
+    grant_id: int
+
+
+class RBlockTable:
+    """One worker's. Logical numbers of borrowed blocks are never used again."""
+
+    def __init__(self, worker_id: str, local_blocks: int) -> None:
+        self.worker_id = worker_id
+        self.local_blocks = local_blocks
+        self._borrowed: dict[int, Borrowed] = {}
+        self._by_grant: dict[GrantKey, dict[int, int]] = {}
+        """Physical → logical."""
+        self._generations: dict[GrantKey, int] = {}
+        self._lent: dict[tuple[KvTier, int], LentRow] = {}
+        self._next = local_blocks
+
+    # --- what is borrowed
+
+    def add(self, grant: Grant) -> list[int]:
+        """Logical numbers of a grant's blocks. Raises ValueError for a grant that is there, or one's own."""
+        key = GrantKey(grant.creditor_id, grant.creditor_incarnation, grant.grant_id)
+        if key in self._by_grant or grant.creditor_id == self.worker_id:
+            raise ValueError(f"{key} is entered already, or this worker's own")
+        numbers = self._by_grant[key] = {}
+        for physical in grant.blocks:
+            numbers[physical] = self._next
+            self._borrowed[self._next] = Borrowed(Place(grant.creditor_id, grant.tier, physical, key))
+            self._next += 1
+        self._generations[key] = grant.generation
+        return list(numbers.values())
+
+    def remove(self, logical: Iterable[int]) -> None:
+        """These are borrowed no more; a grant without blocks is forgotten."""
+        for number in list(logical):
+            place = self._borrowed.pop(number).place
+            assert place.grant is not None
+            del self._by_grant[place.grant][place.physical]
+            if not self._by_grant[place.grant]:
+                del self._by_grant[place.grant], self._generations[place.grant]
+
+    def resolve(self, logical: int) -> Place:
+        """Where a block is. Raises KeyError for a borrowed one that is not there (any more)."""
+        if 0 <= logical < self.local_blocks:
+            return Place(self.worker_id, KvTier.DEVICE, logical)
+        return self._borrowed[logical].place
+
+    def is_remote(self, logical: int) -> bool:
+        return logical >= self.local_blocks
+
+    def generation(self, grant: GrantKey) -> int:
+        """To be named with every access. Raises KeyError for a grant that has ended."""
+        return self._generations[grant]
+
+    def set_generation(self, grant: GrantKey, generation: int) -> None:
+        """What the creditor says now; an older answer that arrives late changes nothing."""
+        if grant in self._generations:
+            self._generations[grant] = max(generation, self._generations[grant])
+
+    def borrowed(self, logical: int) -> Borrowed:
+        """Raises KeyError."""
+        return self._borrowed[logical]
+
+    def of_grant(self, grant: GrantKey) -> list[int]:
+        """Logical numbers of what is left of it."""
+        return list(self._by_grant.get(grant, {}).values())
+
+    def logical(self, grant: GrantKey, physical: int) -> int:
+        """Raises KeyError."""
+        return self._by_grant[grant][physical]
+
+    def grants(self) -> list[GrantKey]:
+        return list(self._by_grant)
+
+    def borrowed_from(self) -> dict[str, int]:
+        """Blocks by creditor."""
+        counts: dict[str, int] = {}
+        for key, numbers in self._by_grant.items():
+            counts[key.creditor_id] = counts.get(key.creditor_id, 0) + len(numbers)
+        return counts
+
+    def in_state(self, state: BlockState) -> list[int]:
+        return [number for number, block in self._borrowed.items() if block.state is state]
+
+    # --- what is lent
+
+    def lend(self, tier: KvTier, blocks: Iterable[int], row: LentRow) -> None:
+        """Own memory goes to a debtor. Raises ValueError for what is not there, or lent already."""
+        for block in blocks:
+            outside = block < 0 or (tier is KvTier.DEVICE and block >= self.local_blocks)
+            if outside or (tier, block) in self._lent:
+                raise ValueError(f"{tier} block {block} is not this worker's, or lent already")
+            self._lent[tier, block] = row
+
+    def take_back(self, tier: KvTier, blocks: Iterable[int]) -> None:
+        """Raises KeyError for what is not lent."""
+        for block in blocks:
+            del self._lent[tier, block]
+
+    def lent_row(self, tier: KvTier, block: int) -> LentRow | None:
+        return self._lent.get((tier, block))
+
+    def lent_blocks(self, tier: KvTier | None = None) -> int:
+        """Of one tier, or of all."""
+        if tier is None:
+            return len(self._lent)
+        return sum(at is tier for at, _ in self._lent)
+
+    def lent_to(self) -> dict[str, int]:
+        """Blocks by debtor."""
+        counts: dict[str, int] = {}
+        for row in self._lent.values():
+            counts[row.debtor_id] = counts.get(row.debtor_id, 0) + 1
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the table contradicts itself, or lends what it borrows."""
+        entered = {number for numbers in self._by_grant.values() for number in numbers.values()}
+        assert entered == set(self._borrowed), "a borrowed block has no grant, or two"
+        assert set(self._by_grant) == set(self._generations)
+        for number, block in self._borrowed.items():
+            place = block.place
+            assert self.local_blocks <= number < self._next
+            assert place.grant is not None and place.worker_id == place.grant.creditor_id
+            assert place.worker_id != self.worker_id, "a worker owes itself"
+            assert self._by_grant[place.grant][place.physical] == number
+            assert not block.is_orphan or block.state is BlockState.FROZEN
+        for tier, block_id in self._lent:
+            assert tier is KvTier.HOST or block_id < self.local_blocks, "borrowed memory was lent on"

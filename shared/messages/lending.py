@@ -1,0 +1,167 @@
+"""What workers say to each other about lent KV, and the ledger to workers about debts that cancel out.
+
+A *grant* is a set of blocks that a creditor holds for one debtor under a lease. Its generation rises whenever
+the set changes; whoever reads, writes or queries lent blocks names both, and a stale name is refused. Blocks
+are the creditor's own, of its `block_tokens`. No KV travels here: that is the bulk plane's.
+Source: papers/001 §4.3–4.5; `algorithms.md` §4.
+"""
+
+from enum import StrEnum
+
+from shared.messages.base import Message
+
+MOST_GRANT_BLOCKS = 65_536
+"""Block ids in one grant: 0.3 MB."""
+
+
+class KvTier(StrEnum):
+    """Where at the creditor lent blocks are."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class Refusal(StrEnum):
+    """Why a creditor lends nothing now."""
+
+    NOTHING_FREE = "nothing_free"
+    """Its own memory is in use, or the rest is kept for itself."""
+    AT_CAP = "at_cap"
+    """It has lent as much as it may."""
+    NOT_LENDING = "not_lending"
+    """Switched off, or frozen by a settlement."""
+    OTHER_KV = "other_kv"
+    """Its blocks do not fit the debtor's: another model, layout or dtype."""
+
+
+class BorrowBlocks(Message, frozen=True, kw_only=True):
+    """Debtor → creditor. Asking again with the same `request` gets the same grant, not a second one."""
+
+    debtor_id: str
+    debtor_incarnation: int
+    request: int
+    """Counts what this incarnation of the debtor asked of anybody, from 1."""
+    blocks: int
+    least_blocks: int = 1
+    """A grant of fewer is of no use."""
+    tier: KvTier = KvTier.DEVICE
+    fingerprint: bytes = b""
+    """What must agree for KV to be exchanged (`shared.blocks`)."""
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """Blocks lent to one debtor."""
+
+    creditor_id: str
+    creditor_incarnation: int
+    grant_id: int
+    """Unique within that incarnation of the creditor."""
+    generation: int
+    tier: KvTier = KvTier.DEVICE
+    blocks: tuple[int, ...]
+    """Physical numbers at the creditor."""
+    lease_s: float
+    """From the debtor's sending of what this answers; the creditor waits a while longer."""
+
+
+class BorrowReply(Message, frozen=True, kw_only=True):
+    """Creditor → debtor: a grant of all, of a part, or none and why."""
+
+    grant: Grant | None = None
+    refusal: Refusal | None = None
+
+
+class HeldGrant(Message, frozen=True, kw_only=True):
+    """One grant as its debtor knows it."""
+
+    grant_id: int
+    generation: int
+
+
+class RenewLeases(Message, frozen=True, kw_only=True):
+    """Debtor → creditor, several times within a lease: these are still in use. Others run on to their end."""
+
+    debtor_id: str
+    debtor_incarnation: int
+    creditor_incarnation: int
+    held: tuple[HeldGrant, ...]
+
+
+class LeasesRenewed(Message, frozen=True, kw_only=True):
+    """Creditor → debtor."""
+
+    creditor_incarnation: int
+    lease_s: float
+    held: tuple[HeldGrant, ...] = ()
+    """Renewed, with their generation now. One that was asked for and is missing has ended: its KV is lost."""
+    wanted_back_blocks: int = 0
+    """The creditor is short by so many blocks of what it has lent to this debtor."""
+
+
+class ReturnBlocks(Message, frozen=True, kw_only=True):
+    """Debtor → creditor: these blocks of a grant are not needed any more. Again is harmless."""
+
+    debtor_id: str
+    debtor_incarnation: int
+    creditor_incarnation: int
+    grant_id: int
+    blocks: tuple[int, ...]
+
+
+class BlocksReturned(Message, frozen=True, kw_only=True):
+    """Creditor → debtor: they are free again; what is left of the grant has this generation."""
+
+    generation: int
+    left_blocks: int = 0
+
+
+class SettlePhase(StrEnum):
+    """What a settlement asks of each worker of a cycle, in this order."""
+
+    FREEZE = "freeze"
+    """Set so many lent and borrowed blocks apart: not to be allocated, returned or recalled otherwise."""
+    COPY = "copy"
+    """Copy the next set-apart borrowed blocks home, into bounce buffers."""
+    COMMIT = "commit"
+    """Use the copies from now on, and return the originals to the creditor."""
+    UNFREEZE = "unfreeze"
+    """Over, or given up: copies that were not committed are dropped."""
+
+
+class Settle(Message, frozen=True, kw_only=True):
+    """Ledger → worker: one step of a settlement. The same step again gets the same answer."""
+
+    settlement: str
+    """Unique: the ledger's instance, incarnation and a count."""
+    phase: SettlePhase
+    round: int = 0
+    """Of copy and commit, from 0: each moves what the bounce buffers hold."""
+    creditor_id: str = ""
+    """Whom this worker owes (freeze)."""
+    debtor_id: str = ""
+    """Who owes this worker (freeze)."""
+    blocks: int = 0
+    """To settle in all (freeze), or in this round (copy, commit), of the worker's own size."""
+    valid_for_s: float = 5.0
+    """A worker that hears nothing for so long gives the settlement up by itself."""
+
+
+class Settled(Message, frozen=True, kw_only=True):
+    """Worker → ledger: how many blocks the step is good for; 0: this worker cannot take part."""
+
+    settlement: str
+    phase: SettlePhase
+    round: int = 0
+    blocks: int = 0
+    bounce_blocks: int = 0
+    """Free to copy into (freeze)."""
+
+
+class CreditorOffered(Message, frozen=True, kw_only=True):
+    """Ledger → every ledger: a debtor was pointed to a creditor; both it and refusals spread by this."""
+
+    ledger_id: str
+    debtor_id: str
+    creditor_id: str = ""
+    tokens: int = 0
+    refused_by: tuple[str, ...] = ()

@@ -1,0 +1,195 @@
+"""One simulated worker that lends and borrows: the live cores of lending, a pool, a queue that never ends.
+
+Memory for a whole request is taken when it starts, its own first. Between two events all its sequences
+decode in step; `iterations` counts the steps done, so that an end is a number and not a walk over sequences.
+Knows no other worker: who calls it moves blocks between them.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from services.worker.kv.pool import BlockPool
+from services.worker.lending.borrowing import Borrowing, Manners
+from services.worker.lending.debts import Debts
+from services.worker.lending.grants import Freed, Grants, Terms
+from services.worker.lending.settling import Settling
+from services.worker.lending.table import BlockState, RBlockTable
+from shared.messages.reports import Capacity, WorkerReported
+from sim.lending.cost import LendingCost
+from sim.lending.workload import Job
+
+BLOCK_TOKENS = 128
+LOOKAHEAD = 16
+PATIENCE_S = 60.0
+"""Nobody overtakes a request that has waited for longer."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request with its memory; `ends_at` counts iterations of its worker."""
+
+    job: Job
+    own: list[int]
+    borrowed: list[int]
+    ends_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Waiting:
+    job: Job
+    since_s: float
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker."""
+
+    worker_id: str
+    blocks: int
+    stream: Iterator[Job]
+    cost: LendingCost
+    most_lent: float = 0.5
+    bounce_blocks: int = 16
+    pool: BlockPool = field(init=False)
+    table: RBlockTable = field(init=False)
+    grants: Grants = field(init=False)
+    debts: Debts = field(init=False)
+    search: Borrowing = field(init=False)
+    settling: Settling = field(init=False)
+    queue: deque[Waiting] = field(default_factory=deque)
+    running: dict[int, Running] = field(default_factory=dict)
+    holders: dict[int, Running] = field(default_factory=dict)
+    """Of borrowed blocks, by logical number."""
+    iterations: float = 0.0
+    prefill_s: float = 0.0
+    """Still to be computed."""
+    generated_tokens: float = 0.0
+    prefilled_tokens: int = 0
+    finished: int = 0
+    beats: int = 0
+    _ends: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.blocks, BLOCK_TOKENS)
+        self.table = RBlockTable(self.worker_id, self.blocks)
+        self.grants = Grants(self.table, 1, Terms(int(self.blocks * self.most_lent)))
+        self.debts = Debts(self.table, 1)
+        self.search = Borrowing(self.worker_id, 1, BLOCK_TOKENS, manners=Manners(most_rounds=2, rest_s=0.5))
+        self.settling = Settling(self.table, self.debts, self.grants)
+        self.settling.bounce = self.pool.allocate(self.bounce_blocks)
+
+    # --- requests
+
+    def fill_queue(self, now_s: float) -> None:
+        while len(self.queue) < LOOKAHEAD:
+            self.queue.append(Waiting(next(self.stream), now_s))
+
+    def next_job(self, at: int, now_s: float) -> Job | None:
+        """The one to try; None when those before it let nobody pass."""
+        if at >= len(self.queue) or (at and now_s - self.queue[0].since_s > PATIENCE_S):
+            return None
+        return self.queue[at].job
+
+    def start(self, at: int, blocks: int, now_s: float) -> None:
+        """The memory is there: own first, the rest borrowed."""
+        job = self.queue[at].job
+        del self.queue[at]
+        own = self.pool.allocate(min(blocks, self.pool.free_blocks))
+        one = Running(job, own, self.debts.take(blocks - len(own)))
+        self.running[job.number] = one
+        self.holders.update(dict.fromkeys(one.borrowed, one))
+        self.prefill_s += self.cost.prefill_s(job.prompt_tokens)
+        self.prefilled_tokens += job.prompt_tokens
+        one.ends_at = self.iterations + job.output_tokens
+        heappush(self._ends, (one.ends_at, job.number))
+
+    def end_due(self) -> None:
+        """Requests whose last token is there give their memory back."""
+        while self._ends and self._ends[0][0] <= self.iterations:
+            one = self.running.pop(heappop(self._ends)[1])
+            self.pool.release(one.own)
+            self.debts.release(one.borrowed)
+            for number in one.borrowed:
+                self.holders.pop(number, None)
+            self.finished += 1
+            self.generated_tokens += one.job.output_tokens
+
+    def swap(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Borrowed blocks came home."""
+        for number, own in pairs:
+            one = self.holders.pop(number)
+            one.borrowed.remove(number)
+            one.own.append(own)
+
+    # --- time
+
+    @property
+    def remote_tokens(self) -> dict[str, int]:
+        """In use, by creditor."""
+        counts: dict[str, int] = {}
+        for number in self.holders:
+            creditor = self.table.resolve(number).worker_id
+            counts[creditor] = counts.get(creditor, 0) + BLOCK_TOKENS
+        return counts
+
+    @property
+    def local_tokens(self) -> int:
+        return sum(len(one.own) for one in self.running.values()) * BLOCK_TOKENS
+
+    def step_s(self, remote: dict[str, int]) -> float:
+        return self.cost.step_s(len(self.running), self.local_tokens, remote.values())
+
+    def advance(self, seconds: float, step_s: float, served_share: float) -> None:
+        """Prompts first, up to half the time; then decode. `served_share` of the time is its debtors'."""
+        left_s = seconds * (1 - served_share)
+        prefill_s = min(self.prefill_s, left_s / 2 if self.running else left_s)
+        self.prefill_s -= prefill_s
+        if self.running:
+            self.iterations += (left_s - prefill_s) / step_s
+        self.end_due()
+
+    # --- lending
+
+    def free(self, freed: list[Freed]) -> None:
+        for part in freed:
+            self.pool.readmit(part.blocks)
+        missing = min(self.bounce_blocks - len(self.settling.bounce), self.pool.free_blocks)
+        if missing > 0:
+            self.settling.bounce += self.pool.allocate(missing)
+
+    def report(self) -> WorkerReported:
+        self.beats += 1
+        room = self.grants.terms.most_blocks - self.grants.lent_blocks
+        return WorkerReported(
+            worker_id=self.worker_id,
+            incarnation=1,
+            seq=self.beats,
+            stepped_seq=0,
+            epoch=1,
+            plan_seq=0,
+            model="simulated",
+            block_tokens=BLOCK_TOKENS,
+            max_context_tokens=self.blocks * BLOCK_TOKENS,
+            capacity=Capacity(
+                total_blocks=self.pool.total_blocks,
+                free_blocks=self.pool.free_blocks,
+                lent_blocks=self.pool.withdrawn_blocks,
+                borrowed_blocks=self.debts.borrowed_blocks,
+                lendable_blocks=max(0, min(self.pool.free_blocks, room)),
+            ),
+            lent_to_blocks=self.table.lent_to(),
+            borrowed_from_blocks=self.table.borrowed_from(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when memory and requests disagree."""
+        held = [block for one in self.running.values() for block in one.own]
+        self.pool.check_integrity([*held, *self.settling.bounce])
+        self.table.check_integrity()
+        self.grants.check_integrity()
+        self.debts.check_integrity()
+        assert set(self.holders) == {n for one in self.running.values() for n in one.borrowed}
+        in_use = {*self.table.in_state(BlockState.USED), *self.table.in_state(BlockState.FROZEN)}
+        assert set(self.holders) <= in_use

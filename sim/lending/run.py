@@ -1,0 +1,277 @@
+"""Workers with more requests than memory, a ledger, and what settling debts brings. Simulated in fluid steps.
+
+The decisions are the live ones (ledger, candidates, grants, searches, settlements); time is computed from
+`cost`. Messages take no time and are never lost: that is what the tests of the cores do.
+Source: papers/001 §6.4, Figure 10.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
+from services.ledger.policy import candidates
+from services.ledger.state import Table
+from services.worker.lending.borrowing import AskLedger, Question
+from services.worker.lending.debts import Repayment
+from services.worker.lending.lendable import lend
+from services.worker.lending.repayment import Pressure, recalls
+from services.worker.lending.settling import Copy, Swap
+from services.worker.lending.table import BlockState
+from shared.messages.commands import CreditorCandidates
+from shared.messages.lending import BorrowReply, Settled
+from sim.lending.cost import LendingCost
+from sim.lending.member import BLOCK_TOKENS, Member
+from sim.lending.workload import Mix, jobs
+
+BEAT_S = 0.25
+REPAY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is compared."""
+
+    workers: int = 4
+    kv_tokens: int = 150_016
+    """Of one worker: 160 GB less weights and activations."""
+    duration_s: float = 3600.0
+    seed: int = 0
+    settles: bool = True
+    """Cycles of debts (DGFM)."""
+    repays: bool = True
+    """Into free memory."""
+    threshold_blocks: int = 8
+    mix: Mix = field(default_factory=Mix)
+    cost: LendingCost = field(default_factory=LendingCost)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One heartbeat's interval."""
+
+    at_s: float
+    output_tokens: float
+    """Made in the interval, over all workers."""
+    remote_tokens: int
+    used_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one run."""
+
+    samples: tuple[Sample, ...]
+    finished: int
+    recalled_blocks: int
+    settlements: int
+    aborted: int
+
+    def tok_s(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Output tokens per second in a part of the run."""
+        part = [sample for sample in self.samples if first_s <= sample.at_s < end_s]
+        return sum(sample.output_tokens for sample in part) / (len(part) * BEAT_S)
+
+    def remote_share(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Of the KV in use in a part of the run, that on another worker than its request."""
+        part = [sample for sample in self.samples if first_s <= sample.at_s < end_s]
+        return sum(sample.remote_tokens for sample in part) / max(1, sum(s.used_tokens for s in part))
+
+
+class LendingSimulation:
+    """One run. `check` looks at every invariant after each interval: slow, for tests."""
+
+    def __init__(self, scenario: Scenario, *, check: bool = False) -> None:
+        self.scenario = scenario
+        self._check = check
+        self.now_s = 0.0
+        self.ledger = Table()
+        blocks = scenario.kv_tokens // BLOCK_TOKENS
+        self.members = {
+            f"w{at}": Member(f"w{at}", blocks, jobs(scenario.mix, scenario.seed, at), scenario.cost)
+            for at in range(scenario.workers)
+        }
+        threshold = scenario.threshold_blocks * BLOCK_TOKENS
+        self.coordinator = Coordinator("sim", SettleRules(threshold_tokens=threshold, interval_s=1.0))
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._recalled = 0
+        self._repaying: set[str] = set()
+
+    def run(self) -> Result:
+        samples = []
+        for _ in range(int(self.scenario.duration_s / BEAT_S)):
+            samples.append(self._interval())
+            if self._check:
+                self.check_integrity()
+        return Result(
+            tuple(samples),
+            sum(member.finished for member in self.members.values()),
+            self._recalled,
+            self.coordinator.completed,
+            self.coordinator.aborted,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        for member in self.members.values():
+            member.check_integrity()
+        self.ledger.check_integrity()
+        self.coordinator.check_integrity()
+        lent = sum(member.grants.lent_blocks for member in self.members.values())
+        assert lent == sum(member.debts.borrowed_blocks for member in self.members.values())
+
+    def _interval(self) -> Sample:
+        for member in self.members.values():
+            member.fill_queue(self.now_s)
+            self._admit(member)
+        remote = {name: member.remote_tokens for name, member in self.members.items()}
+        sample = self._compute(remote)
+        self.now_s += BEAT_S
+        self._run_due()
+        for member in self.members.values():
+            self._keep_leases(member)
+            self.ledger.on_reported(member.report(), self.now_s)
+        if self.scenario.settles:
+            sizes = dict.fromkeys(self.members, BLOCK_TOKENS)
+            self._send(self.coordinator.on_tick(self.ledger.debts(), sizes, self.now_s))
+        if self.scenario.repays and self.now_s % REPAY_S < BEAT_S:
+            for member in self.members.values():
+                self._repay(member)
+        return sample
+
+    def _compute(self, remote: dict[str, dict[str, int]]) -> Sample:
+        cost = self.scenario.cost
+        steps = {name: member.step_s(remote[name]) for name, member in self.members.items()}
+        served = dict.fromkeys(self.members, 0.0)
+        for name, by_creditor in remote.items():
+            for creditor, tokens in by_creditor.items():
+                served[creditor] += min(0.9, cost.serving_s(tokens) / steps[name])
+        made = 0.0
+        for name, member in self.members.items():
+            before, sequences = member.iterations, len(member.running)
+            member.advance(BEAT_S, steps[name], min(0.9, served[name]))
+            made += (member.iterations - before) * sequences
+        remote_tokens = sum(sum(by_creditor.values()) for by_creditor in remote.values())
+        local_tokens = sum(member.local_tokens for member in self.members.values())
+        return Sample(self.now_s, made, remote_tokens, remote_tokens + local_tokens)
+
+    # --- memory
+
+    def _admit(self, member: Member) -> None:
+        """In order, with a look past those that do not fit."""
+        at = 0
+        while (job := member.next_job(at, self.now_s)) is not None:
+            blocks = -(-(job.prompt_tokens + job.output_tokens) // BLOCK_TOKENS)
+            missing = blocks - member.pool.free_blocks - member.debts.free_blocks
+            if missing > 0 and member.search.may_start(self.now_s):
+                self._search(member, member.search.start(missing))
+                missing = blocks - member.pool.free_blocks - member.debts.free_blocks
+            if missing <= 0:
+                member.start(at, blocks, self.now_s)
+            else:
+                at += 1
+        self._return(member, member.debts.give_back(member.debts.free_blocks))
+
+    def _search(self, member: Member, question: Question | None) -> None:
+        while question is not None:
+            if isinstance(question, AskLedger):
+                asked = question.question
+                found = candidates(self.ledger, asked.debtor_id, asked.tokens, asked.refused_by)
+                answer = CreditorCandidates(candidates=tuple(found))
+                question = member.search.on_candidates(answer, self.now_s)
+                continue
+            creditor = self.members[question.creditor_id]
+            reply = creditor.grants.answer(question.question)
+            if not isinstance(reply, BorrowReply):
+                taken = lend(creditor.pool, reply, 1, 0)
+                reply = creditor.grants.lend(question.question, taken, self.now_s)
+            if reply.grant is not None:
+                member.debts.on_granted(reply.grant, self.now_s)
+            question = member.search.on_reply(question.creditor_id, reply, self.now_s)
+
+    def _return(self, member: Member, repayments: list[Repayment]) -> None:
+        for repayment in repayments:
+            creditor = self.members[repayment.creditor_id]
+            reply, freed = creditor.grants.give_back(repayment.message)
+            member.debts.on_returned(repayment, reply)
+            creditor.free([] if freed is None else [freed])
+
+    def _keep_leases(self, member: Member) -> None:
+        for due in member.debts.renewals(self.now_s):
+            reply = self.members[due.creditor_id].grants.renew(due.message, self.now_s)
+            assert not member.debts.on_renewed(due, reply, self.now_s), "nobody dies here"
+
+    # --- debts
+
+    def _send(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            member = self.members[ask.worker_id]
+            outcome = member.settling.on_settle(ask.message, self.now_s)
+            if isinstance(outcome, Settled):
+                self._hear(ask, outcome)
+            elif isinstance(outcome, Copy):
+                self._copy(member, ask, outcome)
+            else:
+                self._swap(member, outcome)
+                self._hear(ask, outcome.answer)
+
+    def _copy(self, member: Member, ask: Ask, copy: Copy) -> None:
+        took_s = self.scenario.cost.copy_s(len(copy.pairs) * BLOCK_TOKENS)
+
+        def done() -> None:
+            self._hear(ask, member.settling.on_copied(ask.message, copy, whole=True))
+
+        heappush(self._later, (self.now_s + took_s, next(self._numbers), done))
+
+    def _swap(self, member: Member, swap: Swap) -> None:
+        member.swap(swap.pairs)
+        self._recalled += len(swap.pairs)
+        self._return(member, list(swap.repayments))
+
+    def _hear(self, ask: Ask, answer: Settled) -> None:
+        self._send(self.coordinator.on_answer(ask.message, ask.worker_id, answer))
+
+    def _repay(self, member: Member) -> None:
+        """Whatever fits into memory that is free now comes home, one copy at a time."""
+        if member.settling.is_on or member.worker_id in self._repaying or not member.pool.free_blocks:
+            return
+        used = [n for n in member.table.in_state(BlockState.USED) if n in member.holders]
+        counts: dict[str, int] = {}
+        for number in used:
+            creditor = member.table.resolve(number).worker_id
+            counts[creditor] = counts.get(creditor, 0) + 1
+        free = {name: one.pool.free_blocks / one.blocks for name, one in self.members.items()}
+        pressures = {name: Pressure(free_fraction=share) for name, share in free.items()}
+        wanted = recalls(counts, pressures, member.pool.free_blocks, 0)
+        chosen = [n for n in used if self._take_one(wanted, member.table.resolve(n).worker_id)]
+        if chosen:
+            self._recall(member, chosen)
+
+    def _take_one(self, wanted: dict[str, int], creditor: str) -> bool:
+        wanted[creditor] = wanted.get(creditor, 0) - 1
+        return wanted[creditor] >= 0
+
+    def _recall(self, member: Member, chosen: list[int]) -> None:
+        home = member.pool.allocate(len(chosen))
+        member.settling.bounce += home
+        member.debts.freeze(chosen)
+        self._repaying.add(member.worker_id)
+        took_s = self.scenario.cost.copy_s(len(chosen) * BLOCK_TOKENS)
+
+        def done() -> None:
+            self._repaying.discard(member.worker_id)
+            member.settling.bounce = [block for block in member.settling.bounce if block not in set(home)]
+            pairs = [(n, own) for n, own in zip(chosen, home, strict=True) if n in member.holders]
+            kept = {own for _, own in pairs}
+            member.swap(tuple(pairs))
+            member.pool.release([own for own in home if own not in kept])
+            self._recalled += len(pairs)
+            self._return(member, member.debts.recalled(chosen))
+
+        heappush(self._later, (self.now_s + took_s, next(self._numbers), done))
+
+    def _run_due(self) -> None:
+        while self._later and self._later[0][0] <= self.now_s:
+            heappop(self._later)[2]()

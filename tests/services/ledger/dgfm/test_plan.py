@@ -1,0 +1,92 @@
+"""Settlements: balances stay, no cycle is left, short before long, large graphs in a fraction of a second."""
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.ledger.dgfm.graph import DebtGraph
+from services.ledger.dgfm.plan import SEARCH_STEPS, Settlement, apply, settlements
+
+Debts = dict[tuple[str, str], int]
+workers = st.sampled_from([f"w{number}" for number in range(9)])
+any_debts = st.dictionaries(st.tuples(workers, workers), st.integers(1, 40), max_size=40)
+
+
+def balances(debts: Debts) -> Counter[str]:
+    net: Counter[str] = Counter()
+    for (debtor, creditor), amount in debts.items():
+        net[creditor] += amount
+        net[debtor] -= amount
+    return Counter({name: amount for name, amount in net.items() if amount})
+
+
+def has_cycle(debts: Debts, threshold: int) -> bool:
+    names = sorted({name for pair in debts for name in pair})
+    index = {name: at for at, name in enumerate(names)}
+    numbered = {(index[a], index[b]): amount for (a, b), amount in debts.items()}
+    return DebtGraph(len(names), numbered, threshold).has_cycle()
+
+
+def random_debts(instances: int, creditors: int, seed: int, most: int = 64) -> Debts:
+    rng = random.Random(seed)
+    pairs = ((f"w{a}", f"w{rng.randrange(instances)}") for a in range(instances) for _ in range(creditors))
+    return {pair: rng.randint(1, most) for pair in pairs if pair[0] != pair[1]}
+
+
+@settings(deadline=None)
+@given(any_debts, st.integers(1, 10), st.sampled_from([0, 20, SEARCH_STEPS]))
+def test_balances_stay_and_no_cycle_is_left(debts: Debts, threshold: int, search_steps: int) -> None:
+    settled = settlements(debts, threshold, search_steps=search_steps)
+    after = apply(debts, settled)
+    assert balances(after) == balances(debts)
+    assert not has_cycle(after, threshold)
+    assert sum(after.values()) <= sum(debts.values())
+    assert all(after.get(pair, 0) <= amount for pair, amount in debts.items())
+    assert set(after) <= set(debts), "a settlement makes no new debtor"
+    assert all(one.amount >= threshold and len(set(one.members)) == len(one.members) for one in settled)
+    assert settlements(after, threshold, search_steps=search_steps) == [], "idempotent"
+
+
+@settings(deadline=None)
+@given(any_debts)
+def test_short_cycles_first_then_large_amounts(debts: Debts) -> None:
+    settled = settlements(debts, 1, search_steps=10**9)
+    ranks = [(len(one.members), -one.amount) for one in settled]
+    assert ranks == sorted(ranks)
+
+
+def test_a_pair_and_a_diamond() -> None:
+    assert settlements({("a", "b"): 7, ("b", "a"): 4}, 2) == [Settlement(("a", "b"), 4)]
+    diamond = {("a", "b"): 7, ("a", "c"): 7, ("b", "d"): 7, ("c", "d"): 7}
+    assert settlements(diamond, 2) == []
+    assert settlements({("a", "b"): 7, ("b", "a"): 1}, 2) == [], "too little to be worth a swap"
+
+
+def test_a_ring_with_a_chord() -> None:
+    debts = {("0", "1"): 3, ("1", "2"): 5, ("2", "3"): 4, ("3", "0"): 6, ("1", "3"): 2}
+    assert settlements(debts, 1) == [
+        Settlement(("0", "1", "3"), 2),
+        Settlement(("0", "1", "2", "3"), 1),
+    ]
+
+
+def test_more_than_is_owed_cannot_be_settled() -> None:
+    with pytest.raises(ValueError, match="would be settled"):
+        apply({("a", "b"): 1, ("b", "a"): 2}, [Settlement(("a", "b"), 2)])
+
+
+@pytest.mark.parametrize(("creditors", "most"), [(2, 64), (3, 64), (3, 1000), (6, 64)])
+def test_ten_thousand_instances_settle_within_a_second(creditors: int, most: int) -> None:
+    debts = random_debts(10_000, creditors, seed=creditors, most=most)
+    took_s = []
+    for _ in range(3):
+        began_s = time.process_time()
+        settled = settlements(debts, 4)
+        took_s.append(time.process_time() - began_s)
+    assert not has_cycle(apply(debts, settled), 4)
+    assert len(settled) > 100
+    assert min(took_s) < 1.0

@@ -1,0 +1,97 @@
+"""Receivers for tests: they echo, keep, supply, refuse, fail or take their time, and count what happened."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.worker.bulk.base import Buffer, Peer, Reply
+from services.worker.bulk.desk import WorkerDesk
+from shared.errors import InvalidRequest
+
+
+@dataclass
+class Counts:
+    """Of one `Desk` of `furnish`, written from the threads of links."""
+
+    admitted: int = 0
+    committed: int = 0
+    abandoned: int = 0
+    done: int = 0
+    buffers: list[Buffer] = field(default_factory=list)
+    """Of the latest message."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str) -> None:
+        with self.lock:
+            setattr(self, name, getattr(self, name) + 1)
+
+
+class Taken:
+    """A `Reception` that answers with what `reply` makes of its buffers."""
+
+    def __init__(self, counts: Counts, buffers: list[Buffer], reply: Callable[[list[Buffer]], Reply]) -> None:
+        self.buffers = buffers
+        self._counts = counts
+        self._reply = reply
+        counts.add("admitted")
+        counts.buffers = buffers
+
+    def commit(self) -> Reply:
+        self._counts.add("committed")
+        return self._reply(self.buffers)
+
+    def abandon(self) -> None:
+        self._counts.add("abandoned")
+
+
+class Made:
+    """A `Receiver` from a function of (header, buffers)."""
+
+    def __init__(self, counts: Counts, reply: Callable[[bytes, list[Buffer]], Reply]) -> None:
+        self._counts = counts
+        self._reply = reply
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+        buffers = [memoryview(bytearray(size)) for size in sizes_bytes]
+        return Taken(self._counts, buffers, lambda taken: self._reply(header, taken))
+
+
+class Refusing:
+    """Admits nothing."""
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+        raise InvalidRequest("no room", param="sizes", retry_after_s=0.5)
+
+
+def furnish(desk: WorkerDesk) -> Counts:
+    """Kinds: `echo`, `keep`, `source` (header: sizes), `slow` (header: seconds), `refuse`, `fail`."""
+    counts = Counts()
+
+    def echo(header: bytes, buffers: list[Buffer]) -> Reply:
+        return Reply(header, buffers, lambda: counts.add("done"))
+
+    def source(header: bytes, _: list[Buffer]) -> Reply:
+        sizes = [int(size) for size in header.split()]
+        return Reply(b"", [pattern(size) for size in sizes], lambda: counts.add("done"))
+
+    def slow(header: bytes, _: list[Buffer]) -> Reply:
+        time.sleep(float(header))
+        return Reply(b"at last")
+
+    def fail(header: bytes, _: list[Buffer]) -> Reply:
+        raise RuntimeError("a bug in a receiver")
+
+    desk.serve("echo", Made(counts, echo))
+    desk.serve("keep", Made(counts, lambda header, buffers: Reply(b"kept")))
+    desk.serve("source", Made(counts, source))
+    desk.serve("slow", Made(counts, slow))
+    desk.serve("fail", Made(counts, fail))
+    desk.serve("refuse", Refusing())
+    return counts
+
+
+def pattern(size_bytes: int, seed: int = 1) -> Buffer:
+    """Bytes that differ from place to place."""
+    block = bytes((seed + index * 7 + (index >> 8) * 13) & 0xFF for index in range(min(size_bytes, 65521)))
+    return memoryview(bytearray((block * (size_bytes // max(1, len(block)) + 1))[:size_bytes]))

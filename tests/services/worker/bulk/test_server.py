@@ -1,0 +1,92 @@
+"""A listener against someone who speaks the protocol wrongly: byte by byte over a plain socket."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from services.worker.bulk import wire
+from services.worker.bulk.base import Listener, Peer
+from services.worker.bulk.desk import WorkerDesk
+from services.worker.bulk.digest import digest
+from services.worker.bulk.tcp import TcpTransport, split_address
+from tests.services.worker.bulk.receivers import Counts, furnish, pattern
+
+OWN, PEER = Peer("own", 1), Peer("peer", 1)
+SIZE = 20_000
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.desk = WorkerDesk(OWN)
+        self.counts: Counts = furnish(self.desk)
+        self.listener: Listener = TcpTransport().listen(self.desk)
+
+    def greeted(self) -> socket.socket:
+        """A socket that the listener takes for a link."""
+        sock = socket.create_connection(split_address(self.listener.address), timeout=5.0)
+        ticket = self.desk.issue(PEER, valid_for_s=5.0)
+        hello = wire.Hello(PEER.worker_id, 1, OWN.worker_id, 1, ticket)
+        sock.sendall(wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(hello))))
+        assert sock.recv(4096)
+        return sock
+
+    def settled(self, condition: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 10.0
+        while not condition():
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    assert made.listener.close(5.0)
+
+
+def _message(data: memoryview) -> bytearray:
+    head = wire.packed(wire.Envelope(wire.REQUEST, 1, b"", "keep", (data.nbytes,), 5000))
+    return bytearray(head + bytes(data) + digest([data]).to_bytes(wire.DIGEST_BYTES, "little"))
+
+
+def test_a_message_written_by_hand_is_taken(rig: Rig) -> None:
+    with rig.greeted() as sock:
+        sock.sendall(_message(pattern(SIZE)))
+        assert b"kept" in sock.recv(4096)
+    assert rig.counts.buffers == [pattern(SIZE)]
+
+
+@pytest.mark.parametrize("kept", [1, 15, 40, 100, SIZE, -9, -1])
+def test_a_truncated_one_is_not(rig: Rig, kept: int) -> None:
+    with rig.greeted() as sock:
+        sock.sendall(_message(pattern(SIZE))[:kept])
+    rig.settled(lambda: rig.listener.links == 0)
+    assert rig.counts.committed == 0
+    assert rig.counts.abandoned == rig.counts.admitted
+
+
+@pytest.mark.parametrize("place", [0, 5, 9, 20, 30, 100, SIZE // 2, SIZE, -1, -8])
+def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
+    message = _message(pattern(SIZE))
+    message[place] ^= 0x10
+    with rig.greeted() as sock:
+        sock.sendall(message)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            continue
+    rig.settled(lambda: rig.listener.links == 0)
+    assert rig.counts.committed == 0
+    assert rig.counts.abandoned == rig.counts.admitted
+
+
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB1" + b"\xff" * 100])
+def test_a_stranger_gets_nothing(rig: Rig, greeting: bytes) -> None:
+    with socket.create_connection(split_address(rig.listener.address), timeout=8.0) as sock:
+        sock.sendall(greeting)
+        with contextlib.suppress(OSError):  # It may have been shown the door already.
+            sock.shutdown(socket.SHUT_WR)
+        rig.settled(lambda: rig.listener.links == 0)
+    assert rig.counts.admitted == 0

@@ -1,0 +1,19 @@
+"""The transports under test, by name."""
+
+from collections.abc import Callable
+
+from services.worker.bulk.base import BulkTransport
+from services.worker.bulk.shm import ShmTransport
+from services.worker.bulk.tcp import TcpTransport
+from services.worker.bulk.ucx import UcxTransport
+
+TRANSPORTS: dict[str, Callable[[], BulkTransport]] = {
+    "tcp": TcpTransport,
+    "shm": ShmTransport,
+    "ucx": UcxTransport,
+}
+
+
+def make(name: str) -> BulkTransport:
+    """Raises KeyError, and ConfigError where it is not installed."""
+    return TRANSPORTS[name]()

@@ -1,0 +1,105 @@
+"""Creditors on threads of this process, reached over real TCP, and debtors whose blocks they hold."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from services.worker.bulk.base import Link, Listener, Peer
+from services.worker.bulk.desk import WorkerDesk
+from services.worker.bulk.tcp import TcpTransport
+from services.worker.dist.budget import ComputeBudget
+from services.worker.dist.cost import Mode, choose_mode
+from services.worker.dist.creditor import Creditor
+from services.worker.dist.debtor import Chooser, Debtor
+from services.worker.dist.grants import GrantBook
+from services.worker.dist.messages import GrantRef
+from services.worker.engine.engine import TorchEngine
+from services.worker.engine.loading import describe
+from services.worker.engine.native.library import AttentionMode
+
+DEBTOR = Peer("worker-debtor", 7)
+GRANT = GrantRef(1, 1)
+BLOCK_TOKENS = 4
+_numbers = count()
+
+
+@dataclass
+class Lender:
+    """A worker that lends all its blocks."""
+
+    engine: TorchEngine
+    creditor: Creditor
+    book: GrantBook
+    desk: WorkerDesk
+    listener: Listener
+
+    def dial(self) -> Link:
+        ticket = self.desk.issue(DEBTOR, valid_for_s=5.0)
+        return TcpTransport().dial(self.listener.address, DEBTOR, self.desk.own, ticket, deadline_s=5.0)
+
+
+def make_engine(model: Any, blocks: int, attention: AttentionMode = "auto") -> TorchEngine:
+    return TorchEngine(describe(model), kv_blocks=blocks, block_tokens=BLOCK_TOKENS, attention=attention)
+
+
+@contextmanager
+def lender(
+    model: Any, blocks: int, *, fraction: float = 1.0, is_busy: Callable[[], bool] = lambda: False
+) -> Iterator[Lender]:
+    engine = make_engine(model, blocks)
+    book = GrantBook()
+    budget = ComputeBudget(fraction)
+    creditor = Creditor(engine.attention, book, budget, block_tokens=BLOCK_TOKENS, is_busy=is_busy)
+    desk = WorkerDesk(Peer(f"worker-creditor-{next(_numbers)}", 1))
+    for kind, receiver in creditor.receivers.items():
+        desk.serve(kind, receiver)
+    book.grant(DEBTOR.worker_id, GRANT, range(blocks))
+    listener = TcpTransport().listen(desk)
+    try:
+        yield Lender(engine, creditor, book, desk, listener)
+    finally:
+        assert listener.close(5.0)
+
+
+def make_debtor(
+    engine: TorchEngine,
+    lenders: list[Lender],
+    blocks_each: int,
+    *,
+    choose: Chooser = choose_mode,
+) -> Debtor:
+    """As `connect`, over new links."""
+    return connect(engine, [each.dial() for each in lenders], blocks_each, choose=choose)
+
+
+def connect(
+    engine: TorchEngine,
+    links: list[Link],
+    blocks_each: int,
+    *,
+    choose: Chooser = choose_mode,
+    staging_blocks: int = 3,
+    deadline_s: float = 5.0,
+    q_heads: int = 4,
+) -> Debtor:
+    """Ids above the engine's own are the lenders', in turn: the first `blocks_each` are the first one's."""
+    debtor = Debtor(
+        engine.attention,
+        q_heads=q_heads,
+        own_blocks=engine.kv_blocks,
+        block_tokens=BLOCK_TOKENS,
+        staging_blocks=staging_blocks,
+        deadline_s=deadline_s,
+        choose=choose,
+    )
+    for index, link in enumerate(links):
+        first = engine.kv_blocks + index * blocks_each
+        holder = debtor.add(link, [GRANT])
+        debtor.homes.place(range(first, first + blocks_each), holder, range(blocks_each))
+    return debtor
+
+
+def always(mode: Mode) -> Chooser:
+    return lambda work, speeds: mode

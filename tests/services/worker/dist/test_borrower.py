@@ -1,0 +1,123 @@
+"""From a grant to blocks that sequences get, and back, or lost; against a real creditor."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from services.worker.bulk.base import Link
+from services.worker.dist.borrower import Borrower
+from services.worker.dist.debtor import Debtor
+from services.worker.dist.messages import GrantRef
+from services.worker.engine.engine import Row
+from services.worker.kv.extended import ExtendedPool
+from services.worker.kv.pool import BlockPool
+from services.worker.runner import Runner
+from services.worker.sequences import SequenceTable
+from services.worker.steps import Identity, StepCore
+from shared.clock import monotonic_s
+from shared.errors import CreditorLost, NoResponder
+from shared.messages.lending import Grant
+from tests.services.worker.builders import LIMITS
+from tests.services.worker.conftest import ModelFactory
+from tests.services.worker.dist.rig import BLOCK_TOKENS, DEBTOR, GRANT, Lender, lender, make_engine
+
+OWN = 2
+
+
+class Dialler:
+    """Dials one lender, which answers to any name."""
+
+    def __init__(self, owner: Lender) -> None:
+        self.owner = owner
+        self.dialled = 0
+        self.is_away = False
+
+    async def dial(self, worker_id: str, incarnation: int) -> Link:
+        if self.is_away:
+            raise NoResponder("as told")
+        self.dialled += 1
+        return self.owner.dial()
+
+
+class World:
+    """A borrower with its engine's thread."""
+
+    def __init__(self, owner: Lender, engine: Any) -> None:
+        self.owner = owner
+        owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, 0), range(6))
+        self.plane = Dialler(owner)
+        self.engine = engine
+        self.failed: list[str] = []
+        self.pool = ExtendedPool(BlockPool(OWN, BLOCK_TOKENS), OWN)
+        self.debtor = Debtor(
+            engine.attention, q_heads=4, own_blocks=OWN, block_tokens=BLOCK_TOKENS, staging_blocks=2
+        )
+        plane: Any = self.plane
+        self.borrower = Borrower(self.debtor, self.pool, plane, self.failed.append)
+        core = StepCore(Identity("w", 1, "m", 64, "h"), SequenceTable(self.pool, LIMITS))
+        self.runner = Runner(core, engine, monotonic_s, deliver=lambda _: None, on_broken=lambda _: None)
+        self.borrower.attach(self.runner)
+
+    def grant(self, grant_id: int, blocks: tuple[int, ...]) -> Grant:
+        return Grant(
+            creditor_id=self.owner.desk.own.worker_id,
+            creditor_incarnation=1,
+            grant_id=grant_id,
+            generation=1,
+            blocks=blocks,
+            lease_s=5.0,
+        )
+
+
+@contextmanager
+def world(make_model: ModelFactory) -> Iterator[World]:
+    model = make_model("llama")
+    with lender(model, 6) as owner:
+        made = World(owner, make_engine(model, OWN))
+        made.runner.start()
+        yield made
+        assert made.runner.stop(5.0)
+        made.debtor.close()
+
+
+def test_borrowed_blocks_are_used_and_given_up(make_model: ModelFactory) -> None:
+    with world(make_model) as here:
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1, 3)), [10, 11, 12]))
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (0,)), [13]))
+        assert here.plane.dialled == 1
+        assert (here.pool.borrowed_blocks, here.pool.total_blocks) == (4, OWN + 4)
+        blocks = here.pool.allocate(4)
+        assert blocks[OWN:] == [10, 11]
+        row = Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)
+        assert here.engine.step([row]) == [None]
+        assert here.owner.engine.pools[0][0][4].any() and not here.owner.engine.pools[0][0][5].any()
+        assert asyncio.run(here.borrower.retire(5)) == [13, 12]
+        here.pool.release(blocks)
+        assert sorted(asyncio.run(here.borrower.retire(5))) == [10, 11]
+        assert here.pool.borrowed_blocks == 0
+
+
+def test_a_creditor_that_cannot_be_dialled_lends_nothing(make_model: ModelFactory) -> None:
+    with world(make_model) as here:
+        here.plane.is_away = True
+        assert not asyncio.run(here.borrower.admit(here.grant(1, (4,)), [10]))
+        assert here.pool.borrowed_blocks == 0
+
+
+def test_a_creditor_that_fails_takes_all_its_blocks_along(make_model: ModelFactory) -> None:
+    with world(make_model) as here:
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1)), [10, 11]))
+        name = here.owner.desk.own.worker_id
+        assert here.borrower.lose_creditor(CreditorLost("as told", creditor_id=name)) == {10, 11}
+        assert here.failed == [name]
+        assert here.borrower.lose_creditor(CreditorLost("again", creditor_id=name)) == set()
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1)), [20, 21]))
+        assert here.plane.dialled == 2
+
+
+def test_leases_that_are_over_take_their_blocks_along(make_model: ModelFactory) -> None:
+    with world(make_model) as here:
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1)), [10, 11]))
+        here.borrower.lose([10])
+        assert here.runner.ask(lambda core, now_s: here.pool.borrowed_blocks).result(5.0) == 1

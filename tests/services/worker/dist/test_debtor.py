@@ -1,0 +1,221 @@
+"""An engine whose blocks lie at other workers says what an engine that has them all says."""
+
+import os
+import random
+import signal
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from services.worker.bulk.base import Link
+from services.worker.dist.cost import Mode, choose_mode
+from services.worker.dist.debtor import Chooser
+from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.native.library import AttentionMode
+from services.worker.sampling import SamplePoint
+from shared.errors import CreditorLost
+from shared.messages.sequence import Sampling
+from tests.services.worker.conftest import VOCABULARY, ModelFactory
+from tests.services.worker.dist.process import creditor_processes
+from tests.services.worker.dist.rig import (
+    BLOCK_TOKENS,
+    DEBTOR,
+    GRANT,
+    always,
+    connect,
+    lender,
+    make_debtor,
+    make_engine,
+)
+
+GREEDY = Sampling(seed=0, max_tokens=64, temperature=0.0, top_logprobs=0)
+CHOOSERS: dict[str, Chooser] = {
+    "ship": always(Mode.SHIP),
+    "fetch": always(Mode.FETCH),
+    "measured": choose_mode,
+}
+
+
+def generate(
+    engine: TorchEngine, prompts: list[list[int]], blocks: list[list[int]], chunk: int, count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy answers and the log-probabilities of their tokens, all prompts in one batch."""
+    tokens = [list(prompt) for prompt in prompts]
+    done = [0] * len(prompts)
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    while any(len(each) < len(prompt) + count for each, prompt in zip(tokens, prompts, strict=True)):
+        rows, running = [], []
+        for index, held in enumerate(tokens):
+            if len(held) == len(prompts[index]) + count:
+                continue
+            running.append(index)
+            end = min(len(held), done[index] + chunk)
+            point = None
+            if end == len(held):
+                point = SamplePoint(GREEDY, 0, end - len(prompts[index]), held)
+            rows.append(Row(held[done[index] : end], done[index], blocks[index], point))
+            done[index] = end
+        for index, sampled in zip(running, engine.step(rows), strict=True):
+            if sampled is not None:
+                tokens[index].append(sampled.token)
+                assert sampled.logprobs is not None
+                logprobs[index].append(sampled.logprobs.chosen)
+    return [each[len(prompt) :][:count] for each, prompt in zip(tokens, prompts, strict=True)], [
+        each[:count] for each in logprobs
+    ]
+
+
+@pytest.mark.parametrize("attention", ["native", "torch"])
+@pytest.mark.parametrize("way", CHOOSERS)
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_text_is_that_of_one_big_engine(
+    architecture: str, way: str, attention: AttentionMode, make_model: ModelFactory
+) -> None:
+    dice = random.Random(5)
+    model = make_model(architecture)
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (70, 3, 41)]
+    count = 12
+    needed = [-(-(len(prompt) + count) // BLOCK_TOKENS) for prompt in prompts]
+    big = make_engine(model, sum(needed), attention)
+    starts = [sum(needed[:index]) for index in range(len(needed))]
+    plain = [list(range(start, start + size)) for start, size in zip(starts, needed, strict=True)]
+    expected, expected_logprobs = generate(big, prompts, plain, 9, count)
+    with ExitStack() as stack:
+        lenders = [stack.enter_context(lender(model, 12)) for _ in range(3)]
+        small = make_engine(model, 6, attention)
+        debtor = make_debtor(small, lenders, 12, choose=CHOOSERS[way])
+        stack.callback(debtor.close)
+        ids = list(range(6 + 36))
+        dice.shuffle(ids)
+        scattered = [[ids.pop() for _ in range(size)] for size in needed]
+        answers, logprobs = generate(small, prompts, scattered, 9, count)
+    assert answers == expected
+    for each, other in zip(logprobs, expected_logprobs, strict=True):
+        assert torch.allclose(torch.tensor(each), torch.tensor(other), atol=1e-4)
+
+
+def _long(dice_seed: int, tokens: int) -> list[int]:
+    dice = random.Random(dice_seed)
+    return [dice.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize(("creditors", "way"), [(1, "ship"), (3, "measured")])
+def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
+    creditors: int, way: str, make_model: ModelFactory
+) -> None:
+    model = make_model("llama")
+    prompt, count, own = _long(11, 180), 16, 15
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    assert len(prompt) >= 3 * own * BLOCK_TOKENS
+    big = make_engine(model, needed)
+    expected, _ = generate(big, [prompt], [list(range(needed))], 24, count)
+    each = -(-(needed - own) // creditors)
+    with creditor_processes("llama", each, [f"worker-{n}" for n in range(creditors)]) as running:
+        small = make_engine(model, own)
+        links = [process.dial(DEBTOR) for process in running]
+        debtor = connect(small, links, each, choose=CHOOSERS[way])
+        answers, _ = generate(small, [prompt], [list(range(needed))], 24, count)
+        debtor.close()
+    assert answers == expected
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
+    blow: signal.Signals, make_model: ModelFactory
+) -> None:
+    model = make_model("llama")
+    prompt, own, each = _long(12, 40), 4, 4
+    other = _long(13, 30)
+    big = make_engine(model, 12)
+    expected, _ = generate(big, [other], [list(range(12))], 24, 8)
+    with creditor_processes("llama", 16, ["worker-a", "worker-b"]) as running:
+        small = make_engine(model, own)
+        links: list[Link] = [process.dial(DEBTOR) for process in running]
+        debtor = connect(small, links, 16, deadline_s=1.0, choose=CHOOSERS["ship"])
+        of_both = [*range(own), *range(own, own + each), *range(own + 16, own + 16 + each)]
+        row = Row(prompt, 0, of_both, None)
+        assert small.step([row]) == [None]
+        os.kill(running[0].process.pid, blow)
+        os.waitid(os.P_PID, running[0].process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        began_s = time.monotonic()
+        with pytest.raises(CreditorLost) as lost:
+            small.step([row])
+        assert lost.value.creditor_id == "worker-a"
+        assert time.monotonic() - began_s < 3.0
+        of_b = [own + 16 + 4 + index for index in range(10)]
+        answers, _ = generate(small, [other], [of_b], 24, 8)
+        debtor.close()
+    assert answers == expected
+
+
+def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    prompt, count = _long(14, 40), 6
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    expected, _ = generate(make_engine(model, needed), [prompt], [list(range(needed))], 9, count)
+    with lender(model, needed, fraction=1e-6, is_busy=lambda: True) as stingy:
+        stingy.creditor.budget.on_computed(1.0, is_busy=True)
+        small = make_engine(model, 4)
+        debtor = make_debtor(small, [stingy], needed, choose=CHOOSERS["ship"])
+        answers, _ = generate(small, [prompt], [list(range(needed))], 9, count)
+        debtor.close()
+        assert stingy.creditor.budget.refusals > 0
+        assert stingy.creditor.budget.lent_s == 1.0
+    assert answers == expected
+
+
+def test_blocks_of_a_revoked_grant_are_not_touched(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    with lender(model, 8) as owner:
+        small = make_engine(model, 2)
+        debtor = make_debtor(small, [owner], 8)
+        row = Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)
+        assert small.step([row]) == [None]
+        before = [pool.clone() for pools in owner.engine.pools for pool in pools]
+        owner.book.revoke(DEBTOR.worker_id, GRANT.grant_id)
+        with pytest.raises(CreditorLost, match="borrow anew"):
+            small.step([row])
+        after = [pool for pools in owner.engine.pools for pool in pools]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        debtor.close()
+
+
+def test_blocks_that_no_grant_covers_are_refused(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    with lender(model, 8) as owner:
+        owner.book.grant(DEBTOR.worker_id, GRANT, range(2))
+        small = make_engine(model, 2)
+        debtor = make_debtor(small, [owner], 8)
+        with pytest.raises(CreditorLost, match="none of these grants"):
+            small.step([Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)])
+        debtor.close()
+
+
+def test_blocks_come_home_whole(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    prompt, count = _long(16, 40), 6
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    expected, _ = generate(make_engine(model, needed), [prompt], [list(range(needed))], 9, count)
+    with lender(model, 10) as one, lender(model, 10) as other:
+        engine = make_engine(model, needed)
+        debtor = make_debtor(engine, [one, other], 10)
+        theirs = [*range(needed, needed + 9), *range(needed + 10, needed + 13)][:needed]
+        tokens = generate(engine, [prompt[:36]], [theirs], 9, 1)
+        assert tokens
+        debtor.bring_home([(there, own) for own, there in enumerate(theirs[:9])])
+        debtor.homes.forget(theirs[:9])
+        sampled = None
+        answer: list[int] = []
+        home = [*range(9), *range(9, needed)]
+        row = Row(prompt[36:], 36, home, SamplePoint(GREEDY, 0, 0, prompt))
+        held = list(prompt)
+        while len(answer) < count:
+            (sampled,) = engine.step([row])
+            assert sampled is not None
+            answer.append(sampled.token)
+            held.append(sampled.token)
+            row = Row(held[-1:], len(held) - 1, home, SamplePoint(GREEDY, 0, len(answer), held))
+        debtor.close()
+    assert [answer] == expected

@@ -1,0 +1,75 @@
+"""Who may touch lent blocks, seen from the threads that serve links."""
+
+import numpy as np
+
+from services.worker.bulk.base import Peer
+from services.worker.dist.lent import LentGrants, SharedGrants
+from services.worker.dist.messages import GrantRef
+from services.worker.lending.grants import Freed, Terms
+from services.worker.lending.table import RBlockTable
+from shared.messages.lending import BorrowBlocks, ReturnBlocks
+
+DEBTOR = Peer("debtor", 3)
+REF = GrantRef(1, 1)
+
+
+class World:
+    """A creditor with one grant of three blocks."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.freed: list[Freed] = []
+        self.table = RBlockTable("creditor", 8)
+        self.grants = SharedGrants(self.table, 1, Terms(8, lease_s=4.0, grace_s=0.5))
+        self.lent = LentGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
+        asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=1, blocks=3)
+        reply = self.grants.lend(asked, [2, 5, 6], 0.0)
+        assert reply.grant is not None and reply.grant.grant_id == REF.grant_id
+
+    def covers(self, *blocks: int) -> bool:
+        return self.lent.covers(DEBTOR, [REF], np.array(blocks, dtype=np.int32))
+
+    def give_back(self, *blocks: int) -> Freed | None:
+        asked = ReturnBlocks(
+            debtor_id="debtor", debtor_incarnation=3, creditor_incarnation=1, grant_id=1, blocks=blocks
+        )
+        return self.grants.give_back(asked)[1]
+
+
+def test_only_the_debtor_and_only_while_the_lease_lasts() -> None:
+    world = World()
+    assert world.lent.enter(DEBTOR, [REF])
+    world.lent.leave(DEBTOR, [REF])
+    assert not world.lent.enter(Peer("debtor", 2), [REF])
+    assert not world.lent.enter(Peer("other", 3), [REF])
+    assert not world.lent.enter(DEBTOR, [REF, GrantRef(2, 1)])
+    world.now_s = 4.6
+    assert not world.lent.enter(DEBTOR, [REF])
+    (freed,) = world.grants.tick(4.6)
+    assert freed.blocks == (2, 5, 6), "a refusal left nobody inside"
+
+
+def test_blocks_of_the_grant_and_no_others() -> None:
+    world = World()
+    assert world.covers(2, 6, 5) and world.covers()
+    assert not world.covers(2, 3)
+    assert not world.lent.covers(DEBTOR, [GrantRef(7, 1)], np.array([2], dtype=np.int32))
+    assert not world.lent.covers(Peer("other", 1), [REF], np.array([2], dtype=np.int32))
+
+
+def test_an_earlier_generation_is_served_for_blocks_that_are_left() -> None:
+    world = World()
+    world.give_back(5)
+    assert world.lent.enter(DEBTOR, [REF])
+    assert world.covers(2, 6) and not world.covers(5)
+    world.lent.leave(DEBTOR, [REF])
+
+
+def test_what_ends_while_somebody_is_inside_is_freed_by_the_last_who_leaves() -> None:
+    world = World()
+    assert world.lent.enter(DEBTOR, [REF]) and world.lent.enter(DEBTOR, [REF])
+    assert world.grants.tick(5.0) == []
+    world.lent.leave(DEBTOR, [REF])
+    assert world.freed == []
+    world.lent.leave(DEBTOR, [REF])
+    assert [freed.blocks for freed in world.freed] == [(2, 5, 6)]

@@ -1,0 +1,80 @@
+"""A part survives its way; one that does not hold together is refused before anything reads with it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.dist.messages import (
+    GrantRef,
+    PartWire,
+    Request,
+    from_wire,
+    read_answer,
+    read_request,
+    request_encoder,
+    to_wire,
+)
+from services.worker.engine.layout import PackedSpans, Span
+from services.worker.engine.partition import Homes, split
+from shared.errors import InvalidMessage
+
+
+def part() -> PackedSpans:
+    """Two sequences at creditor 1: a decode and a chunk that begins in the middle of a block."""
+    homes = Homes(4)
+    homes.place(range(4, 12), 1, range(8))
+    spans = [Span(9, 1, [0, 4, 5]), Span(6, 7, [6, 7, 1, 8])]
+    return split(spans, homes, 4)[1].spans
+
+
+def wire(**changes: Any) -> PartWire:
+    spans = part()
+    arrays = {name: np.array(value, dtype=getattr(spans, name).dtype) for name, value in changes.items()}
+    return to_wire(replace(spans, **arrays))
+
+
+def test_there_and_back() -> None:
+    spans = part()
+    found = from_wire(to_wire(spans), 4)
+    for name in ("first_row", "first_position", "table_start", "key_end", "blocks", "slots"):
+        assert np.array_equal(getattr(found.spans, name), getattr(spans, name))
+    assert found.rows == len(spans.slots)
+    assert np.array_equal(found.kept_slots, spans.slots[spans.slots >= 0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key_end": [10**6] * 4},
+        {"key_end": [-1] * 4},
+        {"table_start": [10**6] * 4},
+        {"table_start": [-5] * 4},
+        {"first_row": [0, 5, 3, 4, 6]},
+        {"first_row": [1, 2]},
+        {"first_position": [-3] * 4},
+        {"blocks": []},
+        {"slots": [4 * 99] * 8},
+        {"slots": []},
+        {"first_position": []},
+    ],
+)
+def test_what_reaches_outside_is_refused(changes: dict[str, list[int]]) -> None:
+    with pytest.raises(InvalidMessage):
+        from_wire(wire(**changes), 4)
+
+
+def test_arrays_of_odd_length_are_refused() -> None:
+    good = to_wire(part())
+    with pytest.raises(InvalidMessage, match="odd length"):
+        from_wire(PartWire(**{**{f: getattr(good, f) for f in good.__struct_fields__}, "blocks": b"abc"}), 4)
+
+
+def test_headers_that_are_none_are_refused() -> None:
+    with pytest.raises(InvalidMessage):
+        read_request(b"\xff\x00")
+    with pytest.raises(InvalidMessage):
+        read_answer(b"nonsense")
+    request = Request(step=1, layer=0, grants=(GrantRef(1, 2),), softcap=30.0)
+    assert read_request(request_encoder.encode(request)) == request

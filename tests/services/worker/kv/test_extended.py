@@ -1,0 +1,86 @@
+"""Own blocks first, borrowed ones behind them, and no block twice, whatever comes and goes."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from services.worker.kv.extended import ExtendedPool, first_borrowed
+from services.worker.kv.pool import BlockPool
+
+OWN = 6
+
+
+class Pools(RuleBasedStateMachine):
+    """Sequences that take and give back while blocks are borrowed, retired and lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = ExtendedPool(BlockPool(OWN, 4), OWN)
+        self.held: list[list[int]] = []
+        self.lost: set[int] = set()
+        self.following = OWN
+
+    @rule(blocks=st.integers(1, 5))
+    def borrow(self, blocks: int) -> None:
+        self.pool.admit(range(self.following, self.following + blocks))
+        self.following += blocks
+
+    @rule(blocks=st.integers(0, 8))
+    def allocate(self, blocks: int) -> None:
+        own_free = self.pool.own.free_blocks
+        if not self.pool.can_allocate(blocks):
+            with pytest.raises(ValueError, match="asked for"):
+                self.pool.allocate(blocks)
+            return
+        taken = self.pool.allocate(blocks)
+        assert sum(block < OWN for block in taken) == min(blocks, own_free)
+        self.held.append(taken)
+
+    @precondition(lambda self: self.held)
+    @rule(at=st.integers(0, 100))
+    def release(self, at: int) -> None:
+        self.pool.release(self.held.pop(at % len(self.held)))
+
+    @rule(blocks=st.integers(0, 6))
+    def retire(self, blocks: int) -> None:
+        before = self.pool.borrowed_free_blocks
+        assert len(self.pool.retire(blocks)) == min(blocks, before)
+
+    @rule(blocks=st.sets(st.integers(OWN, 60), max_size=6))
+    def lose(self, blocks: set[int]) -> None:
+        self.pool.lose(blocks)
+        self.lost |= blocks
+        self.held = [[block for block in row if block not in blocks] for row in self.held]
+
+    @invariant()
+    def whole(self) -> None:
+        self.pool.check_integrity([block for row in self.held for block in row])
+        assert self.pool.total_blocks == OWN + self.pool.borrowed_blocks
+
+
+TestPools = Pools.TestCase
+TestPools.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_lost_blocks_may_still_be_given_back() -> None:
+    pool = ExtendedPool(BlockPool(1, 4), 1)
+    pool.admit([5, 6])
+    taken = pool.allocate(3)
+    pool.lose([5])
+    pool.release(taken)
+    assert (pool.free_blocks, pool.borrowed_blocks) == (2, 1)
+
+
+def test_what_is_free_is_not_given_back_again() -> None:
+    pool = ExtendedPool(BlockPool(1, 4), 1)
+    pool.admit([5])
+    with pytest.raises(ValueError, match="not taken"):
+        pool.release([5])
+    with pytest.raises(ValueError, match="here already"):
+        pool.admit([5])
+
+
+def test_the_first_borrowed_block() -> None:
+    assert first_borrowed([0, 3, 7, 1], 4) == 2
+    assert first_borrowed([0, 3], 4) == 2

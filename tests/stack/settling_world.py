@@ -1,0 +1,174 @@
+"""The lending world with DGFM: blocks have contents, cycles are settled while messages are late or lost."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
+from services.worker.lending.settling import Copy, Settling, Swap
+from shared.messages.lending import Settled
+from tests.stack.lending_world import BLOCKS, LendingWorld, Member
+
+BOUNCE = 2
+
+
+@dataclass
+class Life:
+    """What settling adds to one life of a worker."""
+
+    settling: Settling
+    memory: dict[int, int] = field(default_factory=dict)
+    """Own block → what is written there."""
+    expected: dict[int, int] = field(default_factory=dict)
+    """Logical block in use, own ones that came home included → what its sequence wrote."""
+
+
+class SettlingWorld(LendingWorld):
+    """`settle` looks for cycles in what the ledger knows."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.coordinator = Coordinator("l", SettleRules(threshold_tokens=16, interval_s=0.0))
+        self._lives: dict[tuple[str, int], Life] = {}
+        self._values = count(1)
+        self.recalled = 0
+
+    def life(self, member: Member) -> Life:
+        at = (member.worker_id, member.incarnation)
+        if at not in self._lives:
+            life = self._lives[at] = Life(Settling(member.table, member.debts, member.grants))
+
+            def on_lost(logical: list[int]) -> None:
+                life.settling.on_lost(logical)
+                for number in logical:
+                    life.expected.pop(number, None)
+
+            member.on_lost = on_lost
+            self._fill_bounce(member)
+        return self._lives[at]
+
+    # --- what a test does
+
+    def settle(self) -> None:
+        sizes = dict.fromkeys(self.names, 16)
+        self._send(self.coordinator.on_tick(self.ledger.debts(), sizes, self.now_s))
+
+    def finish_home(self, name: str, blocks: int) -> None:
+        """Sequences end whose blocks came home."""
+        member = self.members[name]
+        life = self.life(member)
+        done = [number for number in life.expected if number < BLOCKS][:blocks]
+        for number in done:
+            del life.expected[number]
+            member.kept.remove(number)
+        member.pool.release(done)
+
+    def stop_using(self, name: str, blocks: int) -> None:
+        member = self.members[name]
+        for number in member.used[:blocks]:
+            del self.life(member).expected[number]
+        super().stop_using(name, blocks)
+
+    def advance(self, seconds: float) -> None:
+        super().advance(seconds)
+        for member in self.members.values():
+            life = self.life(member)
+            life.settling.tick(self.now_s)
+            self._fill_bounce(member)
+
+    def on_used(self, member: Member, taken: list[int]) -> None:
+        life = self.life(member)
+        for number in taken:
+            life.expected[number] = value = next(self._values)
+            place = member.table.resolve(number)
+            creditor = self.members[place.worker_id]
+            assert place.grant is not None
+            if creditor.incarnation == place.grant.creditor_incarnation:
+                self.life(creditor).memory[place.physical] = value
+
+    # --- how it is connected
+
+    def _fill_bounce(self, member: Member) -> None:
+        life = self._lives[member.worker_id, member.incarnation]
+        missing = min(BOUNCE - len(life.settling.bounce), member.pool.free_blocks)
+        if missing > 0:
+            taken = member.pool.allocate(missing)
+            life.settling.bounce += taken
+            member.kept += taken
+
+    def _send(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            self._post(partial(self._serve, ask), partial(self._hear, ask, None))
+
+    def _hear(self, ask: Ask, answer: Settled | None) -> None:
+        self._send(self.coordinator.on_answer(ask.message, ask.worker_id, answer))
+
+    def _reply(self, ask: Ask, answer: Settled | None) -> None:
+        self._post(lambda: self._hear(ask, answer), lambda: self._hear(ask, None))
+
+    def _serve(self, ask: Ask) -> None:
+        member = self.members[ask.worker_id]
+        life = self.life(member)
+        outcome = life.settling.on_settle(ask.message, self.now_s)
+        if isinstance(outcome, Settled):
+            self._reply(ask, outcome)
+        elif isinstance(outcome, Copy):
+            copied = [self._copy(member, number, own) for number, own in outcome.pairs]
+            self._reply(ask, life.settling.on_copied(ask.message, outcome, whole=all(copied)))
+        else:
+            self._swap(member, life, outcome)
+            self._return_all(member, ask, outcome)
+
+    def _copy(self, member: Member, number: int, own: int) -> bool:
+        place = member.table.resolve(number)
+        creditor = self.members[place.worker_id]
+        key = place.grant
+        assert key is not None
+        generation = member.table.generation(key)
+        if creditor.incarnation != key.creditor_incarnation:
+            return False
+        if not creditor.grants.enter(key.grant_id, generation, [place.physical], self.now_s):
+            return False
+        self.life(member).memory[own] = self.life(creditor).memory[place.physical]
+        creditor.grants.leave(key.grant_id)
+        return True
+
+    def _swap(self, member: Member, life: Life, swap: Swap) -> None:
+        for number, own in swap.pairs:
+            life.expected[own] = life.expected.pop(number)
+            member.used.remove(number)
+            self.recalled += 1
+
+    def _return_all(self, member: Member, ask: Ask, swap: Swap) -> None:
+        open_ = [len(swap.repayments)]
+
+        def on_done(ok: bool) -> None:
+            open_[0] -= 1
+            self._fill_bounce(member)
+            if open_[0] == 0:
+                self._reply(ask, swap.answer if ok else None)
+
+        for repayment in swap.repayments:
+            self._repay(member, repayment, on_done)
+
+    # --- what must hold
+
+    def check(self) -> None:
+        """As before, and nobody reads anything but what its sequence wrote."""
+        super().check()
+        self.coordinator.check_integrity()
+        for member in self.members.values():
+            life = self.life(member)
+            life.settling.check_integrity()
+            for number, value in life.expected.items():
+                if number < BLOCKS:
+                    assert life.memory[number] == value, "a block that came home is not what it was"
+                elif number in member.used:
+                    place = member.table.resolve(number)
+                    creditor = self.members[place.worker_id]
+                    if place.grant is not None and creditor.incarnation == place.grant.creditor_incarnation:
+                        assert self.life(creditor).memory[place.physical] == value
+
+    def remote_blocks(self) -> int:
+        """In use on another worker."""
+        return sum(len(member.used) for member in self.members.values())

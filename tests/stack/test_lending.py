@@ -1,0 +1,167 @@
+"""Lending between real processes that are killed and frozen: a debtor, the ledger."""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.stack.access import BusAccess
+from services.stack.roll import RollCall
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.errors import KvasirError
+from tests.stack.client import Question
+from tests.stack.prompts import mixed
+from tests.stack.running import RunningStack, running_stack
+
+pytestmark = pytest.mark.stack
+KV_BLOCKS, STAGED_BLOCKS, LEASE_S, GRACE_S, REST_S, BEAT_S = 128, 4, 3.0, 0.5, 0.1, 0.25
+BLOCKS = KV_BLOCKS - STAGED_BLOCKS
+"""Stagings for what creditors send come out of a borrower's own KV."""
+SLACK_S = 1.5
+"""For a busy machine: status questions, a process's wake-up."""
+SETTINGS = (
+    f"worker.kv_blocks={KV_BLOCKS}",
+    "worker.prefix_cache.enabled=false",
+    "worker.lending.borrow=true",
+    "worker.lending.low_fraction=0.9",
+    "worker.lending.high_fraction=0.95",
+    f"worker.lending.lease_s={LEASE_S}",
+    f"worker.lending.grace_s={GRACE_S}",
+    f"worker.lending.rest_s={REST_S}",
+)
+Seen = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def lenders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("lending") / "run", settings=SETTINGS) as running:
+        yield running
+
+
+class Watch:
+    """Asks the workers and the ledger over a connection that stays open."""
+
+    def __init__(self, stack: RunningStack) -> None:
+        self._stack = stack
+        run = RunDirectory(stack.run_dir)
+        state = json.loads(run.state_file.read_text())
+        access = BusAccess.from_state(state, run.credentials())
+        self._roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
+
+    async def ask(self, service: str, expected: int) -> Seen:
+        try:
+            answers = await self._roll.ask(service, deadline_s=0.3, expected=expected)
+        except KvasirError:
+            return {}
+        return {answer.instance: answer.details for answer in answers}
+
+    async def until(self, condition: Callable[[Seen], bool], within_s: float = 30.0) -> float:
+        """Seconds until the workers' details are as wished."""
+        began_s = time.monotonic()
+        seen: Seen = {}
+        while time.monotonic() < began_s + within_s:
+            seen = await self.ask("worker", 2)
+            if condition(seen):
+                return time.monotonic() - began_s
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"not within {within_s} s: {seen}\n{self._stack.logs()}")
+
+    async def close(self) -> None:
+        await self._roll.close()
+
+
+@asynccontextmanager
+async def watching(stack: RunningStack) -> AsyncIterator[Watch]:
+    watch = Watch(stack)
+    try:
+        yield watch
+    finally:
+        await watch.close()
+
+
+@asynccontextmanager
+async def long_answers(stack: RunningStack) -> AsyncIterator[None]:
+    """One after the other, so that whoever computes them has little left most of the time."""
+    question = Question(mixed(1, longest_words=120, seed=3)[0], {"max_tokens": 900, "ignore_eos": True})
+
+    async def keep_on() -> None:
+        while True:
+            await stack.client().ask_all([question])
+
+    task = asyncio.create_task(keep_on())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def lent(seen: Seen, creditor: str) -> int:
+    return int(seen[creditor]["lent_blocks"]) if creditor in seen else -1
+
+
+def debtor_of(seen: Seen) -> str | None:
+    """Who owes the other, as both see it."""
+    for debtor, creditor in (("worker-0", "worker-1"), ("worker-1", "worker-0")):
+        owed = lent(seen, creditor)
+        if owed > 0 and debtor in seen and seen[debtor]["borrowed_blocks"] == owed:
+            return debtor
+    return None
+
+
+def nobody_owes(seen: Seen) -> bool:
+    return len(seen) == 2 and not any(row["lent_blocks"] or row["borrowed_blocks"] for row in seen.values())
+
+
+async def test_lent_blocks_leave_the_pool_and_come_back(lenders: RunningStack) -> None:
+    def is_lent(seen: Seen) -> bool:
+        own = {row["total_blocks"] + row["lent_blocks"] - row["borrowed_blocks"] for row in seen.values()}
+        return debtor_of(seen) is not None and own == {BLOCKS}
+
+    async with watching(lenders) as watch:
+        async with long_answers(lenders):
+            await watch.until(is_lent)
+        await watch.until(nobody_owes)
+        await watch.until(lambda seen: all(row["free_blocks"] == BLOCKS for row in seen.values()))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_debtors_blocks_are_free_within_the_lease(lenders: RunningStack, how: signal.Signals) -> None:
+    found: list[str] = []
+
+    def has_debtor(seen: Seen) -> bool:
+        found[:] = [name for name in [debtor_of(seen)] if name]
+        return bool(found)
+
+    async with watching(lenders) as watch:
+        async with long_answers(lenders):
+            await watch.until(has_debtor)
+            lenders.signal(found[0], how)
+        try:
+            creditor = "worker-1" if found == ["worker-0"] else "worker-0"
+            took_s = await watch.until(lambda seen: lent(seen, creditor) == 0)
+        finally:
+            lenders.signal(found[0], signal.SIGCONT)
+        assert took_s <= LEASE_S + GRACE_S + SLACK_S
+        await watch.until(nobody_owes)
+        await watch.until(lambda seen: all(row["free_blocks"] == BLOCKS for row in seen.values()))
+
+
+async def test_a_restarted_ledger_serves_within_two_heartbeats(lenders: RunningStack) -> None:
+    restarts = lenders.child("ledger-0")["restarts"]
+    async with watching(lenders) as watch:
+        await watch.until(nobody_owes)
+        lenders.signal("ledger-0", signal.SIGKILL)
+        async with long_answers(lenders):
+            await watch.until(lambda seen: any(row["free_blocks"] < 0.8 * BLOCKS for row in seen.values()))
+            while not await watch.ask("ledger", 1):
+                await asyncio.sleep(0.02)
+            took_s = await watch.until(lambda seen: debtor_of(seen) is not None)
+    assert took_s <= 2 * BEAT_S + REST_S + SLACK_S
+    await asyncio.to_thread(lenders.until_restarted, "ledger-0", restarts=restarts + 1)

@@ -1,0 +1,102 @@
+"""Lending and the ledger together: whatever is late, lost or killed, no block is in two hands."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.stack.lending_world import CAP, GRACE_S, LEASE_S, LendingWorld
+
+WORKERS = 4
+names = st.integers(0, WORKERS - 1)
+few = st.integers(1, 6)
+moves = st.one_of(
+    st.tuples(st.just("beat"), names),
+    st.tuples(st.just("need"), names, few),
+    *[st.tuples(st.just("borrow"), names, few)] * 4,
+    st.tuples(st.just("use"), names, few),
+    st.tuples(st.just("stop_using"), names, few),
+    st.tuples(st.just("give_back"), names, few),
+    st.tuples(st.just("compute"), names, st.integers(-6, 8)),
+    st.tuples(st.just("kill"), names),
+    st.tuples(st.just("restart_ledger")),
+    st.tuples(st.just("silence"), st.integers(1, 12)),
+    st.tuples(st.just("advance"), st.sampled_from([0.1, 0.5, 1.0, 1.9])),
+    *[st.tuples(st.just("deliver"), st.integers(0, 50))] * 3,
+    st.tuples(st.just("lose"), st.integers(0, 50)),
+)
+
+
+def carry_out(world: LendingWorld, move: tuple[str, *tuple[float, ...]]) -> None:
+    verb, *details = move
+    if verb in ("deliver", "lose"):
+        if world.letters:
+            getattr(world.letters.pop(int(details[0]) % len(world.letters)), verb)()
+    elif verb in ("advance", "silence", "restart_ledger"):
+        getattr(world, verb)(*details)
+    else:
+        worker, *rest = details
+        getattr(world, verb)(world.names[int(worker)], *map(int, rest))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(moves, max_size=80))
+def test_no_block_is_in_two_hands(moves: list[tuple[str, *tuple[float, ...]]]) -> None:
+    world = LendingWorld(WORKERS)
+    for name in world.names:
+        world.beat(name)
+    world.deliver_all()
+    for move in moves:
+        carry_out(world, move)
+        world.check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(moves, max_size=60), names)
+def test_what_the_dead_held_comes_back_and_living_debts_stay(
+    moves: list[tuple[str, *tuple[float, ...]]], killed: int
+) -> None:
+    world = LendingWorld(WORKERS)
+    for name in world.names:
+        world.beat(name)
+    world.deliver_all()
+    for move in moves:
+        carry_out(world, move)
+    world.kill(world.names[killed])
+    for _ in range(int((LEASE_S + GRACE_S) / 0.5) + 1):
+        world.deliver_all()
+        world.advance(0.5)
+    world.deliver_all()
+    world.advance(0.0)
+    world.deliver_all()
+    for name, member in world.members.items():
+        for debtor, blocks in member.table.lent_to().items():
+            owed = world.members[debtor].table.borrowed_from().get(name, 0)
+            assert owed == blocks, f"{name} keeps {blocks} for {debtor}, which has {owed}"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(names, few), min_size=1, max_size=12),
+    st.lists(st.tuples(names, st.integers(1, 12)), max_size=8),
+    st.lists(st.integers(0, 50), max_size=100),
+)
+def test_a_ledger_with_old_news_never_over_commits(
+    needs: list[tuple[int, int]], busy: list[tuple[int, int]], order: list[int]
+) -> None:
+    """Creditors fill up after their heartbeats; debtors ask together on what the ledger still believes."""
+    world = LendingWorld(WORKERS)
+    for name in world.names:
+        world.beat(name)
+    world.deliver_all()
+    for worker, blocks in busy:
+        world.compute(world.names[worker], blocks)
+    for worker, blocks in needs:
+        world.need(world.names[worker], blocks)
+    for at in order:
+        if world.letters:
+            world.letters.pop(at % len(world.letters)).deliver()
+            world.check()
+    world.deliver_all()
+    lent = sum(member.grants.lent_blocks for member in world.members.values())
+    borrowed = sum(member.debts.borrowed_blocks for member in world.members.values())
+    assert lent == borrowed
+    assert all(member.grants.lent_blocks <= CAP for member in world.members.values())
