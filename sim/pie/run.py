@@ -67,6 +67,8 @@ class PieSimulation(Simulation):
         super().__init__(setup, requests)
         self.lengths = [(0.0, start)]
         self._case, self._wanted, self._window_s, self._most_used = case, start, 0.0, 0
+        self._plans_since = 0
+        """Stretches that ended since the last change: plans made before it may still be under way."""
         most = most_fifo_layers(case.model.layers)
         self._controller = ExpansionController(case.model.layers, most) if case.fifo_layers is None else None
 
@@ -82,6 +84,7 @@ class PieSimulation(Simulation):
         super()._on_stretch_end(index, serial)
         if self._controller is None:
             return
+        self._plans_since += 1
         self._shrink_when_drained()
         if self.cost.iterations >= WINDOW_ITERATIONS:
             self._judge(self._controller)
@@ -97,13 +100,16 @@ class PieSimulation(Simulation):
         is_growing = wanted > self._wanted
         self._wanted = wanted
         self.lengths.append((now_s, wanted))
+        self._plans_since = 0
         if is_growing:
             self.cost.fifo_layers = wanted
             self._recut(wanted)
         self._workers[0].policy.on_resized(self._case.blocks(wanted), now_s)
 
     def _shrink_when_drained(self) -> None:
-        is_shrinking = self._wanted < self.cost.fifo_layers
+        is_shrinking = (
+            self._wanted < self.cost.fifo_layers and self._plans_since > self._setup.outstanding_steps
+        )
         if is_shrinking and self._workers[0].books.allocated_blocks <= self._case.blocks(self._wanted):
             self.cost.fifo_layers = self._wanted
             self._recut(self._wanted)

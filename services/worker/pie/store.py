@@ -155,6 +155,11 @@ class LayerStore:
         for _ in range(added):
             controller.add_slot()
 
+    def check_integrity(self) -> None:
+        """AssertionError unless the controller's books are sound; copies may be under way."""
+        with self._condition:
+            self.controller.check_integrity()
+
     def close(self, deadline_s: float) -> bool:
         """End the copier; False when that took longer."""
         with self._condition:

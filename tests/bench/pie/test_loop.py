@@ -82,7 +82,7 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
         assert isinstance(policy, VllmPolicy)
         assert policy._capacity_blocks == pie.growth.capacity_blocks
         loop.check_integrity()
-        pie.store.controller.check_integrity()
+        pie.store.check_integrity()
         seen.add(pie.growth.capacity_blocks)
     assert texts(loop) == expected
     assert len(seen) >= 3 and loop.resyncs <= 5

@@ -71,7 +71,7 @@ def answers(engine: TorchEngine, pool: BlockPool, steps: int) -> list[list[int]]
             sequences.preempt(step % 3)
         sequences.step([0, 1, 2, 3], most_tokens=dice.choice((5, 11, 64)))
         if engine.pie is not None:
-            engine.pie.store.controller.check_integrity()
+            engine.pie.store.check_integrity()
     return [sequences.answer(index, 16) for index in range(4)]
 
 
@@ -108,7 +108,7 @@ def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: Atte
             if step in (20, 30):
                 sequences.preempt(step // 10)
             sequences.step([0, 1, 2, 3], most_tokens=64)
-            pie.store.controller.check_integrity()
+            pie.store.check_integrity()
             pool.check_integrity([block for blocks in sequences.blocks for block in blocks])
             assert pool.lasting_blocks == pie.growth.capacity_blocks
             sizes.add(pool.lasting_blocks)
@@ -129,7 +129,7 @@ def test_the_expansion_is_tried_while_requests_run(llama: Any) -> None:
             sequences.step([0, 1, 2, 3], most_tokens=64)
             tried.add(pie.store.controller.fifo_layers)
             assert pie.growth.expansion().capacity_blocks == pool.total_blocks
-            pie.store.controller.check_integrity()
+            pie.store.check_integrity()
         assert 3 in tried
 
 

@@ -25,7 +25,7 @@ def run(store: LayerStore, growth: Growth, steps: int = 1) -> None:
     for _ in range(steps):
         step(store, 0.0, lambda layer, keys: None)
         growth.after_step()
-        store.controller.check_integrity()
+        store.check_integrity()
 
 
 def test_it_grows_and_shrinks_and_what_lies_on_doomed_blocks_moves() -> None:

@@ -104,7 +104,7 @@ def test_no_layer_is_computed_without_its_kv_whatever_changes(seed: int) -> None
     try:
         for _ in range(60):
             step(store, 0.0, check_and_write)
-            store.controller.check_integrity()
+            store.check_integrity()
             if store.controller.excess_slots == 0 and dice.random() < 0.3:
                 store.set_fifo(dice.choice([0, 3, 4, 5]))
             if store.controller.excess_slots < 0 or store.controller.can_retire_slot:
