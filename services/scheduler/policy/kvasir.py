@@ -22,7 +22,7 @@ from services.scheduler.policy.ecoserve.drafts import Draft
 from services.scheduler.policy.ecoserve.jobs import Job, Stage
 from services.scheduler.policy.ecoserve.lengths import Lengths
 from services.scheduler.policy.ecoserve.options import EcoOptions, parse_options
-from services.scheduler.policy.ecoserve.profile import UsageProfile
+from services.scheduler.policy.ecoserve.profile import UsageProfile, bucket_tokens
 from services.scheduler.policy.ecoserve.queues import WaitingQueue
 from services.scheduler.policy.ecoserve.rescue import Rescuing
 from services.scheduler.policy.ecoserve.turns import AgingTurns
@@ -195,7 +195,8 @@ class KvasirPolicy(Rescuing):
                 growing.append((now, max(now, ends), job.held_blocks))
             constant = self._held_blocks - sum(item[2] for item in growing)
             limit = self._capacity_blocks - self._reserve_blocks
-            self._profile = UsageProfile(growing, constant, limit, self._block_tokens)
+            bucket = bucket_tokens([ends - now for now, ends, _ in growing])
+            self._profile = UsageProfile(growing, constant, limit, self._block_tokens, bucket)
         return self._profile
 
     def _add_chunk(self, draft: Draft, job: Job, now_s: float) -> None:

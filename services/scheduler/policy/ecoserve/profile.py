@@ -1,9 +1,10 @@
 """Usage over time, as predicted: may one more run, so that at no predicted completion there is too little?
 
-Time is counted in decode steps from now, in at most 256 buckets of 32. In each bucket a running sequence
-counts with the blocks it has at the bucket's end or at its own, whichever is first, and no more after
-that; what waits with KV in place counts in every bucket. A set may run iff in every bucket the sum is at
-most the limit. There are no more buckets than the longest of those that run has steps to go.
+Time is counted in decode steps from now, in at most 256 buckets, of 32 if nothing else is said. In each
+bucket a running sequence counts with the blocks it has at the bucket's end or at its own, whichever is
+first, and no more after that, so a bucket should be short beside what runs; what waits with KV in place
+counts in every bucket. A set may run iff in every bucket the sum is at most the limit. There are no more
+buckets than the longest of those that run has steps to go.
 
 Source: algorithms.md §1 ("Beyond the paper"): it contains papers/003 §3.4 as a special case.
 """
@@ -17,7 +18,21 @@ import numpy.typing as npt
 BUCKET_TOKENS = 32
 MAX_BUCKETS = 256
 Blocks = npt.NDArray[np.int64]
-_STARTS = np.arange(MAX_BUCKETS, dtype=np.int64) * BUCKET_TOKENS
+_LEAST_BUCKET_TOKENS = 4
+_PER_SEQUENCE = 4
+_INDICES = np.arange(MAX_BUCKETS, dtype=np.int64)
+
+
+def bucket_tokens(rests: Sequence[int]) -> int:
+    """How long buckets are best, when those that run have so many tokens to go: a power of two, so that the
+    mean one has at least four, and the longest no more than there are."""
+    if not rests:
+        return BUCKET_TOKENS
+    enough = max(sum(rests) / len(rests) / _PER_SEQUENCE, max(rests) / MAX_BUCKETS, _LEAST_BUCKET_TOKENS)
+    width = BUCKET_TOKENS
+    while width > _LEAST_BUCKET_TOKENS and width / 2 >= enough:
+        width //= 2
+    return width
 
 
 class UsageProfile:
@@ -29,8 +44,10 @@ class UsageProfile:
         constant_blocks: int,
         limit_blocks: int,
         block_tokens: int,
+        bucket: int = BUCKET_TOKENS,
     ) -> None:
-        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs."""
+        """`growing`: (tokens now, tokens at the end, blocks held) of each that runs. `bucket`: tokens."""
+        self._bucket_tokens = bucket
         self._block_tokens = block_tokens
         self._limit_blocks = limit_blocks
         self._constant_blocks = constant_blocks
@@ -50,14 +67,14 @@ class UsageProfile:
 
     def _reach(self, steps: int) -> None:
         """As many buckets as that takes."""
-        buckets = min(MAX_BUCKETS, max(1, -(-steps // BUCKET_TOKENS)))
+        buckets = min(MAX_BUCKETS, max(1, -(-steps // self._bucket_tokens)))
         missing = buckets - len(self._usage)
         if missing > 0:
             self._usage = np.append(self._usage, np.full(missing, self._constant_blocks, dtype=np.int64))
 
     def _demand(self, now: Any, end: Any, held: Any) -> Any:
-        starts = _STARTS[: len(self._usage)]
-        blocks = -(-np.minimum(end, now + starts + BUCKET_TOKENS) // self._block_tokens)
+        starts = _INDICES[: len(self._usage)] * self._bucket_tokens
+        blocks = -(-np.minimum(end, now + starts + self._bucket_tokens) // self._block_tokens)
         return np.where(starts < np.maximum(end - now, 1), np.maximum(blocks, held), 0)
 
     def which_fit(self, candidates: Sequence[tuple[int, int, int]]) -> list[bool]:
@@ -68,7 +85,7 @@ class UsageProfile:
         peaks: Any = (self._usage + self._demand(now, end, held)).max(axis=1)
         last = self._constant_blocks + -(-table[:, 1] // self._block_tokens)
         steps = table[:, 1] - table[:, 0]
-        peaks = np.where(steps > len(self._usage) * BUCKET_TOKENS, np.maximum(peaks, last), peaks)
+        peaks = np.where(steps > len(self._usage) * self._bucket_tokens, np.maximum(peaks, last), peaks)
         fits: list[bool] = (peaks - table[:, 2] <= self._limit_blocks).tolist()
         return fits
 
@@ -80,7 +97,7 @@ class UsageProfile:
         """Blocks that may be taken for good, and this one still fits; negative when it does not."""
         demand: Blocks = self._demand(now_tokens, end_tokens, held_blocks)
         peak = int((self._usage + demand).max())
-        if end_tokens - now_tokens > len(self._usage) * BUCKET_TOKENS:
+        if end_tokens - now_tokens > len(self._usage) * self._bucket_tokens:
             peak = max(peak, self._constant_blocks + -(-end_tokens // self._block_tokens))
         return self._limit_blocks - peak + held_blocks
 
