@@ -86,10 +86,6 @@ class SimWorker:
     _cut: bool = False
     """The running plan ends at the next step's end; the newest plan follows."""
 
-    @property
-    def is_idle(self) -> bool:
-        return self._running is None
-
     def stretch_end(self) -> tuple[float, int] | None:
         """When the present stretch ends, and its serial number: an older one is void."""
         return None if self._stretch is None else (self._stretch.ends_s[-1], self._stretch.serial)

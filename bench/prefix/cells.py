@@ -32,6 +32,7 @@ class Cell:
         if self.tiers == NONE:
             return {"worker.prefix_cache.enabled": "false", "placement.order": self.order}
         found: dict[str, object] = {
+            "worker.prefix_cache.enabled": "true",
             "worker.prefix_cache.host_mb": 0,
             "placement.order": self.order,
             "worker.prefix_cache.lookahead_sequences": 64 if self.prefetch else 0,

@@ -108,6 +108,8 @@ def _analyse_all(context: Context, stacks: Stacks) -> list[Measured]:
                 lambda target, warm=cell.tiers != NONE: text.analyse(target, requests, shape, warm=warm),  # type: ignore[misc]
             )
             _check(served)
+            if cell.tiers == TIERS[-1] and not served.cached_share:
+                raise InternalError(f"{cell.name}: every prefix was seen before and none was found")
             done.append(Measured(cell, served, hits))
             context.record(
                 {
@@ -126,7 +128,11 @@ def _talk_all(context: Context, stacks: Stacks) -> dict[str, list[chat.Talked]]:
     shape = chat.QUICK if context.quick else chat.Chats()
     sides: dict[str, dict[str, object]] = {
         "without": {"worker.prefix_cache.enabled": "false"},
-        "with": {"worker.prefix_cache.host_mb": 0, "worker.prefix_cache.host_blocks": shape.host_blocks},
+        "with": {
+            "worker.prefix_cache.enabled": "true",
+            "worker.prefix_cache.host_mb": 0,
+            "worker.prefix_cache.host_blocks": shape.host_blocks,
+        },
     }
     talks: dict[str, list[chat.Talked]] = {name: [] for name in sides}
     times = 1 if context.quick else 2

@@ -81,6 +81,8 @@ def kvasir_table(
             raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
         if setting == "served_name":
             raise ConfigError("gateway and workers call the model the same: write --served-name NAME")
+        if setting == "port":
+            raise ConfigError("the stack looks for the gateway where it starts it: write --port PORT")
     nats_argv = (nats_server.binary(), "-c", str(nats_config))
     table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"

@@ -8,7 +8,7 @@ learn its own caps.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class LengthModel(Protocol):
         ...
 
 
+@runtime_checkable
 class BatchModel(LengthModel, Protocol):
     """A model for which many questions cost little more than one."""
 
@@ -89,10 +90,8 @@ ModelFactory = Callable[[ModelSettings], LengthModel]
 
 def predict_all(model: LengthModel, queries: Sequence[LengthQuery]) -> list[PredictedLength]:
     """In one call where the model can, else one by one."""
-    batch = getattr(model, "predict_batch", None)
-    if batch is not None:
-        answers: list[PredictedLength] = batch(queries)
-        return answers
+    if isinstance(model, BatchModel):
+        return model.predict_batch(queries)
     return [
         model.predict(query.prompt, max_tokens=query.max_tokens, generated_tokens=query.generated_tokens)
         for query in queries

@@ -7,63 +7,20 @@ own rule: `_candidates`. Source: papers/003 §2 (exact-allocation); algorithms.m
 in `first_come.py`.
 """
 
-import msgspec
-
-from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.first_come import Draft, FirstComePolicy
-from services.scheduler.policy.foresight import Foresight
+from services.scheduler.policy.contract import PlannedBatch
+from services.scheduler.policy.first_come import Draft
+from services.scheduler.policy.foresight import Foreseeing
 from services.scheduler.policy.progress import Entry, Stage
-from shared.messages.commands import LengthPrediction
-from shared.messages.sequence import SequenceKey
 
 
-class ExactPolicy(FirstComePolicy):
+class ExactPolicy(Foreseeing):
     """One worker's batches, but for `_candidates`. A subclass fulfils `contract.BatchPolicy`."""
-
-    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        self._foresight = Foresight()
-        super().__init__(shape, settings)
-
-    def on_arrival(self, task: Task, now_s: float) -> None:
-        if task.key not in self._entries:
-            self._foresight.note_task(task)
-            super().on_arrival(task, now_s)
-
-    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        if task.key not in self._entries:
-            self._foresight.note_task(task)
-            super().on_adopted(task, holding, now_s)
-
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
-        super().on_ended(key, now_s)
-        self._foresight.forget(key)
-
-    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        """Whoever waits is looked at anew; whoever runs keeps what it was given."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        waits = entry.stage is Stage.WAITING
-        if waits:
-            self._dequeue(entry)
-        self._foresight.note(key, prediction)
-        if waits:
-            self._enqueue(entry)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         draft = self._draft()
         if not draft.preempted:
             self._admit(draft)
-        batch = self._commit(draft)
-        if batch is None:
-            return None
-        decoded = (self._entries[item.key] for item in batch.decodes)
-        return msgspec.structs.replace(batch, questions=self._foresight.questions(decoded))
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance."""
-        super().check_integrity()
-        self._foresight.check_integrity(self._entries)
+        return self._with_questions(self._commit(draft))
 
     def _exact_blocks(self, entry: Entry) -> int:
         """What prompt and predicted answer occupy, clamped to what an otherwise empty worker gives."""

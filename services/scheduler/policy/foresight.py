@@ -1,13 +1,24 @@
 """Predicted answer lengths as a policy uses them: always above what is there already, never above the limit.
 
 Without a prediction an answer counts as long as it may get. One that outgrew its prediction counts as one
-token longer than it is, and its length is asked for anew, once for each prediction. Knows no policy.
+token longer than it is, and its length is asked for anew, once for each prediction. `Foreseeing` is what a
+policy that goes by them does with every event. Knows no order and no admission rule.
 """
 
 from collections.abc import Iterable
 
-from services.scheduler.policy.contract import PlannedQuestion, Task
-from services.scheduler.policy.progress import Entry
+import msgspec
+
+from services.scheduler.policy.contract import (
+    Holding,
+    PlannedBatch,
+    PlannedQuestion,
+    PolicySettings,
+    Task,
+    WorkerShape,
+)
+from services.scheduler.policy.first_come import FirstComePolicy
+from services.scheduler.policy.progress import Entry, Stage
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
@@ -56,3 +67,49 @@ class Foresight:
     def check_integrity(self, known: Iterable[SequenceKey]) -> None:
         """Raises AssertionError when it remembers sequences that are gone."""
         assert self._asked <= self._length_tokens.keys() <= set(known)
+
+
+class Foreseeing(FirstComePolicy):
+    """One worker's batches, with predicted lengths kept beside the books. A subclass plans."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        self._foresight = Foresight()
+        super().__init__(shape, settings)
+
+    def on_arrival(self, task: Task, now_s: float) -> None:
+        if task.key not in self._entries:
+            self._foresight.note_task(task)
+            super().on_arrival(task, now_s)
+
+    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
+        if task.key not in self._entries:
+            self._foresight.note_task(task)
+            super().on_adopted(task, holding, now_s)
+
+    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+        super().on_ended(key, now_s)
+        self._foresight.forget(key)
+
+    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        """Whoever waits is ranked anew; whoever runs keeps what it was given."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        waits = entry.stage is Stage.WAITING
+        if waits:
+            self._dequeue(entry)
+        self._foresight.note(key, prediction)
+        if waits:
+            self._enqueue(entry)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance."""
+        super().check_integrity()
+        self._foresight.check_integrity(self._entries)
+
+    def _with_questions(self, batch: PlannedBatch | None) -> PlannedBatch | None:
+        """The same batch, and what is asked about the answers it goes on with."""
+        if batch is None:
+            return None
+        decoded = (self._entries[item.key] for item in batch.decodes)
+        return msgspec.structs.replace(batch, questions=self._foresight.questions(decoded))

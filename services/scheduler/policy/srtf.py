@@ -9,10 +9,8 @@ papers/003 §2 (SRTF with max-allocation), algorithms.md §1.
 
 from typing import Any
 
-import msgspec
-
-from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.foresight import Foresight
+from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
+from services.scheduler.policy.foresight import Foreseeing
 from services.scheduler.policy.options import read_options
 from services.scheduler.policy.progress import Entry, Stage
 from services.scheduler.policy.ranked import RankedPolicy
@@ -20,51 +18,19 @@ from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
-class SrtfPolicy(RankedPolicy):
+class SrtfPolicy(Foreseeing, RankedPolicy):
     """One worker's batches. Implements `contract.BatchPolicy`."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("srtf", settings.options, {})
-        self._foresight = Foresight()
         super().__init__(shape, settings)
 
-    def on_arrival(self, task: Task, now_s: float) -> None:
-        if task.key not in self._entries:
-            self._foresight.note_task(task)
-            super().on_arrival(task, now_s)
-
-    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        if task.key not in self._entries:
-            self._foresight.note_task(task)
-            super().on_adopted(task, holding, now_s)
-
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
-        super().on_ended(key, now_s)
-        self._foresight.forget(key)
-
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return
-        waits = entry.stage is Stage.WAITING
-        if waits:
-            self._dequeue(entry)
-        self._foresight.note(key, prediction)
-        if waits:
-            self._enqueue(entry)
+        super().on_predicted(key, prediction, now_s)
         self._sort_running()
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        batch = super().plan(now_s)
-        if batch is None:
-            return None
-        decoded = (self._entries[item.key] for item in batch.decodes)
-        return msgspec.structs.replace(batch, questions=self._foresight.questions(decoded))
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when the books do not balance."""
-        super().check_integrity()
-        self._foresight.check_integrity(self._entries)
+        return self._with_questions(super().plan(now_s))
 
     def _rank(self, entry: Entry) -> Any:
         prefill_tokens = 0

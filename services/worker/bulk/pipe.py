@@ -71,13 +71,6 @@ class Pipe:
             self._start += count
             return self._ahead[self._start - count : self._start]
 
-    def peek(self, until_s: float) -> int:
-        """The next byte, which stays there. Raises DeadlineExceeded and PeerLost."""
-        with self._lock:
-            if self._end == self._start:
-                self._read_ahead(1, until_s)
-            return self._ahead[self._start]
-
     def fill(self, views: Sequence[Buffer], until_s: float) -> None:
         """The next bytes, into all of these. Raises DeadlineExceeded and PeerLost."""
         with self._lock:

@@ -136,9 +136,6 @@ class ExtendedPool:
             self._free.pop(block, None)
             self._used.discard(block)
 
-    def is_borrowed(self, block: int) -> bool:
-        return block >= self.own_blocks
-
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless `held` is what is taken, each once."""
         mine: list[int] = []

@@ -70,12 +70,6 @@ class LayerMemory:
         self._host: dict[int, HostCopy] = {}
         self._chunk_blocks = max(1, _CHUNK_BYTES // shape.block_bytes)
 
-    @property
-    def host_bytes(self) -> int:
-        """Allocated for copies."""
-        rows = sum(copy.keys.shape[0] for copy in self._host.values())
-        return rows * self.shape.block_bytes
-
     def views(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot, `[slot_blocks, …]`; valid until the next resize."""
         first, blocks = self.partition.first_block(slot), self.partition.slot_blocks

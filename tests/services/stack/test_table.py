@@ -94,6 +94,11 @@ async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
         await table(tmp_path, "worker.served_name=theirs")
 
 
+async def test_the_gateway_is_where_the_stack_looks_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--port"):
+        await table(tmp_path, "gateway.port=8123")
+
+
 @pytest.mark.parametrize("text", ["kv_blocks=1", "worker.kv_blocks", "=1", "worker=1"])
 def test_overrides_that_say_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"section\.setting=value"):

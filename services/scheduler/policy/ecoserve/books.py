@@ -5,6 +5,7 @@ with KV joins the generation queue like a paused one, so that its reservation is
 rule. Here too: hosts and guests part when either leaves (§3.4). Knows no order, no admission rule.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import ceil
 
@@ -20,7 +21,7 @@ from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
-class Books:
+class Books(ABC):
     """One worker's jobs. `_free_blocks` is what is set aside for nobody."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
@@ -51,9 +52,9 @@ class Books:
     def _make_lengths(self) -> Lengths:
         return Lengths(self._options, self._block_tokens)
 
+    @abstractmethod
     def _make_queues(self) -> tuple[WaitingQueue, WaitingQueue]:
         """Prompts, generations."""
-        raise NotImplementedError
 
     @property
     def _free_blocks(self) -> int:

@@ -5,6 +5,7 @@ is pinned until it ends, and others are evicted, half-prefilled prompts included
 tokens and is prefilled again, so every answer grows monotonically and the pinned one always ends.
 """
 
+from abc import abstractmethod
 from itertools import chain
 
 from services.scheduler.policy.ecoserve.drafts import Draft, Drafting
@@ -14,9 +15,9 @@ from services.scheduler.policy.ecoserve.jobs import Job, Stage, arrival_rank
 class Rescuing(Drafting):
     """A subclass says how a generation starts, and calls `_shed` and `_rescue` from its `plan`."""
 
+    @abstractmethod
     def _start(self, draft: Draft, job: Job, blocks: int) -> None:
         """It runs from this batch on, with `blocks` set aside for it alone."""
-        raise NotImplementedError
 
     def _target_blocks(self, job: Job) -> int:
         """What a generation is allocated in all when it starts: clamped to what an otherwise empty worker
