@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from shared.errors import ConfigError
 from sim.costs import find_cost
 from sim.predictors import find_predictor
 from sim.requests import RequestRecord, SimRequest
@@ -86,7 +87,10 @@ class OverLimitError(Exception):
 def run_case(
     case: Case, *, is_checked: bool = False, on_end: Callable[[RequestRecord], None] | None = None
 ) -> Outcome:
-    """Raises ConfigError for names that do not exist, PlanError and WedgeError for a policy's faults."""
+    """Raises ConfigError for names that do not exist and for requests that no worker holds, PlanError and
+    WedgeError for a policy's faults."""
+    requests = requests_of(case)
+    _check_sizes(requests, case.machine)
     is_trained = case.predictor in ("histogram", "histogram_online", "trace")
     train = training_requests(case.source, count=TRAINING_REQUESTS, seed=case.seed) if is_trained else []
     setup = Setup(
@@ -101,7 +105,18 @@ def run_case(
         prediction_delay_s=case.prediction_delay_s,
         is_checked=is_checked,
     )
-    return Simulation(setup, requests_of(case), on_end).run()
+    return Simulation(setup, requests, on_end).run()
+
+
+def _check_sizes(requests: list[SimRequest], machine: Machine) -> None:
+    capacity_tokens = machine.block_tokens * machine.capacity_blocks
+    longest = max(requests, key=lambda request: request.prompt_tokens + request.output_tokens)
+    tokens = longest.prompt_tokens + longest.output_tokens
+    if tokens > capacity_tokens:
+        raise ConfigError(
+            f"request {longest.index} has {longest.prompt_tokens} + {longest.output_tokens} tokens, "
+            f"a worker's KV holds {capacity_tokens}: take a trace of shorter requests or a larger machine"
+        )
 
 
 def latency_within_s(case: Case, limit_s: float, longest_drain_s: float = math.inf) -> float:

@@ -184,7 +184,7 @@ def _text_outcome(context: Context, measured: list[Measured]) -> Outcome:
             f"the paper states {PAPER_FACTOR:g}x for text analysis (its figures give no numbers to read)",
             "text_throughput_vs_none: all tiers, the best order",
         ],
-        headline=list(best),
+        headline=[*best, *(f"text_vs_none_{_key(name)}" for name in with_cache)],
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shared.errors import ConfigError
-from sim.case import Case, latency_within_s, run_case
+from sim.case import Case, Machine, latency_within_s, run_case
 from sim.summary import normalized_latency_s
 from sim.workloads import Source
 
@@ -38,3 +38,8 @@ def test_a_queue_that_is_left_over_breaks_the_run_off() -> None:
 def test_names_that_do_not_exist_are_told(case: Case) -> None:
     with pytest.raises(ConfigError):
         run_case(case)
+
+
+def test_a_request_that_no_worker_holds_is_told_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"a worker's KV holds 64"):
+        run_case(replace(CASE, machine=Machine(block_tokens=32, capacity_blocks=2)))
