@@ -5,7 +5,7 @@ OPT-13B on one A100 with 15,360 tokens of KV (papers/003 §2.1), costs from Dist
 real machine is bounded by `bench sim-check`. Figures and rules: design notes in docs/simulator.md.
 """
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +61,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--processes", type=int, help="[one per core]")
     parser.add_argument("--predictors", action="store_true", help="also every predictor, with our policies")
+    parser.add_argument(
+        "--pictures", action=BooleanOptionalAction, help="which cost as many runs again [not with --quick]"
+    )
     parser.add_argument("--sensitivities", action="store_true", help="also EcoServe's figure 12")
 
 
@@ -81,7 +84,7 @@ def run(context: Context) -> Outcome:
         found = compare(sources, sides, machine, effort, lambda label: bar.advance(now=label))
     _record(context, found)
     tables = [*_tables(found)]
-    if not context.quick:
+    if not context.quick if flags.pictures is None else flags.pictures:
         _draw(context, found, sides, machine, effort)
     if flags.sensitivities:
         tables.append(_sensitivities(context, found, machine, effort, flags.predictor))
