@@ -195,7 +195,8 @@ class KvasirPolicy(Rescuing):
                 growing.append((now, max(now, ends), job.held_blocks))
             constant = self._held_blocks - sum(item[2] for item in growing)
             limit = self._capacity_blocks - self._reserve_blocks
-            bucket = bucket_tokens([ends - now for now, ends, _ in growing])
+            rests = [ends - now for now, ends, _ in growing]
+            bucket = bucket_tokens(rests, self._capacity_blocks * self._block_tokens)
             self._profile = UsageProfile(growing, constant, limit, self._block_tokens, bucket)
         return self._profile
 

@@ -2,9 +2,9 @@
 
 Time is counted in decode steps from now, in at most 256 buckets, of 32 if nothing else is said. In each
 bucket a running sequence counts with the blocks it has at the bucket's end or at its own, whichever is
-first, and no more after that, so a bucket should be short beside what runs; what waits with KV in place
-counts in every bucket. A set may run iff in every bucket the sum is at most the limit. There are no more
-buckets than the longest of those that run has steps to go.
+first, and no more after that: longer buckets leave more room for what was not predicted, shorter ones fill
+the KV. What waits with KV in place counts in every bucket. A set may run iff in every bucket the sum is at
+most the limit. There are no more buckets than the longest of those that run has steps to go.
 
 Source: algorithms.md §1 ("Beyond the paper"): it contains papers/003 §3.4 as a special case.
 """
@@ -19,18 +19,22 @@ BUCKET_TOKENS = 32
 MAX_BUCKETS = 256
 Blocks = npt.NDArray[np.int64]
 _LEAST_BUCKET_TOKENS = 4
-_PER_SEQUENCE = 4
+_OVERCOUNT = 1 / 16
 _INDICES = np.arange(MAX_BUCKETS, dtype=np.int64)
 
 
-def bucket_tokens(rests: Sequence[int]) -> int:
-    """How long buckets are best, when those that run have so many tokens to go: a power of two, so that the
-    mean one has at least four, and the longest no more than there are."""
-    if not rests:
-        return BUCKET_TOKENS
-    enough = max(sum(rests) / len(rests) / _PER_SEQUENCE, max(rests) / MAX_BUCKETS, _LEAST_BUCKET_TOKENS)
+def bucket_tokens(rests: Sequence[int], kv_tokens: int) -> int:
+    """How long buckets are best, when those that run have so many tokens to go in a KV of that size: a power
+    of two. In a bucket each counts with up to that many tokens more than it has now; all of that is no more
+    than a sixteenth of the KV, where buckets of 4 tokens allow it and the longest needs no more than there
+    are."""
+    longest = max(rests, default=0)
     width = BUCKET_TOKENS
-    while width > _LEAST_BUCKET_TOKENS and width / 2 >= enough:
+    while (
+        width > _LEAST_BUCKET_TOKENS
+        and len(rests) * width > kv_tokens * _OVERCOUNT
+        and longest <= width // 2 * MAX_BUCKETS
+    ):
         width //= 2
     return width
 

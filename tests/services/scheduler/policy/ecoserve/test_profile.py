@@ -1,9 +1,10 @@
 """Usage over time: never more than it says, by simulation of every step; it contains the halving slots."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.ecoserve.profile import BUCKET_TOKENS, MAX_BUCKETS, UsageProfile
+from services.scheduler.policy.ecoserve.profile import BUCKET_TOKENS, MAX_BUCKETS, UsageProfile, bucket_tokens
 
 BLOCK_TOKENS = 4
 Growing = tuple[int, int, int]
@@ -67,3 +68,20 @@ def test_beyond_the_last_bucket_lengths_still_count() -> None:
     profile = UsageProfile([], 10, 3000, BLOCK_TOKENS)
     assert profile.fits(0, longest, 0)
     assert not profile.fits(0, 2 * longest, 0)
+
+
+@pytest.mark.parametrize(
+    ("rests", "kv_tokens", "expected"),
+    [
+        ([], 1600, 32),
+        ([400] * 30, 16 * 32 * 30, 32),
+        ([400] * 31, 16 * 32 * 30, 16),
+        ([60] * 136, 480 * 32, 4),
+        ([60] * 135 + [2000], 480 * 32, 8),
+        ([60] * 135 + [1 << 20], 480 * 32, 32),
+    ],
+)
+def test_buckets_are_as_short_as_the_crowd_and_the_longest_allow(
+    rests: list[int], kv_tokens: int, expected: int
+) -> None:
+    assert bucket_tokens(rests, kv_tokens) == expected
