@@ -162,10 +162,27 @@ def test_a_raise_that_is_refused_before_it_counts_holds_longer_and_longer() -> N
         while controller.on_window(window(0)) == 0:
             windows += 1
         held.append(windows)
-        assert not controller.fits(swap_s=1.0, token_s=1.0, ratio=1.05)
-        assert controller.fits(swap_s=0.3, token_s=1.0, ratio=1.05)
+        assert not controller.fits(swap_s=1.0, steps_s=[1.0], ratio=1.05)
+        assert controller.fits(swap_s=0.3, steps_s=[1.0], ratio=1.05)
         assert controller.refuse() == 0 and controller.reason is Reason.TOO_SLOW
     assert held == [1, 5, 9, 17, 33, 33]
+
+
+def test_a_length_fits_only_if_short_steps_seldom_wait_for_it() -> None:
+    """q = 10 of 40 layers, 0.9 s a turn: half of the steps are long enough in both cases."""
+    controller = ExpansionController(LAYERS, 39, fifo_layers=10)
+    assert controller.fits(swap_s=0.09, steps_s=[1.0] * 31 + [0.95], ratio=1.0)
+    assert controller.fits(swap_s=0.09, steps_s=[1.0] * 31 + [0.8], ratio=1.0)
+    assert not controller.fits(swap_s=0.09, steps_s=[1.0] * 28 + [0.2] * 4, ratio=1.0)
+    assert not controller.fits(swap_s=0.09, steps_s=[0.9] * 32, ratio=1.0)
+
+
+def test_a_raise_that_short_steps_would_wait_for_is_not_tried() -> None:
+    even = ExpansionController(LAYERS, 39, fifo_layers=10)
+    uneven = ExpansionController(LAYERS, 39, fifo_layers=10)
+    found = window(10, swap=2.0)
+    assert even.on_window(replace(found, steps_s=(1.0,) * 32)) == 11
+    assert uneven.on_window(replace(found, steps_s=(1.2,) * 26 + (0.2,) * 6)) == 10
 
 
 @settings(max_examples=30, deadline=None)
