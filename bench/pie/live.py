@@ -43,6 +43,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="B",
         help="of the link, bytes/s [%(default)g]",
     )
+    group.add_argument("--turns", type=int, metavar="N", help="of each side in `room` [8, quick: 1]")
+    group.add_argument(
+        "--lengths", type=int, nargs="+", metavar="Q", help="fixed queues in `room`, instead of a search"
+    )
     group.add_argument("--trace", type=Path, help="JSONL rows with `prompt` and `response`")
 
 

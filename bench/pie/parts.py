@@ -22,13 +22,13 @@ _SEARCH_FROM = 1.3
 def room(arena: Arena) -> Outcome:
     """The link leaves room."""
     layers = layers_of(arena)
-    rates = _search(arena, layers)
-    best = max(rates, key=lambda length: rates[length])
-    finalists = sorted({*sorted(rates, key=lambda length: -rates[length])[:2], best})
+    flags = arena.context.arguments
+    finalists = flags.lengths or _best_two(_search(arena, layers))
+    best = finalists[0]
     kinds = [RECOMPUTE, SWAP, synchronous(best), *(fixed(length) for length in finalists), AUTO]
     with arena.sides(kinds, arena.ground) as sides:
         served = arena.measure(
-            "room", sides, arena.pace.rounds, partial(measure, duration_s=arena.pace.slice_s)
+            "room", sides, flags.turns or arena.pace.rounds, partial(measure, duration_s=arena.pace.slice_s)
         )
         same = same_text_share(sides[-1], sides[0])
     recompute, swap, auto = served[0], served[1], served[-1]
@@ -59,6 +59,10 @@ def room(arena: Arena) -> Outcome:
     return Outcome(
         figures, _failures(served), [_table(title, served, layers)], [note], headline=list(figures)
     )
+
+
+def _best_two(rates: dict[int, float]) -> list[int]:
+    return sorted(rates, key=lambda length: -rates[length])[:2]
 
 
 def _search(arena: Arena, layers: int) -> dict[int, float]:

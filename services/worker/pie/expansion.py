@@ -24,7 +24,7 @@ class Thresholds:
     """Swap-ins that found no host layer needed in this token's computation: above it there is room."""
     stall_share: float = 0.01
     """Waiting over computing."""
-    foreseen: float = 0.5
+    foreseen: float = 0.25
     """Of `stall_share`: waits that a length may cause, as far as the last steps tell, and still fits."""
     heavy_stall: float = 10.0
     """So many times `stall_share` is believed at once; less has to last two windows."""
@@ -66,6 +66,8 @@ class Window:
     """One swap, the slower direction, mean; 0: none was seen."""
     steps_s: tuple[float, ...] = ()
     """Each iteration's computation; empty: take the mean."""
+    fixed_share: float = 0.0
+    """Of a decoding iteration's computation, what does not grow with its batch; 0: not known."""
     work_rate: float = 0.0
     """Blocks in use per second, waits included, in iterations that only decode; median. 0: none did."""
 
@@ -227,12 +229,22 @@ class ExpansionController:
             self._recent = []
             return Reason.HELD
         goals = [(1 + self._at.gain) * before for before in self._trial]
-        if any(now > 0 and now >= goal for now, goal in zip(self._rates(), goals, strict=True)):
+        has_risen = any(now > 0 and now >= goal for now, goal in zip(self._rates(), goals, strict=True))
+        if has_risen or self._is_gain_shown(window):
             self._failures.pop(self.fifo_layers, None)
             self._stride = min(2 * self._stride, self._at.longest_stride)
             self._trial = None
             return Reason.KEPT
         return Reason.HELD if len(self._recent) < self._at.judge_windows else self._fail(Reason.NO_GAIN)
+
+    def _is_gain_shown(self, window: Window) -> bool:
+        """Whether steps of different sizes say that so much larger batches bring enough, and nobody waits.
+
+        One raise brings a few per cent, between windows whose throughput varies twofold.
+        """
+        larger = 1 / self._ratio(self._before)
+        gain = larger / (window.fixed_share + (1 - window.fixed_share) * larger) - 1
+        return gain >= self._at.gain and window.stall_s <= self._at.stall_share * window.compute_s
 
     def _rates(self) -> tuple[float, ...]:
         """Means of the last windows that count."""

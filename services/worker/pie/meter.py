@@ -3,6 +3,7 @@ controller. Pure.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from services.worker.pie.expansion import Window
@@ -11,6 +12,7 @@ from services.worker.pie.swap import Direction, SwapController
 _WEIGHT = 0.1
 """Of the newest step."""
 _ENOUGH_SWAPS, _LATEST_SWAPS, _LATEST_STEPS = 2, 8, 32
+_LATEST_DECODES, _LEAST_DECODES, _LEAST_RANGE = 128, 8, 1.2
 
 
 class SwapMeter:
@@ -37,6 +39,7 @@ class SwapMeter:
             direction: deque(maxlen=_LATEST_SWAPS) for direction in Direction
         }
         self._latest_steps_s: deque[float] = deque(maxlen=_LATEST_STEPS)
+        self._decodes: deque[tuple[int, float]] = deque(maxlen=_LATEST_DECODES)
         self._step_s = 0.0
         self._before = (0.0, 0.0, 0, 0)
 
@@ -83,6 +86,7 @@ class SwapMeter:
         self.iterations += 1
         if is_decoding and compute_s > 0:
             self._work_rates.append(used_blocks / (compute_s + stall_s))
+            self._decodes.append((tokens, compute_s))
         self._step_times.append(compute_s)
         self._latest_steps_s.append(compute_s)
         self._step_s = compute_s if not self._step_s else self._step_s + _WEIGHT * (compute_s - self._step_s)
@@ -107,12 +111,33 @@ class SwapMeter:
             swap_s=max(_mean(times) for times in self._swap_s.values()),
             steps_s=tuple(self._step_times),
             work_rate=median(self._work_rates) if self._work_rates else 0.0,
+            fixed_share=fixed_share(self._decodes),
         )
         self._work_rates, self._step_times = [], []
         self._tokens = self._used_blocks = 0
         for times in self._swap_s.values():
             times.clear()
         return window
+
+
+def fixed_share(steps: Iterable[tuple[int, float]]) -> float:
+    """Of the time of steps (tokens, seconds), what does not grow with their tokens; 0: cannot be told.
+
+    From the medians of the smaller and of the larger third: outliers do not count.
+    """
+    ordered = sorted(steps)
+    third = len(ordered) // 3
+    if third < _LEAST_DECODES:
+        return 0.0
+    (few, short_s), (many, long_s) = (
+        (median(tokens for tokens, _ in part), median(took_s for _, took_s in part))
+        for part in (ordered[:third], ordered[-third:])
+    )
+    if many < _LEAST_RANGE * few:
+        return 0.0
+    middle, took_s = (few + many) / 2, (short_s + long_s) / 2
+    per_token_s = max(0.0, (long_s - short_s) / (many - few))
+    return max(0.0, 1 - per_token_s * middle / took_s) if took_s > 0 else 0.0
 
 
 def _mean(values: list[float]) -> float:

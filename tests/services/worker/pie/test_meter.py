@@ -1,6 +1,8 @@
 """Windows, sums and the pace."""
 
-from services.worker.pie.meter import SwapMeter
+import pytest
+
+from services.worker.pie.meter import SwapMeter, fixed_share
 from services.worker.pie.swap import Direction, SwapController
 
 
@@ -34,3 +36,11 @@ def test_the_pace_needs_two_swaps_in_each_direction() -> None:
     assert meter.pace() == (0.2, (2.0,)) and meter.step_s == 2.0
     meter.forget_swaps()
     assert meter.pace() is None
+
+
+def test_what_does_not_grow_with_the_batch_is_seen_through_outliers() -> None:
+    steps = [(batch, 10.0 + batch) for batch in range(5, 17)] * 4
+    assert fixed_share(steps) == pytest.approx(10 / 20.5, abs=0.02)
+    assert fixed_share([*steps, (6, 300.0), (15, 500.0)]) == pytest.approx(10 / 20.5, abs=0.04)
+    assert fixed_share([(batch, 2.0 * batch) for batch, _ in steps]) == pytest.approx(0.0, abs=1e-9)
+    assert fixed_share(steps[:12]) == 0.0 == fixed_share([(8, 1.0)] * 60)

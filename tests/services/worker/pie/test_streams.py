@@ -30,31 +30,31 @@ class Device:
 
     lag: int = 3
     order: list[str] = field(default_factory=list)
-    streams: list["Stream"] = field(default_factory=list)
+    streams: list["Queue"] = field(default_factory=list)
 
-    def Stream(self, device: torch.device) -> "Stream":
-        self.streams.append(Stream(f"copies-{len(self.streams)}", self))
+    def Stream(self, device: torch.device) -> "Queue":
+        self.streams.append(Queue(f"copies-{len(self.streams)}", self))
         return self.streams[-1]
 
-    def Event(self, enable_timing: bool = False) -> "Event":
-        return Event(self, enable_timing)
+    def Event(self, enable_timing: bool = False) -> "Mark":
+        return Mark(self, enable_timing)
 
-    def current_stream(self, device: torch.device) -> "Stream":
-        return Stream("computation", self)
+    def current_stream(self, device: torch.device) -> "Queue":
+        return Queue("computation", self)
 
     @contextmanager
-    def stream(self, stream: "Stream") -> Iterator[None]:
+    def stream(self, stream: "Queue") -> Iterator[None]:
         self.order.append(f"begin {stream.name}")
         yield
         self.order.append(f"end {stream.name}")
 
 
 @dataclass
-class Stream:
+class Queue:
     name: str
     device: Device
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "Mark") -> None:
         assert event.stream == "computation", "copies wait for computations alone"
         self.device.order.append(f"{self.name} waits")
 
@@ -63,13 +63,13 @@ class Stream:
 
 
 @dataclass
-class Event:
+class Mark:
     device: Device
     has_time: bool
     stream: str = ""
     looks: int = 0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Queue) -> None:
         assert not self.stream, "an event is recorded once"
         self.stream = stream.name
 
@@ -78,7 +78,7 @@ class Event:
         self.looks += 1
         return self.looks > self.device.lag
 
-    def elapsed_time(self, later: "Event") -> float:
+    def elapsed_time(self, later: "Mark") -> float:
         assert self.has_time and later.has_time and later.looks > self.device.lag
         return 1.0
 
