@@ -2,7 +2,8 @@
 
 Steps of one token for a batch, layer by layer through the worker's own store: matrix products with one
 layer's weights (all layers use the same: they are larger than any cache) and a pass over the layer's KV.
-Overlap by the device's clock: a step with a queue against one with every layer in place, on the same blocks.
+Overlap by the device's clock: a step with a queue, all blocks of its expansion in use, against one on as many
+blocks with every layer in place, on a device of so much more memory.
 Needs a CUDA device; `measure` itself runs anywhere. Source: papers/004 §5.
 """
 
@@ -22,8 +23,9 @@ from bench.outcome import Outcome, Table
 from services.worker.engine.attention import LayerShape
 from services.worker.pie.assembly import Pie, assemble
 from services.worker.pie.settings import PieSettings
+from services.worker.pie.sizes import slot_blocks
 
-_QUEUES = (4, 10, 17, 21, 25)
+_QUEUES = (3, 4, 6, 10, 17, 25)
 _HOST_MB = 1 << 17
 _DEADLINE_S = 30.0
 
@@ -55,11 +57,13 @@ def run(context: Context) -> Outcome:
     compute = layer_of(shape, flags.batch, device)
     figures: dict[str, float] = {}
     rows = []
-    plain = measure(shape, 0, blocks, blocks, compute, device, steps)
     for fifo_layers in flags.queues[-2:] if context.quick else flags.queues:
-        found = measure(shape, fifo_layers, blocks, blocks, compute, device, steps)
+        used = slot_blocks(shape.layers, fifo_layers, blocks)
+        plain = measure(shape, 0, used, used, compute, device, steps)
+        found = measure(shape, fifo_layers, blocks, used, compute, device, steps)
         figures[f"step_vs_none_q{fifo_layers}"] = found.step_s / plain.step_s
         figures[f"stall_share_q{fifo_layers}"] = max(0.0, found.step_s / plain.step_s - 1)
+        figures[f"host_wait_share_q{fifo_layers}"] = found.stall_share
         figures[f"gb_s_q{fifo_layers}"] = found.bytes_per_s / 1e9
         rows.append((fifo_layers, found.step_s * 1e3, plain.step_s * 1e3, found.bytes_per_s / 1e9))
     name = torch.cuda.get_device_properties(device).name
@@ -130,8 +134,8 @@ def _step(
 ) -> float:
     """Seconds, by the device's clock where it has one."""
     store = pie.store
-    clock = _clock(device)
     store.step_begins(())
+    clock = _clock(device)
     for layer in range(store.controller.table.layers):
         keys, values = store.enter(layer)
         compute(keys[:used_blocks], values[:used_blocks])

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.pie.confidence import interval, median_of_ratios
 from bench.pie.sides import Side
 from bench.ratios import Ratio, order_of, ratio_of
 
@@ -18,6 +19,11 @@ class Slice:
     stall_share: float
     """Waited for KV over computed."""
     fifo_layers: int
+    took_s: float = 1.0
+
+
+Measure = Callable[[Side], Slice]
+"""One turn of a side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +49,14 @@ class Served:
 
 
 def take_turns(
-    sides: Sequence[Side], rounds: int, slice_s: float, on_slice: Callable[[Side, Slice], None]
+    sides: Sequence[Side], rounds: int, one_slice: Measure, on_slice: Callable[[Side, Slice], None]
 ) -> list[Served]:
-    """A B C, C B A, …: `rounds` slices of `slice_s` seconds for each side."""
+    """A B C, C B A, …: `rounds` slices for each side."""
     found: list[list[Slice]] = [[] for _ in sides]
     before = [len(side.loop.answers) for side in sides]
     for turn in range(rounds):
         for index in order_of(turn, len(sides)):
-            one = measure(sides[index], slice_s)
+            one = one_slice(sides[index])
             found[index].append(one)
             on_slice(sides[index], one)
     return [
@@ -60,10 +66,19 @@ def take_turns(
 
 def measure(side: Side, duration_s: float) -> Slice:
     """Let it run for so long."""
+    return _measured(side, lambda: side.loop.run(duration_s))
+
+
+def measure_work(side: Side, answers: int) -> Slice:
+    """Let it run for so many answers more: with the same work sides differ by their speed alone."""
+    return _measured(side, lambda: side.serve(answers))
+
+
+def _measured(side: Side, go: Callable[[], None]) -> Slice:
     loop = side.loop
     tokens, steps, batch, ran_s = loop.tokens, loop.steps, loop.batch_sum, loop.ran_s
     stalled_s, computed_s = side.stall_s
-    loop.run(duration_s)
+    go()
     took_s, count = loop.ran_s - ran_s, max(1, loop.steps - steps)
     waited_s, busy_s = (after - was for after, was in zip(side.stall_s, (stalled_s, computed_s), strict=True))
     return Slice(
@@ -72,6 +87,7 @@ def measure(side: Side, duration_s: float) -> Slice:
         (loop.batch_sum - batch) / count,
         waited_s / busy_s if busy_s > 0 else 0.0,
         side.fifo_layers,
+        took_s,
     )
 
 
@@ -80,6 +96,26 @@ def compared(ours: Served, theirs: Served) -> Ratio:
     return ratio_of(
         [each.tokens_per_s for each in ours.slices], [each.tokens_per_s for each in theirs.slices]
     )
+
+
+def spread(name: str, ours: Served, theirs: Served) -> dict[str, float]:
+    """Figures of a comparison: the median over the rounds and its 95 % interval, the worst, all together."""
+    rates, others = ([each.tokens_per_s for each in one.slices] for one in (ours, theirs))
+    found, (low, high) = compared(ours, theirs), interval(rates, others, median_of_ratios)
+    whole = _overall(ours) / _overall(theirs)
+    return {
+        name: found.median,
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"{name}_worst": found.worst,
+        f"{name}_whole": whole,
+    }
+
+
+def _overall(served: Served) -> float:
+    """Tokens per second of all rounds together."""
+    times = [each.took_s for each in served.slices]
+    return sum(each.tokens_per_s * each.took_s for each in served.slices) / sum(times)
 
 
 def _served(side: Side, slices: tuple[Slice, ...], ended_before: int) -> Served:

@@ -20,6 +20,7 @@ from services.worker.pie.settings import PieSettings
 BLOCK_TOKENS = 16
 HOST_MB = 2048
 MOST_SEQUENCES = 64
+_LONGEST_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class Side:
     @property
     def fifo_layers(self) -> int:
         return 0 if self.engine.pie is None else self.engine.pie.growth.expansion().fifo_layers
+
+    def serve(self, answers: int) -> None:
+        """Until so many more are answered, or for a long time."""
+        wanted = len(self.loop.answers) + answers
+        self.loop.run(_LONGEST_S, until=lambda: len(self.loop.answers) >= wanted)
 
     def set_background(self, bytes_s: float) -> None:
         """What others send over the link, in each direction, from now on."""

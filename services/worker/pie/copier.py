@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from services.worker.pie.link import Link
 from services.worker.pie.memory import LayerMemory
+from services.worker.pie.runs import Runs
 from services.worker.pie.swap import Direction, Transfer
 
 _log = logging.getLogger("kvasir.worker.pie")
@@ -33,8 +32,8 @@ class Copier(Protocol):
 
     def start(self, done: Done) -> None: ...
 
-    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
-        """`used`: int64, ascending, the blocks that count (for a copy out)."""
+    def submit(self, transfer: Transfer, used: Runs) -> None:
+        """`used`: the blocks that count (for a copy out)."""
         ...
 
     def before_layer(self) -> None:
@@ -61,7 +60,7 @@ class ThreadCopier:
 
     def __init__(self, memory: LayerMemory, links: dict[Direction, Link], clock: Callable[[], float]) -> None:
         self._memory, self._links, self._clock = memory, links, clock
-        self._queues: dict[Direction, queue.Queue[tuple[Transfer, torch.Tensor] | None]] = {
+        self._queues: dict[Direction, queue.Queue[tuple[Transfer, Runs, float] | None]] = {
             direction: queue.Queue(2) for direction in Direction
         }
         self._threads: list[threading.Thread] = []
@@ -74,8 +73,8 @@ class ThreadCopier:
             thread.start()
             self._threads.append(thread)
 
-    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
-        self._queues[transfer.direction].put_nowait((transfer, used))
+    def submit(self, transfer: Transfer, used: Runs) -> None:
+        self._queues[transfer.direction].put_nowait((transfer, used, self._clock()))
 
     def before_layer(self) -> None:
         """Nothing: a completed copy is visible."""
@@ -97,8 +96,9 @@ class ThreadCopier:
         if hasattr(os, "sched_setaffinity"):  # Not on the engine's core, if it has one for itself.
             os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
         while (work := self._queues[direction].get()) is not None:
-            transfer, used = work
-            began_s, sent, failure = self._clock(), 0, None
+            transfer, used, began_s = work  # The thread's waking is part of what a swap takes.
+            sent = 0
+            failure: BaseException | None = None
             try:
                 sent = self._copy(transfer, used)
             except Exception as error:
@@ -106,7 +106,7 @@ class ThreadCopier:
                 failure = error
             done(transfer, sent, self._clock() - began_s, failure)
 
-    def _copy(self, transfer: Transfer, used: torch.Tensor) -> int:
+    def _copy(self, transfer: Transfer, used: Runs) -> int:
         return copied(self._memory, self._links[transfer.direction], transfer, used)
 
 
@@ -125,7 +125,7 @@ class InlineCopier:
     def start(self, done: Done) -> None:
         self._done = done
 
-    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
+    def submit(self, transfer: Transfer, used: Runs) -> None:
         """Copies, and reports at once: `done` may submit the next before this returns."""
         assert self._done is not None
         began_s = self._clock()
@@ -145,7 +145,7 @@ class InlineCopier:
         return True
 
 
-def copied(memory: LayerMemory, link: Link, transfer: Transfer, used: torch.Tensor) -> int:
+def copied(memory: LayerMemory, link: Link, transfer: Transfer, used: Runs) -> int:
     """Copy a layer over a link of RAM, at its pace; the bytes."""
     link.open()
     if transfer.direction is Direction.OUT:

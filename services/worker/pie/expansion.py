@@ -8,8 +8,10 @@ the same length fails again. Low demand: blocks that nobody uses are given back.
 algorithms.md §6.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 
 from services.worker.pie.sizes import expansion, higher, lower
 
@@ -22,6 +24,8 @@ class Thresholds:
     """Swap-ins that found no host layer needed in this token's computation: above it there is room."""
     stall_share: float = 0.01
     """Waiting over computing."""
+    foreseen: float = 0.25
+    """Of `stall_share`: waits that a length may cause, as far as the last steps tell, and still fits."""
     heavy_stall: float = 10.0
     """So many times `stall_share` is believed at once; less has to last two windows."""
     gain: float = 0.01
@@ -60,8 +64,10 @@ class Window:
     capacity_blocks: int
     swap_s: float = 0.0
     """One swap, the slower direction, mean; 0: none was seen."""
-    token_s: float = 0.0
-    """One iteration's computation, median; 0: take the mean."""
+    steps_s: tuple[float, ...] = ()
+    """Each iteration's computation; empty: take the mean."""
+    fixed_share: float = 0.0
+    """Of a decoding iteration's computation, what does not grow with its batch; 0: not known."""
     work_rate: float = 0.0
     """Blocks in use per second, waits included, in iterations that only decode; median. 0: none did."""
 
@@ -127,12 +133,12 @@ class ExpansionController:
         """Of the computation: who waits longer drops at once."""
         return self._at.heavy_stall * self._at.stall_share
 
-    def fits(self, swap_s: float, token_s: float, ratio: float) -> bool:
-        """Whether, at the length wanted, a layer would be back in time: q swaps while n − 1 layers compute.
+    def fits(self, swap_s: float, steps_s: Sequence[float], ratio: float) -> bool:
+        """Whether, at the length wanted, layers would be back in time for steps such as these.
 
         `swap_s` was measured; slots will hold `ratio` times as many blocks.
         """
-        return self._is_in_time(self.fifo_layers, swap_s * ratio, token_s)
+        return self._is_in_time(self.fifo_layers, swap_s * ratio, steps_s)
 
     def refuse(self) -> int:
         """A raise turned out not to fit before any block was given out; the length to return to."""
@@ -198,11 +204,18 @@ class ExpansionController:
     def _is_fitting(self, wanted: int, window: Window) -> bool:
         if not window.swap_s or not window.compute_s:
             return True
-        token_s = window.token_s or window.compute_s / window.iterations
-        return self._is_in_time(wanted, window.swap_s * self._ratio(wanted), token_s)
+        steps_s = window.steps_s or (window.compute_s / window.iterations,)
+        return self._is_in_time(wanted, window.swap_s * self._ratio(wanted), steps_s)
 
-    def _is_in_time(self, fifo_layers: int, swap_s: float, token_s: float) -> bool:
-        return fifo_layers * swap_s <= token_s * (self._layers - 1) / self._layers
+    def _is_in_time(self, fifo_layers: int, swap_s: float, steps_s: Sequence[float]) -> bool:
+        """q swaps while n − 1 layers compute: in half of the steps, and with few waits in all of them.
+
+        Steps of few sequences are short, while a swap takes what it takes.
+        """
+        turn_s, share = fifo_layers * swap_s, (self._layers - 1) / self._layers
+        waits_s = sum(max(0.0, turn_s - share * each) for each in steps_s)
+        is_rare = waits_s <= self._at.foreseen * self._at.stall_share * sum(steps_s)
+        return is_rare and turn_s <= share * median(steps_s)
 
     def _ratio(self, other: int) -> float:
         """Blocks with a FIFO of `other`, over those now."""
@@ -216,12 +229,22 @@ class ExpansionController:
             self._recent = []
             return Reason.HELD
         goals = [(1 + self._at.gain) * before for before in self._trial]
-        if any(now > 0 and now >= goal for now, goal in zip(self._rates(), goals, strict=True)):
+        has_risen = any(now > 0 and now >= goal for now, goal in zip(self._rates(), goals, strict=True))
+        if has_risen or self._is_gain_shown(window):
             self._failures.pop(self.fifo_layers, None)
             self._stride = min(2 * self._stride, self._at.longest_stride)
             self._trial = None
             return Reason.KEPT
         return Reason.HELD if len(self._recent) < self._at.judge_windows else self._fail(Reason.NO_GAIN)
+
+    def _is_gain_shown(self, window: Window) -> bool:
+        """Whether steps of different sizes say that so much larger batches bring enough, and nobody waits.
+
+        One raise brings a few per cent, between windows whose throughput varies twofold.
+        """
+        larger = 1 / self._ratio(self._before)
+        gain = larger / (window.fixed_share + (1 - window.fixed_share) * larger) - 1
+        return gain >= self._at.gain and window.stall_s <= self._at.stall_share * window.compute_s
 
     def _rates(self) -> tuple[float, ...]:
         """Means of the last windows that count."""

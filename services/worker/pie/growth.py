@@ -74,7 +74,7 @@ class Growth:
     def attach(self, pool: ElasticPool) -> None:
         """The pool whose size follows; its blocks are what is copied."""
         self._pool = pool
-        self._store.attach(pool.taken)
+        self._store.attach(pool.taken, lambda: pool.taken_blocks)
         pool.growable_blocks = self.expansion().growable_blocks
 
     def expansion(self) -> Expansion:
@@ -94,7 +94,7 @@ class Growth:
         self._iterations += 1
         if self._is_window_over():
             window = self._store.meter.close_window(
-                self._iterations, self._store.controller, self.capacity_blocks, self._clock()
+                self._iterations, self._store.controller, self.capacity_blocks
             )
             self._iterations = 0
             if self._controller is not None:

@@ -1,8 +1,9 @@
 """The bytes of Pie: slots of one layer's K and V on the device, copies of used blocks on the host.
 
 Shapes are those of `services.worker.engine.paged`; all layers have the same. Device memory is allocated
-once and cut into slots; a copy on the host holds the used blocks alone, one after the other, with their
-ids. Decides nothing; safe to use from several threads as long as no slot is in two copies.
+once and cut into slots; a copy on the host has each block where the slot has it, so that a run of blocks is
+one transfer, on a GPU by its copy engines alone. Decides nothing; safe to use from several threads as long
+as no slot is in two copies.
 """
 
 import ctypes
@@ -11,10 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from services.worker.pie import runs as blocks_in_runs
 from services.worker.pie.partition import Partition, Shift
+from services.worker.pie.runs import Runs
 
 _CHUNK_BYTES = 256 << 10
-"""Copied between two looks at the link."""
+"""Copied between two looks at a link of RAM."""
+_HOLE_BYTES = 64 << 10
+"""As soon copied as gone round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +48,11 @@ class BlockShape:
 
 @dataclass(slots=True)
 class HostCopy:
-    """One layer's used blocks: `keys` `[rows, …]`, `values` `[rows, …]`, of which the first `len(ids)`
-    count.
-    """
+    """One layer's blocks, by id: `keys` `[rows, …]`, `values` `[rows, …]`; what is not in `runs` is void."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    ids: torch.Tensor
-    """Int64, ascending."""
+    runs: Runs = ()
 
 
 class LayerMemory:
@@ -69,6 +71,8 @@ class LayerMemory:
         self._arenas = (keys, values)
         self._host: dict[int, HostCopy] = {}
         self._chunk_blocks = max(1, _CHUNK_BYTES // shape.block_bytes)
+        if device.type == "cuda":  # Its link is real: nothing to pace, and each part costs a launch.
+            self._chunk_blocks = partition.arena_blocks
 
     def views(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot, `[slot_blocks, …]`; valid until the next resize."""
@@ -76,46 +80,53 @@ class LayerMemory:
         keys, values = self._arenas
         return keys[first : first + blocks], values[first : first + blocks]
 
-    def copy_out(self, slot: int, host_slot: int, ids: torch.Tensor, sent: Callable[[int], None]) -> int:
-        """The blocks `ids` (int64, ascending) of a slot to the host; `sent` hears of every part's bytes.
+    def runs_of(self, used: Sequence[int]) -> Runs:
+        """What copies of these blocks (ascending) cover."""
+        return blocks_in_runs.runs_of(used, _HOLE_BYTES // self.shape.block_bytes)
 
-        Returns the bytes.
+    def copy_out(self, slot: int, host_slot: int, runs: Runs, sent: Callable[[int], None]) -> int:
+        """The blocks in `runs` of a slot to the host; `sent` hears of every part's bytes.
+
+        Returns the bytes. On CUDA in the order of the current stream. Raises ValueError for blocks that the
+        slot has not.
         """
-        copy = self._host_copy(host_slot, len(ids))
-        copy.ids = ids
-        keys, values = self.views(slot)
-        for start in range(0, len(ids), self._chunk_blocks):
-            part = ids[start : start + self._chunk_blocks]
-            end = start + len(part)
-            _gather(keys, part, copy.keys[start:end])
-            _gather(values, part, copy.values[start:end])
-            sent(len(part) * self.shape.block_bytes)
-        return len(ids) * self.shape.block_bytes
+        if runs and runs[-1][1] > self.partition.slot_blocks:
+            raise ValueError(f"block {runs[-1][1] - 1} of a slot of {self.partition.slot_blocks}")
+        views, copy = self.views(slot), self._host_copy(host_slot)
+        copy.runs = runs
+        return self._copy(views, (copy.keys, copy.values), runs, sent)
 
     def copy_in(self, slot: int, host_slot: int, sent: Callable[[int], None]) -> int:
         """What was copied out last to this place of the host; blocks beyond the slot are gone by now."""
-        copy, (keys, values) = self._host.get(host_slot), self.views(slot)
+        copy = self._host.get(host_slot)
         if copy is None:  # A layer that began on the host: nothing was ever written.
             return 0
-        rows = int(torch.searchsorted(copy.ids, self.partition.slot_blocks))
-        for start in range(0, rows, self._chunk_blocks):
-            part = copy.ids[start : min(rows, start + self._chunk_blocks)]
-            end = start + len(part)
-            _scatter(copy.keys[start:end], part, keys)
-            _scatter(copy.values[start:end], part, values)
-            sent(len(part) * self.shape.block_bytes)
-        return rows * self.shape.block_bytes
+        runs = blocks_in_runs.cut(copy.runs, self.partition.slot_blocks)
+        return self._copy((copy.keys, copy.values), self.views(slot), runs, sent)
 
-    def _host_copy(self, host_slot: int, rows: int) -> HostCopy:
-        copy = self._host.get(host_slot)
+    def _copy(
+        self,
+        sources: tuple[torch.Tensor, torch.Tensor],
+        targets: tuple[torch.Tensor, torch.Tensor],
+        runs: Runs,
+        sent: Callable[[int], None],
+    ) -> int:
+        for first, end in blocks_in_runs.pieces(runs, self._chunk_blocks):
+            for source, target in zip(sources, targets, strict=True):
+                target[first:end].copy_(source[first:end], non_blocking=True)
+            sent((end - first) * self.shape.block_bytes)
+        return blocks_in_runs.count(runs) * self.shape.block_bytes
+
+    def _host_copy(self, host_slot: int) -> HostCopy:
+        """With room for a slot: pinned memory is dear to allocate, and what is not touched costs nothing."""
+        copy, rows = self._host.get(host_slot), self.partition.slot_blocks
         if copy is None or copy.keys.shape[0] < rows:
-            room = max(rows * 5 // 4, 1)
             is_pinned = self.device.type == "cuda"
             keys, values = (
-                torch.empty((room, *size), dtype=self.shape.dtype, pin_memory=is_pinned)
+                torch.empty((rows, *size), dtype=self.shape.dtype, pin_memory=is_pinned)
                 for size in (self.shape.key, self.shape.value)
             )
-            copy = self._host[host_slot] = HostCopy(keys, values, torch.empty(0, dtype=torch.int64))
+            copy = self._host[host_slot] = HostCopy(keys, values)
         return copy
 
     def move_blocks(self, slot: int, moves: Mapping[int, int]) -> None:
@@ -129,12 +140,12 @@ class LayerMemory:
         copy = self._host.get(host_slot)
         if copy is None:
             return
-        gone, ids = set(moves.values()), copy.ids.tolist()
-        kept = sorted((moves.get(block, block), row) for row, block in enumerate(ids) if block not in gone)
-        copy.ids = torch.tensor([block for block, _ in kept], dtype=torch.int64)
-        order = torch.tensor([row for _, row in kept], dtype=torch.int64)
-        for rows in (copy.keys, copy.values):
-            rows[: len(kept)] = rows[order]
+        rows = copy.keys.shape[0]
+        there = {block: to for block, to in moves.items() if block < rows}
+        source, target = (torch.tensor(list(ids), dtype=torch.int64) for ids in (there, there.values()))
+        for each in (copy.keys, copy.values):
+            each[target] = each[source]
+        copy.runs = blocks_in_runs.renamed(copy.runs, there)
 
     def relocate(self, from_slot: int, to_slot: int) -> None:
         """The contents of a slot to an empty one."""
@@ -147,21 +158,6 @@ class LayerMemory:
             if each.slot in occupied:
                 for arena in self._arenas:
                     _move(arena, each.from_block, each.to_block, each.blocks)
-
-
-def _gather(slot: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Blocks `ids` of a slot to consecutive rows on the host; on CUDA in the order of the current stream."""
-    if slot.device.type == "cpu":
-        torch.index_select(slot, 0, ids, out=rows)
-    else:
-        rows.copy_(slot.index_select(0, ids.to(slot.device, non_blocking=True)), non_blocking=True)
-
-
-def _scatter(rows: torch.Tensor, ids: torch.Tensor, slot: torch.Tensor) -> None:
-    """Rows on the host to the blocks `ids` of a slot."""
-    if slot.device.type == "cuda":
-        ids, rows = ids.to(slot.device, non_blocking=True), rows.to(slot.device, non_blocking=True)
-    slot.index_copy_(0, ids, rows)
 
 
 def _move(arena: torch.Tensor, from_block: int, to_block: int, blocks: int) -> None:

@@ -30,6 +30,10 @@ class ElasticPool(BlockPool):
         """No doomed block is taken."""
         return all(self._is_free[self.lasting_blocks :])
 
+    @property
+    def taken_blocks(self) -> int:
+        return self.total_blocks - self.free_blocks
+
     def taken(self) -> list[int]:
         """Ids in use, ascending, doomed ones included."""
         return [block for block, is_free in enumerate(self._is_free) if not is_free]

@@ -14,6 +14,7 @@ import torch
 from services.worker.pie.copier import Copier
 from services.worker.pie.memory import LayerMemory
 from services.worker.pie.meter import SwapMeter
+from services.worker.pie.runs import Runs
 from services.worker.pie.swap import SwapController, Transfer
 from shared.errors import InternalError
 
@@ -41,8 +42,11 @@ class LayerStore:
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._seen: set[int] = set()
-        self._source: Callable[[], Sequence[int]] | None = None
-        self._used = torch.empty(0, dtype=torch.int64)
+        self._source: Callable[[], Sequence[int]] = lambda: sorted(self._seen)
+        self._count: Callable[[], int] = lambda: len(self._seen)
+        self._is_attached = False
+        self._used: Runs | None = None
+        """Blocks in use when this step began; None until a copy needs them."""
         self._began_s = self._stalled_s = 0.0
         copier.start(self._on_done)
 
@@ -51,25 +55,26 @@ class LayerStore:
         """All layers are present and stay where they are until the next step begins."""
         return self.controller.is_static
 
-    def attach(self, used_blocks: Callable[[], Sequence[int]]) -> None:
-        """Who knows the blocks in use, ascending. Until then every block that was ever in a step is."""
-        self._source = used_blocks
+    def attach(
+        self, used_blocks: Callable[[], Sequence[int]], count: Callable[[], int] | None = None
+    ) -> None:
+        """Who knows the blocks in use, ascending, and how many they are. Until then every block that was
+        ever in a step is."""
+        self._source, self._is_attached = used_blocks, True
+        self._count = count or (lambda: len(used_blocks()))
 
     def step_begins(self, blocks: Iterable[Sequence[int]]) -> None:
         """`blocks` of each row of the step; what `attach` was given has them, too."""
-        if self._source is None:
+        if not self._is_attached:
             for each in blocks:
                 self._seen.update(each)
-            used: Sequence[int] = sorted(self._seen)
-        else:
-            used = self._source()
-        self._used = torch.tensor(used, dtype=torch.int64)
+        self._used = None if self.is_static else self.memory.runs_of(self._source())
         self._began_s, self._stalled_s = self._clock(), 0.0
 
     def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
         """The step sampled so many tokens; `is_decoding`: and computed no prompt."""
         compute_s = self._clock() - self._began_s - self._stalled_s
-        self.meter.on_step(tokens, compute_s, self._stalled_s, len(self._used), is_decoding=is_decoding)
+        self.meter.on_step(tokens, compute_s, self._stalled_s, self._count(), is_decoding=is_decoding)
 
     def enter(self, layer: int) -> Pools:
         """Wait until the layer's KV is present; its pools, to be used until `leave`."""
@@ -114,6 +119,7 @@ class LayerStore:
                 self._quiesce()
                 self._recut()
             finally:
+                self._used = None
                 self._submit(controller.resume(self._clock()))
         self.version += 1
         self.meter.resize_s += self._clock() - began_s
@@ -135,9 +141,8 @@ class LayerStore:
                     elif entry.host_slot is not None:
                         self.memory.rename_blocks(entry.host_slot, moves)
                 self._copier.after_layer()
-                used = sorted(moves.get(block, block) for block in self._used.tolist())
-                self._used = torch.tensor(used, dtype=torch.int64)
             finally:
+                self._used = None
                 self._submit(controller.resume(self._clock()))
         self.meter.resize_s += self._clock() - began_s
 
@@ -189,6 +194,10 @@ class LayerStore:
             raise InternalError(f"a copy of KV failed: {self._failure!r}") from self._failure
 
     def _submit(self, transfers: Sequence[Transfer]) -> None:
+        if not transfers:
+            return
+        if self._used is None:  # Between two steps; within one they are known.
+            self._used = self.memory.runs_of(self._source())
         for transfer in transfers:
             self._copier.submit(transfer, self._used)
 

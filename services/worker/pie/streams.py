@@ -2,50 +2,72 @@
 
 Copies wait for the computation submitted before them, never the other way round: a layer's completion is
 seen by `poll` before it is computed. The host is held to `run_ahead_layers` layers before the device, so
-that decisions are made close to when the device gets there; a wait on the host is therefore an upper bound
-of the device's stall.
+that decisions are made close to when the device gets there, and sees completions while it is held; a wait on
+the host is therefore an upper bound of the device's stall.
 """
 
-# mypy: allow-untyped-calls
+import time
 from collections import deque
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from services.worker.pie.copier import Done
 from services.worker.pie.memory import LayerMemory
+from services.worker.pie.runs import Runs
 from services.worker.pie.swap import Direction, Transfer
+from shared.clock import Clock, monotonic_s
+from shared.errors import InternalError
+
+_POLL_INTERVAL_S = 20e-6
+"""Of a layer that takes some hundred microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     transfer: Transfer
     sent_bytes: int
-    began: torch.cuda.Event
-    ended: torch.cuda.Event
+    began: Any
+    ended: Any
 
 
 class StreamCopier:
-    """Implements `services.worker.pie.copier.Copier` for a CUDA device; used by the engine's thread alone."""
+    """Implements `services.worker.pie.copier.Copier` for a CUDA device; used by the engine's thread alone.
 
-    poll_interval_s = 50e-6
+    `cuda` is `torch.cuda`: streams and events as it has them. A device that does not get on with its layers
+    for `patience_s` is an error.
+    """
 
-    def __init__(self, memory: LayerMemory, run_ahead_layers: int = 2) -> None:
-        self._memory, self._run_ahead_layers = memory, run_ahead_layers
-        self._streams = {direction: torch.cuda.Stream(memory.device) for direction in Direction}
+    poll_interval_s = _POLL_INTERVAL_S
+
+    def __init__(
+        self,
+        memory: LayerMemory,
+        run_ahead_layers: int = 2,
+        *,
+        cuda: ModuleType | Any = torch.cuda,
+        clock: Clock = monotonic_s,
+        patience_s: float = 30.0,
+    ) -> None:
+        self._memory, self._run_ahead_layers, self._cuda = memory, run_ahead_layers, cuda
+        self._clock, self._patience_s = clock, patience_s
+        self._streams = {direction: cuda.Stream(memory.device) for direction in Direction}
         self._flights: dict[Direction, _Flight] = {}
-        self._computed: deque[torch.cuda.Event] = deque()
+        self._computed: deque[Any] = deque()
+        """An event behind each computation that is not known to be over."""
         self._done: Done | None = None
 
     def start(self, done: Done) -> None:
         self._done = done
 
-    def submit(self, transfer: Transfer, used: torch.Tensor) -> None:
+    def submit(self, transfer: Transfer, used: Runs) -> None:
         stream = self._streams[transfer.direction]
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began, ended = (self._cuda.Event(enable_timing=True) for _ in range(2))
         if self._computed:
             stream.wait_event(self._computed[-1])
-        with torch.cuda.stream(stream):
+        with self._cuda.stream(stream):
             began.record(stream)
             if transfer.direction is Direction.OUT:
                 sent = self._memory.copy_out(transfer.device_slot, transfer.host_slot, used, _unpaced)
@@ -55,13 +77,20 @@ class StreamCopier:
         self._flights[transfer.direction] = _Flight(transfer, sent, began, ended)
 
     def before_layer(self) -> None:
-        """Wait until the device is no more than `run_ahead_layers` layers behind."""
+        """Wait until the device is no more than `run_ahead_layers` layers behind; transfers go on."""
+        deadline_s = self._clock() + self._patience_s
         while len(self._computed) > self._run_ahead_layers:
-            self._computed.popleft().synchronize()
+            if self._computed[0].query():
+                self._computed.popleft()
+                continue
+            if self._clock() > deadline_s:
+                raise InternalError(f"the device did not compute a layer within {self._patience_s:g} s")
+            self.poll()
+            time.sleep(_POLL_INTERVAL_S)
 
     def after_layer(self) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._memory.device))
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._memory.device))
         self._computed.append(event)
 
     def poll(self) -> None:
@@ -73,9 +102,12 @@ class StreamCopier:
                 self._done(flight.transfer, flight.sent_bytes, took_s, None)
 
     def close(self, deadline_s: float) -> bool:
-        """Wait for what was submitted; the deadline is the driver's."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        """Wait for what was submitted; False when that took longer."""
+        ends_s = self._clock() + deadline_s
+        while any(not stream.query() for stream in self._streams.values()):
+            if self._clock() > ends_s:
+                return False
+            time.sleep(_POLL_INTERVAL_S)
         return True
 
 

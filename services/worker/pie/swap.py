@@ -57,7 +57,8 @@ class SwapController:
     @property
     def is_static(self) -> bool:
         """Every layer present for good: nothing to wait for, nothing to start."""
-        return self.fifo_layers == 0 and self.excess_slots == 0 and not self._absent
+        table = self.table
+        return self.fifo_layers == 0 and table.slots == table.layers and not table.absent
 
     @property
     def excess_slots(self) -> int:
@@ -67,10 +68,6 @@ class SwapController:
     @property
     def in_flight(self) -> int:
         return len(self._in_flight)
-
-    @property
-    def _absent(self) -> int:
-        return sum(entry.place is not Place.DEVICE for entry in self.table.entries)
 
     def on_awaited(self, layer: int, now_s: float) -> list[Transfer]:
         """The computation has come to `layer`, present or not. A step may break off: any layer may follow."""
@@ -143,7 +140,9 @@ class SwapController:
     def _start(self, now_s: float) -> list[Transfer]:
         if self.is_paused or self.is_static:
             return []
-        hottest = min(self.table.layers_at(Place.HOST), key=self._distance, default=None)
+        if len(self._in_flight) == len(Direction):
+            return []
+        hottest = min(self.table.on_host, key=self._distance, default=None)
         started = []
         has_room = self.table.free_slots > max(0, self.excess_slots)  # Those are kept free, to be retired.
         if Direction.IN not in self._in_flight and hottest is not None and has_room:
@@ -151,8 +150,8 @@ class SwapController:
             self.swap_ins += 1
             self.early_swap_ins += hottest < self.position
             started.append(self._fly(hottest, Direction.IN, entry.device_slot, entry.host_slot))
-        if Direction.OUT not in self._in_flight:
-            coldest = max(self.table.layers_at(Place.DEVICE), key=self._distance, default=None)
+        if Direction.OUT not in self._in_flight and self.table.absent < self._most_absent:
+            coldest = max(self.table.present, key=self._distance, default=None)
             if coldest is not None and self._may_leave(coldest, hottest):
                 entry = self.table.begin_leaving(coldest, now_s)
                 started.append(self._fly(coldest, Direction.OUT, entry.device_slot, entry.host_slot))
@@ -167,7 +166,7 @@ class SwapController:
         return max(self.fifo_layers, missing + 2 if missing else 0)
 
     def _may_leave(self, coldest: int, hottest: int | None) -> bool:
-        if coldest == self.position or self._absent >= self._most_absent:
+        if coldest == self.position:
             return False
         is_slot_owed = self.excess_slots > self.table.free_slots
         is_hotter = hottest is not None and self._distance(hottest) < self._distance(coldest)

@@ -46,6 +46,9 @@ class MappingTable:
             else Entry(Place.HOST, None, layer - self.slots, 0.0)
             for layer in range(layers)
         ]
+        self.present = set(self.layers_at(Place.DEVICE))
+        """Layers that can be computed; `on_host`: those that are nowhere else and not on their way."""
+        self.on_host = set(self.layers_at(Place.HOST))
         self._free_slots = set(range(self.slots)) - {each.device_slot for each in self.entries}
         self._free_host = set(range(layers)) - {each.host_slot for each in self.entries}
 
@@ -53,15 +56,21 @@ class MappingTable:
     def free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def absent(self) -> int:
+        """Layers that cannot be computed now."""
+        return self.layers - len(self.present)
+
     def layers_at(self, *places: Place) -> list[int]:
         return [layer for layer, entry in enumerate(self.entries) if entry.place in places]
 
     def is_present(self, layer: int) -> bool:
         """Whether the layer can be computed."""
-        return self.entries[layer].place is Place.DEVICE
+        return layer in self.present
 
     def begin_leaving(self, layer: int, now_s: float) -> Entry:
         entry = self._take(layer, Place.DEVICE)
+        self.present.remove(layer)
         entry.host_slot = min(self._free_host)
         self._free_host.remove(entry.host_slot)
         entry.place, entry.since_s = Place.LEAVING, now_s
@@ -71,11 +80,13 @@ class MappingTable:
         entry = self._take(layer, Place.LEAVING)
         assert entry.device_slot is not None
         self._free_slots.add(entry.device_slot)
+        self.on_host.add(layer)
         entry.place, entry.device_slot, entry.since_s = Place.HOST, None, now_s
 
     def begin_arriving(self, layer: int, now_s: float) -> Entry:
         entry = self._take(layer, Place.HOST)
         entry.device_slot = min(self._free_slots)
+        self.on_host.remove(layer)
         self._free_slots.remove(entry.device_slot)
         entry.place, entry.since_s = Place.ARRIVING, now_s
         return entry
@@ -84,6 +95,7 @@ class MappingTable:
         entry = self._take(layer, Place.ARRIVING)
         assert entry.host_slot is not None
         self._free_host.add(entry.host_slot)
+        self.present.add(layer)
         entry.place, entry.host_slot, entry.since_s = Place.DEVICE, None, now_s
 
     def add_slot(self) -> int:
@@ -129,6 +141,8 @@ class MappingTable:
         assert sorted([*host, *self._free_host]) == list(range(self.layers)), (
             "a host slot is lost or held twice"
         )
+        assert self.present == set(self.layers_at(Place.DEVICE))
+        assert self.on_host == set(self.layers_at(Place.HOST))
         for entry in self.entries:
             assert (entry.device_slot is None) == (entry.place is Place.HOST)
             assert (entry.host_slot is None) == (entry.place is Place.DEVICE)

@@ -1,25 +1,39 @@
-"""The live parts of `bench pie`, on little."""
+"""Which live parts are run."""
 
-import json
+import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench.cli import main
+from bench.context import Context
+from bench.engine.checkpoint import TINY_CHAT
+from bench.outcome import Outcome
 from bench.pie import live
+from bench.pie.arena import Arena
 
 
-def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "QUICK", live.Pace(1, 0.4, 0.2, 0.4, 1.0))
-    words = ["pie", "--quick", "--part", "room", "narrow", "reaction", "--out", str(tmp_path)]
-    assert main([*words, "--json", str(tmp_path / "r.json")]) == 0
-    result = json.loads((tmp_path / "r.json").read_text())
-    figures = result["figures"]
-    assert result["simulated"] is False and result["failures"] == 0
-    assert figures["fig4_expansion"] == 1.286
-    assert figures["same_text_share"] == 1.0
-    for name in ("throughput_vs_none", "vs_best_fixed", "narrow_vs_none", "reaction_tok_s_under"):
-        assert figures[name] > 0
-    rows = [json.loads(line) for line in (tmp_path / "slices.jsonl").read_text().splitlines()]
-    assert {"recompute", "swap", "auto"} <= {row["side"] for row in rows}
-    assert (tmp_path / "reaction.png").stat().st_size > 1000
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, quick: bool = True) -> list[str]:
+    ran: list[str] = []
+
+    def note(part: str) -> Callable[[Arena], Outcome]:
+        def take(_: Arena) -> Outcome:
+            ran.append(part)
+            return Outcome({part: 1.0}, 0)
+
+        return take
+
+    for part in live.PARTS:
+        monkeypatch.setitem(live.PARTS, part, note(part))
+    parser = argparse.ArgumentParser()
+    live.add_arguments(parser)
+    flags = parser.parse_args([*words, "--model", str(TINY_CHAT)])
+    outcome = live.run(Context("pie", quick, 0, folder, flags))
+    assert outcome.figures["fig4_expansion"] == 1.286 and set(ran) <= set(outcome.figures)
+    return ran
+
+
+def test_all_parts_or_those_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run(monkeypatch, tmp_path, quick=False) == ["room", "narrow", "reaction", "stack"]
+    assert run(monkeypatch, tmp_path) == ["room", "narrow", "reaction"]
+    assert run(monkeypatch, tmp_path, "--part", "stack", "room") == ["room", "stack"]

@@ -1,11 +1,21 @@
 """Turns, and what is made of them."""
 
+from functools import partial
 from itertools import islice
 
 import pytest
 
 from bench.engine.checkpoint import TINY_CHAT
-from bench.pie.rounds import Served, Slice, compared, measure, same_text_share, take_turns
+from bench.pie.rounds import (
+    Served,
+    Slice,
+    compared,
+    measure,
+    measure_work,
+    same_text_share,
+    spread,
+    take_turns,
+)
 from bench.pie.sides import RECOMPUTE, Ground, Side, fixed
 from bench.pie.workload import Workload
 
@@ -19,6 +29,9 @@ def served(name: str, *rates: float) -> Served:
 def test_ratios_are_taken_within_a_round() -> None:
     versus = compared(served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
     assert (versus.median, versus.worst, versus.highest) == (3, 1, 4)
+    found = spread("x", served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
+    assert (found["x"], found["x_worst"], found["x_whole"]) == (3, 1, 60 / 25)
+    assert 1 <= found["x_low"] <= 3 <= found["x_high"] <= 4
     assert served("x", 3, 1, 2).tokens_per_s == 2
     assert served("x", 1).mean(lambda one: one.batch) == 4
 
@@ -29,7 +42,9 @@ def test_two_real_sides_take_turns_and_say_the_same() -> None:
     sides = [Side(kind, GROUND, iter(requests)) for kind in (RECOMPUTE, fixed(5))]
     order: list[str] = []
     try:
-        found = take_turns(sides, 2, 0.5, lambda side, one: order.append(side.kind.name))
+        found = take_turns(
+            sides, 2, partial(measure, duration_s=0.5), lambda side, _: order.append(side.kind.name)
+        )
         assert order == ["recompute", "fixed 5", "fixed 5", "recompute"]
         assert [each.name for each in found] == ["recompute", "fixed 5"]
         assert all(len(each.slices) == 2 and each.tokens_per_s > 0 for each in found)
@@ -41,6 +56,8 @@ def test_two_real_sides_take_turns_and_say_the_same() -> None:
         sides[1].loop.answers[0].tokens[0] += 1
         assert same_text_share(sides[1], sides[0]) < 1.0
         assert measure(sides[0], 0.1).stall_share == 0.0
+        answered = len(sides[0].loop.answers)
+        assert measure_work(sides[0], 2).took_s > 0 and len(sides[0].loop.answers) >= answered + 2
     finally:
         for side in sides:
             side.close()

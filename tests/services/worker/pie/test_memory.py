@@ -7,6 +7,7 @@ import torch
 
 from services.worker.pie.memory import BlockShape, LayerMemory
 from services.worker.pie.partition import Partition
+from services.worker.pie.runs import runs_of
 from services.worker.pie.sizes import device_slots
 from services.worker.pie.swap import Direction, SwapController, Transfer
 
@@ -30,9 +31,9 @@ def test_only_used_blocks_travel() -> None:
     keys.copy_(torch.randn_like(keys))
     values.copy_(torch.randn_like(values))
     wanted = keys.clone(), values.clone()
-    used = torch.tensor([0, 2, 5])
+    used = [0, 2, 5]
     parts: list[int] = []
-    assert memory.copy_out(1, 0, used, parts.append) == 3 * SHAPE.block_bytes == sum(parts)
+    assert memory.copy_out(1, 0, runs_of(used), parts.append) == 3 * SHAPE.block_bytes == sum(parts)
     assert SHAPE.block_bytes == 4 * 2 * (3 + 5) * 4
     assert memory.copy_in(3, 0, ignore) == 3 * SHAPE.block_bytes
     for found, expected in zip(memory.views(3), wanted, strict=True):
@@ -40,10 +41,17 @@ def test_only_used_blocks_travel() -> None:
         assert not found[1].any()
 
 
+def test_small_holes_travel_along_and_what_the_slot_has_not_is_refused() -> None:
+    memory = make_memory(4, 6)
+    assert memory.runs_of([0, 2, 5]) == ((0, 6),)
+    with pytest.raises(ValueError, match="block 6 of a slot of 6"):
+        memory.copy_out(1, 0, ((0, 7),), ignore)
+
+
 def test_blocks_beyond_a_shrunk_slot_are_left_out() -> None:
     memory = make_memory(4, 6, fifo_layers=3)
     memory.views(0)[0][:] = 1.0
-    memory.copy_out(0, 0, torch.tensor([1, 7]), ignore)
+    memory.copy_out(0, 0, runs_of([1, 7]), ignore)
     memory.shift(memory.partition.resize(4), frozenset({1, 2}))
     assert memory.copy_in(0, 0, ignore) == SHAPE.block_bytes
 
@@ -53,12 +61,12 @@ def test_moved_blocks_keep_their_contents_on_the_device_and_on_the_host() -> Non
     keys, values = memory.views(2)
     keys.copy_(torch.randn_like(keys))
     values.copy_(torch.randn_like(values))
-    memory.copy_out(2, 0, torch.tensor([0, 1, 4, 5]), ignore)
+    memory.copy_out(2, 0, runs_of([0, 1, 4, 5]), ignore)
     memory.rename_blocks(0, {4: 1, 5: 3})  # What lay on 1 was given back meanwhile.
     memory.rename_blocks(7, {1: 0})
     wanted = [keys[[0, 4, 5]].clone(), values[[0, 4, 5]].clone()]
     memory.move_blocks(2, {4: 1, 5: 3})
-    assert memory.copy_in(0, 0, ignore) == 3 * SHAPE.block_bytes
+    assert memory.copy_in(0, 0, ignore) == 5 * SHAPE.block_bytes
     for slot in (0, 2):
         for found, expected in zip(memory.views(slot), wanted, strict=True):
             assert torch.equal(found[[0, 1, 3]], expected)
@@ -71,7 +79,7 @@ def test_any_number_of_swaps_and_changes_of_size(seed: int) -> None:
     torch.manual_seed(seed)
     memory, controller = make_memory(layers, device_blocks), SwapController(layers)
     flying: list[Transfer] = []
-    used = torch.arange(device_blocks)
+    used = runs_of(range(device_blocks))
     wanted = [
         tuple(torch.zeros(device_blocks, *size) for size in (SHAPE.key, SHAPE.value)) for _ in range(layers)
     ]

@@ -1,6 +1,8 @@
 """Windows, sums and the pace."""
 
-from services.worker.pie.meter import SwapMeter
+import pytest
+
+from services.worker.pie.meter import SwapMeter, fixed_share
 from services.worker.pie.swap import Direction, SwapController
 
 
@@ -12,13 +14,14 @@ def test_a_window_holds_what_was_since_the_last() -> None:
     for compute_s, is_decoding in ((1.0, True), (9.0, False), (3.0, True)):
         meter.on_step(5, compute_s, 0.5, 8, is_decoding=is_decoding)
     assert meter.window_stall_s() == 0.5
-    window = meter.close_window(3, controller, 10, 100.0)
+    window = meter.close_window(3, controller, 10)
     assert (window.tokens, window.compute_s, window.stall_s, window.used_blocks) == (15, 13.0, 0.5, 8)
-    assert (window.swap_s, window.token_s) == (0.4, 3.0)
+    assert (window.swap_s, window.steps_s) == (0.4, (1.0, 9.0, 3.0))
+    assert window.elapsed_s == 13.5
     assert abs(window.work_rate - (8 / 1.5 + 8 / 3.5) / 2) < 1e-9
     assert meter.window_stall_s() == 0 and abs(meter.stall_share - 0.5 / 13) < 1e-9
-    empty = meter.close_window(0, controller, 10, 104.0)
-    assert (empty.tokens, empty.swap_s, empty.work_rate, empty.elapsed_s) == (0, 0.0, 0.0, 4.0)
+    empty = meter.close_window(0, controller, 10)
+    assert (empty.tokens, empty.swap_s, empty.work_rate, empty.elapsed_s) == (0, 0.0, 0.0, 0.0)
     assert abs(meter.copying_s - 0.6) < 1e-9 and meter.moved_bytes[Direction.IN] == 100
 
 
@@ -30,6 +33,14 @@ def test_the_pace_needs_two_swaps_in_each_direction() -> None:
     meter.on_copied(Direction.OUT, 1, 0.1)
     assert meter.pace() is None
     meter.on_copied(Direction.OUT, 1, 0.1)
-    assert meter.pace() == (0.2, 2.0) and meter.step_s == 2.0
+    assert meter.pace() == (0.2, (2.0,)) and meter.step_s == 2.0
     meter.forget_swaps()
     assert meter.pace() is None
+
+
+def test_what_does_not_grow_with_the_batch_is_seen_through_outliers() -> None:
+    steps = [(batch, 10.0 + batch) for batch in range(5, 17)] * 4
+    assert fixed_share(steps) == pytest.approx(10 / 20.5, abs=0.02)
+    assert fixed_share([*steps, (6, 300.0), (15, 500.0)]) == pytest.approx(10 / 20.5, abs=0.04)
+    assert fixed_share([(batch, 2.0 * batch) for batch, _ in steps]) == pytest.approx(0.0, abs=1e-9)
+    assert fixed_share(steps[:12]) == 0.0 == fixed_share([(8, 1.0)] * 60)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from services.worker.pie import memory
 from services.worker.pie.copier import InlineCopier, ThreadCopier
 from services.worker.pie.link import Link
 from services.worker.pie.store import LayerStore
@@ -19,10 +20,10 @@ LAYERS, BLOCKS = 6, 8
 
 
 def make_store(fifo_layers: int, bandwidth: float) -> LayerStore:
-    memory = make_memory(LAYERS, BLOCKS, fifo_layers)
+    layers = make_memory(LAYERS, BLOCKS, fifo_layers)
     links = {direction: Link(bandwidth, monotonic_s, time.sleep) for direction in Direction}
-    copier = ThreadCopier(memory, links, monotonic_s)
-    store = LayerStore(SwapController(LAYERS, fifo_layers), memory, copier, monotonic_s, wait_timeout_s=20.0)
+    copier = ThreadCopier(layers, links, monotonic_s)
+    store = LayerStore(SwapController(LAYERS, fifo_layers), layers, copier, monotonic_s, wait_timeout_s=20.0)
     store.attach(lambda: list(range(BLOCKS)))
     return store
 
@@ -65,8 +66,28 @@ def test_a_store_without_a_queue_waits_for_nothing() -> None:
         for _ in range(3):
             step(store, 0.0, lambda layer, keys: None)
         assert store.meter.stall_share == 0 and sum(store.meter.moved_bytes.values()) == 0
-        window = store.meter.close_window(3, store.controller, BLOCKS, monotonic_s())
+        window = store.meter.close_window(3, store.controller, BLOCKS)
         assert (window.tokens, window.used_blocks, window.swap_ins) == (12, BLOCKS, 0)
+    finally:
+        assert store.close(5.0)
+
+
+def test_while_nothing_moves_nobody_is_asked_which_blocks_are_in_use() -> None:
+    """A pool of thousands of blocks is walked through only where something is copied."""
+    store, asked = make_store(0, 0.0), [0]
+
+    def used() -> list[int]:
+        asked[0] += 1
+        return list(range(BLOCKS))
+
+    store.attach(used, lambda: BLOCKS)
+    try:
+        step(store, 0.0, lambda layer, keys: None)
+        assert asked == [0] and store.is_static
+        store.set_fifo(4)
+        for _ in range(3):
+            step(store, 0.0, lambda layer, keys: None)
+        assert 3 <= asked[0] <= 4 and sum(store.meter.moved_bytes.values()) > 0
     finally:
         assert store.close(5.0)
 
@@ -82,9 +103,13 @@ def test_a_failed_copy_is_an_error_of_the_step() -> None:
         assert store.close(5.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_layer_is_computed_without_its_kv_whatever_changes(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_no_layer_is_computed_without_its_kv_whatever_changes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Real threads and bytes; queue, slots and blocks change while each layer checks what it wrote."""
+    if seed % 2:  # Without holes: nothing but the blocks in use travels.
+        monkeypatch.setattr(memory, "_HOLE_BYTES", 0)
     dice, store = random.Random(seed), make_store(0, BLOCKS * SHAPE.block_bytes / 0.0005)
     blocks = list(range(BLOCKS))
     store.attach(lambda: sorted(blocks))
@@ -128,10 +153,10 @@ def test_no_layer_is_computed_without_its_kv_whatever_changes(seed: int) -> None
 
 
 def test_without_overlap_a_copy_is_over_before_anything_goes_on() -> None:
-    memory = make_memory(LAYERS, BLOCKS, 4)
+    layers = make_memory(LAYERS, BLOCKS, 4)
     links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
-    copier = InlineCopier(memory, links, monotonic_s)
-    store = LayerStore(SwapController(LAYERS, 4), memory, copier, monotonic_s, wait_timeout_s=1.0)
+    copier = InlineCopier(layers, links, monotonic_s)
+    store = LayerStore(SwapController(LAYERS, 4), layers, copier, monotonic_s, wait_timeout_s=1.0)
     store.attach(lambda: list(range(BLOCKS)))
     expected = [0.0] * LAYERS
 

@@ -1,0 +1,91 @@
+"""What all live parts of `bench pie` share: the model, the workload, sides made warm, slices in turns."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from bench.context import Context
+from bench.engine.checkpoint import TINY_CHAT, checkpoint
+from bench.pie.rounds import Measure, Served, Slice, take_turns
+from bench.pie.sides import AUTO, BLOCK_TOKENS, Ground, Kind, Side
+from bench.pie.workload import Workload
+from bench.provenance import ROOT
+
+_CLIENTS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a slice, before the first one, the same for `auto`, and under traffic.
+
+    Where the link is narrow the sides do the same work: answers before the first slice, and of each.
+    """
+
+    rounds: int
+    slice_s: float
+    warm_s: float
+    settle_s: float
+    away_s: float
+    narrow_rounds: int
+    narrow_settle_answers: int
+    narrow_answers: int
+
+
+FULL = Pace(8, 2.5, 4.0, 20.0, 20.0, 24, 60, 6)
+QUICK = Pace(1, 1.5, 1.0, 4.0, 2.0, 2, 8, 4)
+
+
+class Arena:
+    """What all parts share: the model, the workload, how long everything takes."""
+
+    def __init__(self, context: Context) -> None:
+        flags = context.arguments
+        self.context = context
+        name = flags.model or (str(TINY_CHAT) if context.quick else "random-50m")
+        model = checkpoint(name, ROOT / "runs" / "bench" / "checkpoints")
+        self.workload = Workload(name, context.seed, flags.trace)
+        self.mean_tokens = self.workload.mean_tokens()
+        blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
+        self.ground = Ground(model, blocks, flags.bandwidth, _CLIENTS)
+        self.pace = QUICK if context.quick else FULL
+
+    @contextmanager
+    def sides(
+        self, kinds: Sequence[Kind], ground: Ground, warm_answers: int | None = None
+    ) -> Iterator[list[Side]]:
+        """Warm: each has served for a while; the same work, if `warm_answers` says so."""
+        sides: list[Side] = []
+        try:
+            for kind in kinds:
+                sides.append(Side(kind, ground, self.workload.requests(ground.clients)))
+                if warm_answers is None:
+                    sides[-1].loop.run(self.pace.settle_s if kind == AUTO else self.pace.warm_s)
+                else:
+                    sides[-1].serve(warm_answers)
+            yield sides
+        finally:
+            for side in sides:
+                side.close()
+
+    def measure(self, part: str, sides: Sequence[Side], rounds: int, one_slice: Measure) -> list[Served]:
+        def on_slice(side: Side, one: Slice) -> None:
+            row = {
+                "part": part,
+                "side": side.kind.name,
+                "tokens_per_s": one.tokens_per_s,
+                "step_s": one.step_s,
+            }
+            row |= {"batch": one.batch, "stall_share": one.stall_share, "fifo_layers": one.fifo_layers}
+            self.context.record(row, "slices.jsonl")
+            bar.advance(now=f"{part}, {side.kind.name}")
+
+        with self.context.progress("slices", rounds * len(sides)) as bar:
+            return take_turns(sides, rounds, one_slice, on_slice)
+
+    def notes(self) -> list[str]:
+        ground, fits = self.ground, self.context.arguments.fits
+        return [
+            f"{ground.device_blocks} blocks of {BLOCK_TOKENS} tokens on every side ({fits} mean requests of "
+            f"{self.mean_tokens:.0f} tokens), {ground.clients} clients, policy vllm",
+            "swap: the prefix cache's host tier over the same link; synchronous: Pie's store without overlap",
+        ]
