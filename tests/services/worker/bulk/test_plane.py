@@ -56,6 +56,28 @@ async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane)
     link.close()
 
 
+async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: Plane, b: Plane) -> None:
+    to = Neighbour(B, "host-1", b.addresses)
+    (await a.connect(to, _issue(b), deadline_s=5.0)).close()
+    assert {transport for _, transport in a.choice.gb_per_s} == {"tcp", "shm"}
+    a.choice.gb_per_s["worker-b", "tcp"] = 1e3
+    link = await a.connect(to, _issue(b), deadline_s=5.0)
+    assert (link.transport, a.choice.gb_per_s["worker-b", "tcp"]) == ("tcp", 1e3), "no second comparison"
+    a.on_transfer(link, 1 << 20, 1.0)
+    assert a.choice.gb_per_s["worker-b", "tcp"] < 1e3
+    link.close()
+    a.choice.on_lost("worker-b")
+    link = await a.connect(to, _issue(b), deadline_s=5.0)
+    assert 0 < a.choice.gb_per_s["worker-b", "tcp"] < 100
+    link.close()
+
+
+async def test_one_way_only_is_not_measured(a: Plane, b: Plane) -> None:
+    link = await a.connect(Neighbour(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
+    assert a.choice.gb_per_s == {}
+    link.close()
+
+
 async def test_says_why_there_is_no_link(a: Plane, b: Plane) -> None:
     with pytest.raises(NoResponder):
         await a.connect(Neighbour(B, "host-2", {}), _issue(b), deadline_s=5.0)
