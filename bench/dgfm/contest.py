@@ -31,13 +31,14 @@ def run_live(context: Context, sides: Mapping[str, tuple[bool, bool]]) -> Outcom
             folder = context.run_dir.resolve() / f"stack-{side}"
             more = settings(settles=settles, recalls=recalls)
             results[side] = one = measure(model, folder, requests, duration_s, more)
-            context.record({"side": side, "tok_s": one.tok_s(), "remote": one.remote_share()}, "live.jsonl")
+            row = {"side": side, "tok_s": one.tok_s(), "remote": one.remote_share(), "errors": one.errors}
+            context.record(row, "live.jsonl")
             bar.advance(now=side)
     draw_figure_10(context.picture("figure10-live"), {k: [v] for k, v in results.items()}, duration_s, "live")
     figures = _figures(results, _WARM_SHARE * duration_s)
     return Outcome(
         figures=figures,
-        failures=sum(one.failures for one in results.values()),
+        failures=sum(len(one.errors) for one in results.values()),
         tables=[_table(results, _WARM_SHARE * duration_s)],
         notes=[
             f"{WORKERS} workers of {KV_BLOCKS} KV blocks, {CLIENTS} clients without a pause, {model.name};"

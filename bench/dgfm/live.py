@@ -50,7 +50,7 @@ class LiveRun:
     shares: list[tuple[float, int, int]]
     """When, blocks in use on another worker, blocks in use; over all workers."""
     finished: int
-    failures: int
+    errors: list[str]
     counts: Mapping[str, int]
     """Settlements, and blocks that came home by them or into free memory."""
 
@@ -172,8 +172,8 @@ async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: flo
         await bus.close()
     if not load.answers:
         raise InternalError("no request was answered in time: is the duration too short?")
-    failures = sum(not answer.ok for answer in load.answers)
-    return LiveRun(duration_s, witness.decoded, shares, len(load.answers), failures, counts)
+    errors = [answer.error for answer in load.answers if not answer.ok]
+    return LiveRun(duration_s, witness.decoded, shares, len(load.answers), errors, counts)
 
 
 async def _counts(access: BusAccess) -> dict[str, int]:

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.stack
 KV_BLOCKS, STAGED_BLOCKS, LEASE_S, GRACE_S, REST_S, BEAT_S = 128, 4, 3.0, 0.5, 0.1, 0.25
 BLOCKS = KV_BLOCKS - STAGED_BLOCKS
 """Stagings for what creditors send come out of a borrower's own KV."""
+BOUNCE_BLOCKS = 2
+"""Of its own, too, kept to swap debts through."""
 SLACK_S = 1.5
 """For a busy machine: status questions, a process's wake-up."""
 SETTINGS = (
@@ -27,6 +29,7 @@ SETTINGS = (
     f"worker.lending.lease_s={LEASE_S}",
     f"worker.lending.grace_s={GRACE_S}",
     f"worker.lending.rest_s={REST_S}",
+    f"worker.lending.bounce_blocks={BOUNCE_BLOCKS}",
 )
 
 
@@ -53,16 +56,28 @@ async def long_answers(stack: RunningStack) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
+def all_free(seen: Seen) -> bool:
+    return len(seen) == 2 and all(row["free_blocks"] == BLOCKS - BOUNCE_BLOCKS for row in seen.values())
+
+
 async def test_lent_blocks_leave_the_pool_and_come_back(lenders: RunningStack) -> None:
+    own: set[int] = set()
+
     def is_lent(seen: Seen) -> bool:
-        own = {row["total_blocks"] + row["lent_blocks"] - row["borrowed_blocks"] for row in seen.values()}
-        return debtor_of(seen) is not None and own == {BLOCKS}
+        """`own`: at every moment that is seen."""
+        own.update(r["total_blocks"] + r["withdrawn_blocks"] - r["admitted_blocks"] for r in seen.values())
+        return debtor_of(seen) is not None
+
+    def is_back(seen: Seen) -> bool:
+        is_lent(seen)
+        return nobody_owes(seen)
 
     async with watching(lenders) as watch:
         async with long_answers(lenders):
             await watch.until(is_lent)
-        await watch.until(nobody_owes)
-        await watch.until(lambda seen: all(row["free_blocks"] == BLOCKS for row in seen.values()))
+        await watch.until(is_back)
+        await watch.until(all_free)
+    assert own == {BLOCKS}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -84,7 +99,7 @@ async def test_a_debtors_blocks_are_free_within_the_lease(lenders: RunningStack,
             lenders.signal(found[0], signal.SIGCONT)
         assert took_s <= LEASE_S + GRACE_S + SLACK_S
         await watch.until(nobody_owes)
-        await watch.until(lambda seen: all(row["free_blocks"] == BLOCKS for row in seen.values()))
+        await watch.until(all_free)
 
 
 async def test_a_restarted_ledger_serves_within_two_heartbeats(lenders: RunningStack) -> None:

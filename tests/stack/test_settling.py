@@ -1,7 +1,6 @@
 """Cycles of debts settled between real workers while they decode: same text, and nobody owes anybody."""
 
 import asyncio
-import json
 import random
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -9,15 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.stack.access import BusAccess
-from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus
 from shared.messages.commands import WantKv
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.watch import Seen, lent, nobody_owes, watching
+from tests.stack.watch import Seen, bus_access, lent, nobody_owes, watching
 
 pytestmark = pytest.mark.stack
 KV_BLOCKS, BLOCK_TOKENS, WORKERS = 72, 16, ("worker-0", "worker-1")
@@ -68,9 +65,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 @asynccontextmanager
 async def mutual_need(stack: RunningStack) -> AsyncIterator[None]:
     """Both workers are told, as a scheduler tells them, that more KV is needed there."""
-    run = RunDirectory(stack.run_dir)
-    access = BusAccess.from_state(json.loads(run.state_file.read_text()), run.credentials())
-    bus = await Bus.connect(access.config("scheduler"), service="scheduler", instance="scheduler-test")
+    bus = await Bus.connect(
+        bus_access(stack).config("scheduler"), service="scheduler", instance="scheduler-test"
+    )
 
     async def keep_on() -> None:
         while True:

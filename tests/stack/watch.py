@@ -18,15 +18,18 @@ Seen = dict[str, dict[str, Any]]
 """Details by instance."""
 
 
+def bus_access(stack: RunningStack) -> BusAccess:
+    """Everybody's way to the stack's bus."""
+    run = RunDirectory(stack.run_dir)
+    return BusAccess.from_state(json.loads(run.state_file.read_text()), run.credentials())
+
+
 class Watch:
     """Asks the workers and the ledger over a connection that stays open."""
 
     def __init__(self, stack: RunningStack) -> None:
         self._stack = stack
-        run = RunDirectory(stack.run_dir)
-        state = json.loads(run.state_file.read_text())
-        access = BusAccess.from_state(state, run.credentials())
-        self._roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
+        self._roll = RollCall(bus_access(stack).config(subjects.OPERATOR, connect_timeout_s=5.0))
 
     async def ask(self, service: str, expected: int) -> Seen:
         try:

@@ -40,6 +40,7 @@ def _issue(plane: Plane, peer: Peer = A) -> Issue:
 
 @pytest.mark.parametrize(("host", "transport"), [("host-1", "shm"), ("host-2", "tcp")])
 async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, transport: str) -> None:
+    a.choice.on_compared("worker-b", float("inf"))
     link = await a.connect(Neighbour(B, host, b.addresses), _issue(b), deadline_s=5.0)
     assert link.transport == transport
     assert link.ask("echo", b"hello", deadline_s=5.0).header == b"hello"
