@@ -28,10 +28,12 @@ WORKERS, KV_BLOCKS, BLOCK_TOKENS = 4, 96, 16
 CLIENTS = 28
 _DEADLINE_S = 120.0
 _SAMPLE_S = 0.25
+_START_S = 60.0
 _DOCUMENTS = 0.06
 """Share of requests with a prompt of the second kind."""
 _PROMPT_TOKENS, _DOCUMENT_TOKENS = (30, 160), (500, 1400)
 _ANSWER_TOKENS = (40, 360)
+_PROMPT_AND_ANSWER_TOKENS = _DOCUMENT_TOKENS[1] + _ANSWER_TOKENS[1]
 _HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
@@ -93,6 +95,21 @@ class _Witness:
 
     def on_reported(self, report: WorkerReported) -> None:
         self._latest[report.worker_id] = report
+
+    async def until_all_reach(self, tokens: int) -> None:
+        """Every worker is there, and announces that context at least: it knows the others. From then on
+        counts what is decoded. Raises InternalError."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    contexts = [report.max_context_tokens for report in self._latest.values()]
+                    if len(contexts) == WORKERS and min(contexts) >= tokens:
+                        break
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise InternalError(f"{len(self._latest)} workers came, for {WORKERS}") from None
+        self.began_s = time.perf_counter()
+        self.decoded.clear()
 
     def used_blocks(self) -> tuple[int, int]:
         """On another worker than their sequence, and in all."""
@@ -160,6 +177,7 @@ async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: flo
     shares: list[tuple[float, int, int]] = []
     try:
         await bus.attach(_HANDLERS, witness)
+        await witness.until_all_reach(_PROMPT_AND_ANSWER_TOKENS)
         clients = [asyncio.create_task(load.client()) for _ in range(CLIENTS)]
         while (at_s := time.perf_counter() - witness.began_s) < duration_s:
             shares.append((at_s, *witness.used_blocks()))
