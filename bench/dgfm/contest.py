@@ -6,7 +6,7 @@ from itertools import islice
 from bench.context import Context
 from bench.dgfm.live import CLIENTS, KV_BLOCKS, WORKERS, LiveRun, bodies, measure, settings
 from bench.dgfm.pictures import draw_figure_10
-from bench.engine.checkpoint import checkpoint, vocabulary
+from bench.engine.checkpoint import TINY_CHAT, checkpoint, vocabulary
 from bench.outcome import Outcome, Table
 from bench.provenance import ROOT
 from shared.errors import ConfigError
@@ -23,7 +23,7 @@ def run_live(context: Context, sides: Mapping[str, tuple[bool, bool]]) -> Outcom
     duration_s = flags.duration_s or (_QUICK_S if context.quick else _DURATION_S)
     if duration_s < 5:
         raise ConfigError("dgfm --live needs 5 s a side at least", param="duration_s")
-    model = checkpoint(flags.model, ROOT / "runs" / "bench" / "checkpoints")
+    model = checkpoint(flags.model or str(TINY_CHAT), ROOT / "runs" / "bench" / "checkpoints")
     results: dict[str, LiveRun] = {}
     with context.progress("live sides", len(sides)) as bar:
         for side, (settles, recalls) in sides.items():
