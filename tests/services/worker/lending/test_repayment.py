@@ -1,6 +1,7 @@
 """Which creditor gets its blocks back first."""
 
-from services.worker.lending.repayment import Pressure, recalls
+from services.worker.lending.repayment import Pressure, Pressures, recalls
+from tests.services.ledger.test_state import report
 
 
 def test_the_creditor_under_most_pressure_first() -> None:
