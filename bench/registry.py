@@ -54,7 +54,7 @@ BENCHES: tuple[Bench, ...] = (
     Bench(
         "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"
     ),
-    Bench("dgfm", "bench.dgfm.bench", "what settling cycles of debts brings (simulated), and how fast it is"),
+    Bench("dgfm", "bench.dgfm.bench", "what settling cycles of debts brings, simulated or live"),
     Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
     Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
     Bench("serve", "bench.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),

@@ -1,8 +1,8 @@
 """`python -m bench dgfm`: four workers under a long mixed workload, with and without DGFM.
 
 The paper's Figure 10. Simulated: the live cores of lending, ledger and settlement on virtual time
-(`sim/lending/`). Sides: nothing is settled; cycles of debts are; and, beside that, free memory takes recalled
-blocks back.
+(`sim/lending/`). With `--live`: real processes (`contest`). Sides: nothing is settled; cycles of debts are;
+and, beside that, free memory takes recalled blocks back.
 """
 
 from argparse import ArgumentParser
@@ -11,6 +11,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from bench.context import Context
+from bench.dgfm.contest import run_live
 from bench.dgfm.graphs import random_debts, settle_s
 from bench.dgfm.pictures import draw_figure_10
 from bench.outcome import Outcome, Table
@@ -23,7 +24,13 @@ _REPEATS = 3
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--duration-s", type=float, help="simulated, of one run [1800; quick: 240]")
+    parser.add_argument("--live", action="store_true", help="real workers instead of simulated ones")
+    parser.add_argument(
+        "--model", default="models/tiny_chat", help="live: folder, or random-50m [%(default)s]"
+    )
+    parser.add_argument(
+        "--duration-s", type=float, help="of one run; simulated [1800; quick: 240], live [50; quick: 10]"
+    )
     parser.add_argument("--seeds", type=int, help="workloads to repeat it with [3; quick: 2]")
     parser.add_argument("--workers", type=int, default=4, help="[%(default)s]")
     parser.add_argument(
@@ -35,6 +42,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Raises ConfigError for flags that leave nothing to simulate."""
     flags = context.arguments
+    if flags.live:
+        return run_live(context, SIDES)
     duration_s = flags.duration_s or (_QUICK_S if context.quick else 1800.0)
     seeds = flags.seeds or (_QUICK_SEEDS if context.quick else 3)
     if duration_s < 60 or seeds < 1 or flags.workers < 2:

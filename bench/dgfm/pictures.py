@@ -2,16 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from sim.lending.run import Result
-
 _WINDOWS = 40
 
 
-def draw_figure_10(path: Path, results: Mapping[str, Sequence[Result]], duration_s: float) -> None:
+class Run(Protocol):
+    """Of one side on one workload. Times are seconds since its start."""
+
+    def tok_s(self, first_s: float = ..., end_s: float = ...) -> float: ...
+
+    def remote_share(self, first_s: float = ..., end_s: float = ...) -> float: ...
+
+
+def draw_figure_10(
+    path: Path, results: Mapping[str, Sequence[Run]], duration_s: float, how: str = "simulated"
+) -> None:
     """Above tokens per second, below the share of KV that is remote, means over the workloads."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -25,7 +34,7 @@ def draw_figure_10(path: Path, results: Mapping[str, Sequence[Result]], duration
             shares.append(sum(one.remote_share(first_s, end_s) for one in runs) / len(runs))
         above.plot(middles, rates, label=side)
         below.plot(middles, shares, label=side)
-    above.set(title="With and without DGFM (simulated)", ylabel="output tok/s")
+    above.set(title=f"With and without DGFM ({how})", ylabel="output tok/s")
     below.set(xlabel="s", ylabel="remote share of the KV in use")
     below.set_ylim(bottom=0)
     above.legend(fontsize="small")

@@ -166,6 +166,11 @@ class Cell:
     chosen: Mode
     """What the measured costs choose."""
 
+    @property
+    def overhead_us(self) -> float:
+        """What a layer takes longer when its keys are elsewhere."""
+        return (self.ship_s - self.whole_s) * 1e6
+
 
 def measure_cells(
     core: int, contexts: list[int], chunks: list[int], turns: int, advance: Callable[[], None]

@@ -83,6 +83,8 @@ def _figures(cells: list[Cell]) -> dict[str, float]:
     decodes = [cell for cell in cells if cell.rows == 1]
     for cell in decodes:
         found[f"remote_overhead_c{cell.context_tokens}"] = cell.overhead
+        found[f"remote_overhead_us_c{cell.context_tokens}"] = cell.overhead_us
+        found[f"undivided_us_c{cell.context_tokens}"] = cell.whole_s * 1e6
         found[f"query_vs_fetch_speedup_c{cell.context_tokens}"] = cell.fetch_ratio
     last = decodes[-1]
     found["remote_overhead"] = last.overhead

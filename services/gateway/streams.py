@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit, WorkerStart, disown
+from services.gateway.faults import Faults
 from services.gateway.timing import StreamTiming
 from shared.errors import CallerError, DeadlineExceeded, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
@@ -67,7 +68,7 @@ class Stream:
         self._fetching = False
         self._fetch_failures = 0
         self._behind: _Behind | None = None
-        self._internal_errors = 0
+        self._faults = Faults(timing)
 
     @property
     def is_open(self) -> bool:
@@ -107,10 +108,8 @@ class Stream:
         self._submitting = False
         if isinstance(error, CallerError) or (isinstance(error, Overloaded) and not self.accepted):
             return self._fail(error)
-        if isinstance(error, InternalError):
-            self._internal_errors += 1
-            if self._internal_errors >= self._timing.max_internal_errors:
-                return self._fail(error)
+        if isinstance(error, InternalError) and self._faults.on_internal_error():
+            return self._fail(error)
         self._submit_at_s = now_s + min(self._timing.retry_s * 2**self._submit_failures, MAX_RETRY_S)
         self._submit_failures = min(self._submit_failures + 1, 10)
         return ()
@@ -291,15 +290,9 @@ class Stream:
             self.phase, self.finish_reason = Phase.ENDED, reason
             self._fetching, self._behind = False, None
             return (seen,)
-        if reason not in (FinishReason.GATEWAY_LOST, FinishReason.KV_LOST):
-            self._internal_errors += 1
-            if self._internal_errors >= self._timing.max_internal_errors:
-                return (
-                    seen,
-                    *self._fail(
-                        InternalError(f"the engine ended the sequence {self._internal_errors} times")
-                    ),
-                )
+        failure = self._faults.on_end(reason, len(self.tokens))
+        if failure is not None:
+            return (seen, *self._fail(failure))
         return (seen, *self._hand_over(f"ended_{reason}", now_s))
 
     def _fail(self, error: KvasirError) -> Effects:

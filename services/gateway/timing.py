@@ -17,3 +17,5 @@ class StreamTiming:
     """No sign of life from anyone for this long: the stream fails."""
     max_internal_errors: int = 3
     """Of the scheduler, or of the engines that tried it."""
+    max_kv_losses: int = 5
+    """Of KV that other workers lent, in a row without a new token."""

@@ -2,13 +2,15 @@
 
 Soft state: the next round of heartbeats after a restart is all it needs. Several processes may answer, each
 with a table of its own; they tell each other where they sent debtors and who refused. It moves no memory and
-grants none.
+grants none. Cycles of debts are settled by `settlements`.
 """
 
 import asyncio
 
 from services.ledger.config import LedgerConfig
+from services.ledger.dgfm.coordinator import SettleRules
 from services.ledger.policy import candidates
+from services.ledger.settlements import Settlements
 from services.ledger.state import Table
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
@@ -37,6 +39,12 @@ class Ledger:
     def __init__(self, bus: Bus, config: LedgerConfig, clock: Clock = monotonic_s) -> None:
         self._bus = bus
         self.table = Table(silence_s=config.worker_timeout_s)
+        rules = SettleRules(
+            threshold_tokens=config.settle_threshold_tokens,
+            interval_s=config.settle_interval_s,
+            valid_for_s=config.settle_valid_s,
+        )
+        self.settlements = Settlements(bus, rules) if config.settle else None
         self._clock = clock
         self._started_s = clock()
         self.asked = 0
@@ -74,11 +82,19 @@ class Ledger:
             _log.debug("the other ledgers were not told: %s", error)
 
     async def watch(self) -> None:
-        """Drops workers that fell silent."""
+        """Drops workers that fell silent, and has cycles of debts settled."""
         while True:
             await asyncio.sleep(_TICK_S)
-            for worker_id in self.table.on_tick(self._clock()):
+            now_s = self._clock()
+            for worker_id in self.table.on_tick(now_s):
                 canonical(_log, "worker dropped", worker=worker_id)
+            if self.settlements is not None:
+                self.settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
+
+    async def close(self) -> None:
+        """Gives settlements up."""
+        if self.settlements is not None:
+            await self.settlements.close()
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
@@ -90,6 +106,7 @@ class Ledger:
             uptime_s=now_s - self._started_s,
             details={
                 "questions": self.asked,
+                **({} if self.settlements is None else self.settlements.details()),
                 "tokens": [
                     {
                         "worker": account.worker_id,
@@ -116,6 +133,9 @@ async def run(config: LedgerConfig) -> None:
         ledger = Ledger(bus, config)
         await bus.attach(HANDLERS, ledger)
         canonical(_log, "ledger serving")
-        await ledger.watch()
+        try:
+            await ledger.watch()
+        finally:
+            await ledger.close()
     finally:
         await bus.close()

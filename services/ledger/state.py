@@ -135,6 +135,10 @@ class Table:
                     found[debtor.worker_id, creditor_id] = min(tokens, lent)
         return found
 
+    def block_tokens(self) -> dict[str, int]:
+        """By worker."""
+        return {account.worker_id: account.block_tokens for account in self._accounts.values()}
+
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
         self._ranking.check_integrity()

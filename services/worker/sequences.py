@@ -59,7 +59,7 @@ class SequenceTable:
         self._tombstones = Tombstones(limits.end_retention_s)
         self._gateways = GatewayWatch(limits.gateway_timeout_s)
         self._unreported: list[HeldSequence] = []
-        if isinstance(pool, ElasticPool):
+        if isinstance(pool, ElasticPool | ExtendedPool):
             pool.on_moved = self._follow
 
     def find(self, ref: SequenceRef) -> HeldSequence | None:

@@ -167,6 +167,8 @@ class Worker:
                 "epoch": report.epoch,
                 "total_blocks": report.capacity.total_blocks,
                 "free_blocks": report.capacity.free_blocks,
+                "withdrawn_blocks": report.capacity.lent_blocks,
+                "admitted_blocks": report.capacity.borrowed_blocks,
                 "evictable_blocks": report.capacity.evictable_blocks,
                 "block_tokens": report.block_tokens,
                 "sequences": len(report.sequences),

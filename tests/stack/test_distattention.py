@@ -3,18 +3,28 @@
 import asyncio
 import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.messages.reports import WorkerReported
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.running import RunningStack, running_stack
+from tests.stack.watch import Seen, bus_access, watching
 
 pytestmark = pytest.mark.stack
 BLOCKS, BLOCK_TOKENS, WORKERS = 40, 16, 4
 OWN_TOKENS = BLOCKS * BLOCK_TOKENS
 ANSWER_TOKENS = 24
+LEASE_S, GRACE_S, SLACK_S = 3.0, 0.5, 2.0
+STAGED_BLOCKS = 4
+"""Of a borrower's own KV: stagings for eight creditors, of one of eight layers."""
 SETTINGS = (
     f"worker.kv_blocks={BLOCKS}",
     "worker.prefix_cache.enabled=false",
@@ -24,7 +34,14 @@ SETTINGS = (
     "worker.lending.low_fraction=0.0",
     "worker.lending.high_fraction=0.0",
     "worker.lending.rest_s=0.1",
+    "worker.lending.bounce_blocks=1",
+    f"worker.lending.lease_s={LEASE_S}",
+    f"worker.lending.grace_s={GRACE_S}",
 )
+POOL_TOKENS = WORKERS * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
+NAMES = [f"worker-{index}" for index in range(WORKERS)]
+SHAPES = {1: (3.02, ANSWER_TOKENS), 2: (3.02, 200), 3: (2.02, 120), 4: (2.02, 200)}
+"""By seed: the prompt in workers' KV, the answer in tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +51,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         yield running
 
 
-def long_question(seed: int, answer_tokens: int = ANSWER_TOKENS) -> Question:
-    """A prompt of a little more than three times what one worker holds."""
-    words = int(3.02 * OWN_TOKENS / 1.19)
+def long_question(seed: int) -> Question:
+    """A prompt of a little more than so many times what one worker holds."""
+    times, answer_tokens = SHAPES[seed]
     fields = {"max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
-    return Question(passage(words, random.Random(seed)), fields)
+    return Question(passage(int(times * OWN_TOKENS / 1.19), random.Random(seed)), fields)
 
 
 async def prompt_tokens(stack: RunningStack, question: Question) -> int:
-    import httpx
-
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
         reply = await http.post(
             "/tokenize",
@@ -53,8 +68,34 @@ async def prompt_tokens(stack: RunningStack, question: Question) -> int:
         return int(reply.json()["count"])
 
 
-def ask(stack: RunningStack, question: Question) -> Answer:
-    return asyncio.run(stack.client().ask_all([question]))[0]
+async def announced_tokens(stack: RunningStack) -> int:
+    """The context limit that the gateway tells clients."""
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
+        reply = await http.get("/v1/models", headers={"Authorization": f"Bearer {stack.key}"})
+        return max(int(row.get("max_model_len") or 0) for row in reply.json()["data"])
+
+
+class Heartbeats:
+    """Every worker's, all of them."""
+
+    HANDLERS: tuple[Handler, ...] = (Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),)
+
+    def __init__(self) -> None:
+        self.reports: list[WorkerReported] = []
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self.reports.append(report)
+
+
+@asynccontextmanager
+async def heartbeats(stack: RunningStack) -> AsyncIterator[Heartbeats]:
+    bus = await Bus.connect(bus_access(stack).config("ledger"), service="ledger", instance="ledger-test")
+    heard = Heartbeats()
+    try:
+        await bus.attach(Heartbeats.HANDLERS, heard)
+        yield heard
+    finally:
+        await bus.close()
 
 
 @pytest.fixture(scope="module")
@@ -63,34 +104,112 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
     folder = tmp_path_factory.mktemp("one") / "run"
     settings = ("worker.kv_blocks=256", "worker.prefix_cache.enabled=false")
     with running_stack(folder, workers=1, settings=settings) as one:
-        return {
-            1: ask(one, long_question(1)),
-            2: ask(one, long_question(2, 200)),
-        }
+        return {seed: asyncio.run(one.client().ask_all([long_question(seed)]))[0] for seed in SHAPES}
 
 
-def test_a_prompt_of_three_workers_kv_is_answered_by_four(
+async def test_the_context_that_is_announced_is_the_pools(four: RunningStack) -> None:
+    async with asyncio.timeout(60):
+        while await announced_tokens(four) != POOL_TOKENS:
+            await asyncio.sleep(0.1)
+        tokens = await prompt_tokens(four, long_question(1))
+        assert 3 * OWN_TOKENS <= tokens < POOL_TOKENS
+        words = int(1.05 * POOL_TOKENS / 1.1)
+        too_long = Question(passage(words, random.Random(9)), {"max_tokens": 16, "temperature": 0})
+        (answer,) = await four.client().ask_all([too_long])
+        assert answer.errors and "context_length_exceeded" in str(answer.errors)
+        assert f"{POOL_TOKENS} tokens" in str(answer.errors)
+
+
+async def test_a_prompt_of_three_workers_kv_is_answered_by_four(
     four: RunningStack, expected: dict[int, Answer]
 ) -> None:
-    assert asyncio.run(prompt_tokens(four, long_question(1))) >= 3 * OWN_TOKENS
-    answer = ask(four, long_question(1))
+    async with heartbeats(four) as heard:
+        (answer,) = await four.client().ask_all([long_question(1)])
+        await asyncio.sleep(0.5)
     assert answer.complete, f"{answer}\n{four.logs()}"
     assert answer.text == expected[1].text
     assert answer.completion_tokens == ANSWER_TOKENS
+    assert {report.worker_id for report in heard.reports} == set(NAMES)
+    lenders = set()
+    for report in heard.reports:
+        capacity = report.capacity
+        own = capacity.total_blocks - capacity.borrowed_blocks
+        used = own - (capacity.free_blocks - capacity.borrowed_free_blocks)
+        lent = sum(report.lent_to_blocks.values())
+        assert used + lent + STAGED_BLOCKS <= BLOCKS, f"more KV than {report.worker_id} has: {report}"
+        lenders |= {report.worker_id} if lent else set()
+    assert len(lenders) >= 3, "the KV lay on all four"
 
 
-def test_a_killed_creditor_costs_time_and_no_token(four: RunningStack, expected: dict[int, Answer]) -> None:
-    names = [f"worker-{index}" for index in range(WORKERS)]
+def midway(
+    four: RunningStack, field: str, number: signal.Signals, found: list[str]
+) -> Callable[[], Awaitable[None]]:
+    """Signals the worker that lends, or borrows, most."""
+
+    async def strike() -> None:
+        async with watching(four) as watch:
+            seen: Seen = {}
+            while len(seen) < WORKERS or not any(row[field] for row in seen.values()):
+                seen = await watch.ask("worker", WORKERS)
+        found.append(max(seen, key=lambda name: int(seen[name][field])))
+        four.signal(found[0], number)
+
+    return strike
+
+
+async def test_a_frozen_creditor_costs_a_pause_and_no_token(
+    four: RunningStack, expected: dict[int, Answer]
+) -> None:
+    frozen: list[str] = []
+    strike = midway(four, "lent_blocks", signal.SIGSTOP, frozen)
+    try:
+        (answer,) = await four.client().ask_all([long_question(3)], midway=strike, after=10)
+    finally:
+        four.signal(frozen[0], signal.SIGCONT)
+    assert answer.complete, f"{answer}\n{four.logs()}"
+    assert answer.text == expected[3].text
+    async with watching(four) as watch:
+        await watch.until(lambda seen: len(seen) == WORKERS and nobody_lends(seen), expected=WORKERS)
+
+
+async def test_a_killed_debtors_blocks_are_free_within_the_lease(
+    four: RunningStack, expected: dict[int, Answer]
+) -> None:
     killed: list[str] = []
+    took_s: list[float] = []
+    strike = midway(four, "borrowed_blocks", signal.SIGKILL, killed)
 
-    async def kill() -> None:
-        details = {name: await asyncio.to_thread(four.details, name) for name in names}
-        creditor = max(names, key=lambda name: int(details[name]["lent_blocks"]))
-        assert details[creditor]["lent_blocks"] > 0
-        killed.append(creditor)
-        four.signal(creditor, signal.SIGKILL)
+    async def strike_and_wait() -> None:
+        restarts = {name: four.child(name)["restarts"] for name in NAMES}
+        await strike()
+        began_s = time.monotonic()
+        async with watching(four) as watch:
+            await watch.until(lambda seen: not lent_to(seen, killed[0]), expected=WORKERS)
+        took_s.append(time.monotonic() - began_s)
+        await asyncio.to_thread(four.until_restarted, killed[0], restarts=restarts[killed[0]] + 1)
 
-    (answer,) = asyncio.run(four.client().ask_all([long_question(2, 200)], midway=kill, after=10))
+    (answer,) = await four.client().ask_all([long_question(4)], midway=strike_and_wait, after=10)
+    assert answer.complete, f"{answer}\n{four.logs()}"
+    assert answer.text == expected[4].text
+    assert took_s[0] <= LEASE_S + GRACE_S + SLACK_S
+
+
+async def test_a_killed_creditor_costs_time_and_no_token(
+    four: RunningStack, expected: dict[int, Answer]
+) -> None:
+    killed: list[str] = []
+    strike = midway(four, "lent_blocks", signal.SIGKILL, killed)
+    (answer,) = await four.client().ask_all([long_question(2)], midway=strike, after=10)
     assert killed
     assert answer.complete, f"{answer}\n{four.logs()}"
     assert answer.text == expected[2].text
+
+
+def nobody_lends(seen: Seen) -> bool:
+    return not any(row["lent_blocks"] for row in seen.values())
+
+
+def lent_to(seen: Seen, debtor: str) -> int:
+    """By those that answer, to one worker."""
+    loans = [loan for name, row in seen.items() if name != debtor for loan in row["loans"]]
+    return sum(int(loan["lent_blocks"]) for loan in loans if loan["peer"] == debtor)

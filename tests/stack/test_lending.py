@@ -1,28 +1,23 @@
 """Lending between real processes that are killed and frozen: a debtor, the ledger."""
 
 import asyncio
-import json
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
-from services.stack.access import BusAccess
-from services.stack.roll import RollCall
-from services.stack.rundir import RunDirectory
-from shared import subjects
-from shared.errors import KvasirError
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
+from tests.stack.watch import Seen, debtor_of, lent, nobody_owes, watching
 
 pytestmark = pytest.mark.stack
 KV_BLOCKS, STAGED_BLOCKS, LEASE_S, GRACE_S, REST_S, BEAT_S = 128, 4, 3.0, 0.5, 0.1, 0.25
 BLOCKS = KV_BLOCKS - STAGED_BLOCKS
 """Stagings for what creditors send come out of a borrower's own KV."""
+BOUNCE_BLOCKS = 2
+"""Of its own, too, kept to swap debts through."""
 SLACK_S = 1.5
 """For a busy machine: status questions, a process's wake-up."""
 SETTINGS = (
@@ -34,55 +29,14 @@ SETTINGS = (
     f"worker.lending.lease_s={LEASE_S}",
     f"worker.lending.grace_s={GRACE_S}",
     f"worker.lending.rest_s={REST_S}",
+    f"worker.lending.bounce_blocks={BOUNCE_BLOCKS}",
 )
-Seen = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def lenders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     with running_stack(tmp_path_factory.mktemp("lending") / "run", settings=SETTINGS) as running:
         yield running
-
-
-class Watch:
-    """Asks the workers and the ledger over a connection that stays open."""
-
-    def __init__(self, stack: RunningStack) -> None:
-        self._stack = stack
-        run = RunDirectory(stack.run_dir)
-        state = json.loads(run.state_file.read_text())
-        access = BusAccess.from_state(state, run.credentials())
-        self._roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
-
-    async def ask(self, service: str, expected: int) -> Seen:
-        try:
-            answers = await self._roll.ask(service, deadline_s=0.3, expected=expected)
-        except KvasirError:
-            return {}
-        return {answer.instance: answer.details for answer in answers}
-
-    async def until(self, condition: Callable[[Seen], bool], within_s: float = 30.0) -> float:
-        """Seconds until the workers' details are as wished."""
-        began_s = time.monotonic()
-        seen: Seen = {}
-        while time.monotonic() < began_s + within_s:
-            seen = await self.ask("worker", 2)
-            if condition(seen):
-                return time.monotonic() - began_s
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"not within {within_s} s: {seen}\n{self._stack.logs()}")
-
-    async def close(self) -> None:
-        await self._roll.close()
-
-
-@asynccontextmanager
-async def watching(stack: RunningStack) -> AsyncIterator[Watch]:
-    watch = Watch(stack)
-    try:
-        yield watch
-    finally:
-        await watch.close()
 
 
 @asynccontextmanager
@@ -102,33 +56,28 @@ async def long_answers(stack: RunningStack) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-def lent(seen: Seen, creditor: str) -> int:
-    return int(seen[creditor]["lent_blocks"]) if creditor in seen else -1
-
-
-def debtor_of(seen: Seen) -> str | None:
-    """Who owes the other, as both see it."""
-    for debtor, creditor in (("worker-0", "worker-1"), ("worker-1", "worker-0")):
-        owed = lent(seen, creditor)
-        if owed > 0 and debtor in seen and seen[debtor]["borrowed_blocks"] == owed:
-            return debtor
-    return None
-
-
-def nobody_owes(seen: Seen) -> bool:
-    return len(seen) == 2 and not any(row["lent_blocks"] or row["borrowed_blocks"] for row in seen.values())
+def all_free(seen: Seen) -> bool:
+    return len(seen) == 2 and all(row["free_blocks"] == BLOCKS - BOUNCE_BLOCKS for row in seen.values())
 
 
 async def test_lent_blocks_leave_the_pool_and_come_back(lenders: RunningStack) -> None:
+    own: set[int] = set()
+
     def is_lent(seen: Seen) -> bool:
-        own = {row["total_blocks"] + row["lent_blocks"] - row["borrowed_blocks"] for row in seen.values()}
-        return debtor_of(seen) is not None and own == {BLOCKS}
+        """`own`: at every moment that is seen."""
+        own.update(r["total_blocks"] + r["withdrawn_blocks"] - r["admitted_blocks"] for r in seen.values())
+        return debtor_of(seen) is not None
+
+    def is_back(seen: Seen) -> bool:
+        is_lent(seen)
+        return nobody_owes(seen)
 
     async with watching(lenders) as watch:
         async with long_answers(lenders):
             await watch.until(is_lent)
-        await watch.until(nobody_owes)
-        await watch.until(lambda seen: all(row["free_blocks"] == BLOCKS for row in seen.values()))
+        await watch.until(is_back)
+        await watch.until(all_free)
+    assert own == {BLOCKS}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -150,7 +99,7 @@ async def test_a_debtors_blocks_are_free_within_the_lease(lenders: RunningStack,
             lenders.signal(found[0], signal.SIGCONT)
         assert took_s <= LEASE_S + GRACE_S + SLACK_S
         await watch.until(nobody_owes)
-        await watch.until(lambda seen: all(row["free_blocks"] == BLOCKS for row in seen.values()))
+        await watch.until(all_free)
 
 
 async def test_a_restarted_ledger_serves_within_two_heartbeats(lenders: RunningStack) -> None:

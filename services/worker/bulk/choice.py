@@ -12,6 +12,10 @@ _PRIOR = ("shm", "ucx", "tcp")
 _FORGET = 0.3
 """Weight of a new measurement."""
 _PENALTY_S = 30.0
+_FRESH_S = 600.0
+"""For so long a comparison holds."""
+_LEAST_BYTES = 256 << 10
+"""Smaller transfers tell nothing about bandwidth."""
 _CLEARLY = 1.2
 """So many times faster a transport has to be measured to displace one that comes first otherwise."""
 
@@ -25,14 +29,24 @@ class Choice:
     host: str
     gb_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """By peer and transport; exponentially weighted."""
+    compared_s: dict[str, float] = field(default_factory=dict)
+    """By peer: when its transports were last measured side by side."""
     aside_until_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def on_transfer(self, peer: str, transport: str, size_bytes: int, took_s: float) -> None:
-        """A transfer of at least a megabyte succeeded; small ones tell nothing about bandwidth."""
-        if size_bytes < 1 << 20 or took_s <= 0:
+        """It succeeded, with nothing else done meanwhile; small ones are not counted."""
+        if size_bytes < _LEAST_BYTES or took_s <= 0:
             return
         key, now = (peer, transport), size_bytes / took_s / 1e9
         self.gb_per_s[key] = now if key not in self.gb_per_s else self._blend(self.gb_per_s[key], now)
+
+    def needs_comparison(self, peer: str, now_s: float) -> bool:
+        """Nobody has measured its transports side by side, or long ago."""
+        return now_s >= self.compared_s.get(peer, float("-inf")) + _FRESH_S
+
+    def on_compared(self, peer: str, now_s: float) -> None:
+        """They were measured as far as they work."""
+        self.compared_s[peer] = now_s
 
     def on_failure(self, peer: str, transport: str, now_s: float) -> None:
         """It could not be dialled, or broke."""
@@ -43,6 +57,7 @@ class Choice:
         for table in (self.gb_per_s, self.aside_until_s):
             for key in [key for key in table if key[0] == peer]:
                 del table[key]
+        self.compared_s.pop(peer, None)
 
     def ranking(self, peer: str, addresses: Mapping[str, str], host: str, now_s: float) -> list[str]:
         """The transports to try, best first; empty when the two have none in common."""

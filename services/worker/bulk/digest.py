@@ -1,7 +1,7 @@
 """What a message's payload is verified by: sums over its rows and columns, or CRC-32 of what is short.
 
 A plain CRC-32 (4 GB/s on one core) would halve a transport's speed; this runs at the memory's, in numpy. A
-slice of up to 1 MiB is a table of 512 words a row; the sums of rows and of columns, each with a weight of
+slice of up to 512 KiB is a table of 512 words a row; the sums of rows and of columns, each with a weight of
 its own (odd, so that a single wrong word always shows), change with whatever is flipped, zeroed, repeated
 or out of order, unless errors cancel out in their rows and in their columns alike. It guards against
 faults, not against forgers: a link's ticket does that.
@@ -14,7 +14,7 @@ import numpy as np
 
 from services.worker.bulk.base import Buffer
 
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 19
 """Buffers are sent, received and verified in pieces of this size: while they are in a core's cache."""
 _MOST_VIEWS = 256
 _ROW_WORDS = 512
@@ -40,7 +40,7 @@ _COLUMN_WEIGHTS = _weights(_ROW_WORDS, 2)
 
 
 def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """The buffers in order, in groups of at most 1 MiB; sender and receiver cut alike."""
+    """The buffers in order, in groups of at most 512 KiB; sender and receiver cut alike."""
     group: list[Buffer] = []
     room_bytes = SLICE_BYTES
     for buffer in buffers:
@@ -58,7 +58,7 @@ def slices(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 
 def sizes_as_slices(sizes_bytes: Iterable[int], scratch: Buffer) -> Iterator[list[Buffer]]:
-    """Like `slices` of buffers of these sizes, all of them the same 1 MiB of scratch memory."""
+    """Like `slices` of buffers of these sizes, all of them the same 512 KiB of scratch memory."""
     room_bytes = SLICE_BYTES
     views: list[Buffer] = []
     for size_bytes in sizes_bytes:

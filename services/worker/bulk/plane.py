@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from services.worker.bulk.base import BulkTransport, Link, Listener, Peer
 from services.worker.bulk.choice import Choice
 from services.worker.bulk.desk import WorkerDesk
+from services.worker.bulk.probe import KIND, PROBE_BYTES, Probes, fastest_s
 from shared.clock import Clock, monotonic_s
 from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
 
@@ -45,6 +46,7 @@ class Plane:
     ) -> None:
         self.own = own
         self.desk = WorkerDesk(own, clock=clock)
+        self.desk.serve(KIND, Probes())
         self.choice = Choice([transport.name for transport in transports], host)
         self._clock = clock
         self._transports = {transport.name: transport for transport in transports}
@@ -68,21 +70,15 @@ class Plane:
         Raises NoResponder when there is none, else what the last one tried raised; Unauthorized and
         StaleEpoch at once."""
         worker_id = to.peer.worker_id
+        until_s = self._clock() + deadline_s
+        if self.choice.needs_comparison(worker_id, self._clock()):
+            await self._compare(to, issue, deadline_s / 2)
         names = self.choice.ranking(worker_id, to.addresses, to.host, self._clock())
         failure: KvasirError = NoResponder(f"no bulk transport leads to worker {worker_id}")
-        until_s = self._clock() + deadline_s
         for place, name in enumerate(names):
             share_s = max(0.001, (until_s - self._clock()) / (len(names) - place))
             try:
-                ticket = await issue()
-                return await asyncio.to_thread(
-                    self._transports[name].dial,
-                    to.addresses[name],
-                    self.own,
-                    to.peer,
-                    ticket,
-                    deadline_s=share_s,
-                )
+                return await self._dial(to, name, issue, share_s)
             except (Unauthorized, StaleEpoch):
                 raise
             except KvasirError as error:
@@ -90,6 +86,38 @@ class Plane:
                 self.choice.on_failure(worker_id, name, self._clock())
                 _log.warning("no link to %s by %s: %s", worker_id, name, error)
         raise failure
+
+    def on_transfer(self, link: Link, size_bytes: int, took_s: float) -> None:
+        """Bytes moved on a link, with nothing else done meanwhile."""
+        self.choice.on_transfer(link.peer.worker_id, link.transport, size_bytes, took_s)
+
+    async def _compare(self, to: Neighbour, issue: Issue, deadline_s: float) -> None:
+        """Measures every transport that leads there, where there is a choice at all. Raises Unauthorized and
+        StaleEpoch."""
+        worker_id = to.peer.worker_id
+        names = self.choice.ranking(worker_id, to.addresses, to.host, self._clock())
+        share_s = deadline_s / max(1, len(names))
+        for name in names if len(names) > 1 else ():
+            link: Link | None = None
+            try:
+                link = await self._dial(to, name, issue, share_s)
+                took_s = await asyncio.to_thread(fastest_s, link, share_s)
+                self.on_transfer(link, PROBE_BYTES, took_s)
+            except (Unauthorized, StaleEpoch):
+                raise
+            except KvasirError as error:
+                self.choice.on_failure(worker_id, name, self._clock())
+                _log.info("%s to %s was not measured: %s", name, worker_id, error)
+            finally:
+                if link is not None:
+                    link.close()
+        self.choice.on_compared(worker_id, self._clock())
+
+    async def _dial(self, to: Neighbour, name: str, issue: Issue, deadline_s: float) -> Link:
+        ticket = await issue()
+        return await asyncio.to_thread(
+            self._transports[name].dial, to.addresses[name], self.own, to.peer, ticket, deadline_s=deadline_s
+        )
 
     def close(self) -> bool:
         """Closes all listeners; links that were dialled are their owners'. False when one took too long."""

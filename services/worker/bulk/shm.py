@@ -29,7 +29,7 @@ from services.worker.bulk.server import SocketListener
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, InvalidRequest, NoResponder
 
-_SLOTS = 4
+_SLOTS = 8
 _RING_BYTES = _SLOTS * SLICE_BYTES
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _BELL = b"\x01"

@@ -1,6 +1,6 @@
 """The form of a message on a link: a prefix, an envelope, the payload, a digest of the payload.
 
-    prefix     16 bytes   "KVB1", bytes of the envelope, CRC-32 of the envelope, 0   (little endian)
+    prefix     16 bytes   "KVB2", bytes of the envelope, CRC-32 of the envelope, 0   (little endian)
     envelope   MessagePack array (`Envelope`), with the sender's own header in it
     payload    the buffers, one after the other; a transport may carry it another way
     digest     16 bytes, only after a payload (`services.worker.bulk.digest`)
@@ -20,7 +20,7 @@ from shared.errors import InvalidMessage, KvasirError, MessageTooLarge, from_wir
 
 PREFIX = struct.Struct("<4sIII")
 DIGEST_BYTES = 16
-_MAGIC = b"KVB1"
+_MAGIC = b"KVB2"
 _ENVELOPE_EXTRA_BYTES = 1 << 12
 _SIZE_BYTES = 9
 

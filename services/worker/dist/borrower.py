@@ -6,9 +6,11 @@ blocks and the links. Decides nothing about how much is borrowed.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from services.worker.bulk.base import Link
 from services.worker.dist.debtor import Debtor
+from services.worker.dist.homecoming import Homecoming, Pair
 from services.worker.dist.messages import GrantRef
 from services.worker.dist.plane import BulkPlane
 from services.worker.kv.extended import ExtendedPool
@@ -21,6 +23,7 @@ from shared.messages.lending import Grant
 Life = tuple[str, int]
 """A creditor's worker id and incarnation."""
 
+T = TypeVar("T")
 _log = get_logger("worker.borrower")
 
 
@@ -34,6 +37,7 @@ class Borrower:
         self._pool = pool
         self._plane = plane
         self._on_failed = on_failed
+        self._homecoming = Homecoming(debtor, pool, self._forget)
         self._runner: Runner | None = None
         self._holders: dict[Life, int] = {}
         self._of_block: dict[int, tuple[Life, int]] = {}
@@ -66,6 +70,35 @@ class Borrower:
         assert self._runner is not None
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: self._retire(most_blocks)))
 
+    async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
+        """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
+        assert self._runner is not None
+        chosen = self._runner.ask(lambda core, _: self._pool.set_apart(logical, most_blocks))
+        return await asyncio.wrap_future(chosen)
+
+    def rejoin(self, logical: Sequence[int]) -> None:
+        """Ends `set_apart`. Raises Overloaded."""
+
+        def rejoin(core: StepCore, now_s: float) -> Effects:
+            self._pool.rejoin(logical)
+            return Effects()
+
+        assert self._runner is not None
+        self._runner.post(rejoin)
+
+    async def copy_home(self, pairs: Sequence[Pair]) -> bool:
+        """Into own, withdrawn blocks; the originals count on. False when a creditor failed."""
+        return await self._try_home(lambda: self._homecoming.copy(pairs)) is not None
+
+    async def swap_home(self, pairs: Sequence[Pair]) -> list[int] | None:
+        """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed."""
+        return await self._try_home(lambda: self._homecoming.swap(pairs))
+
+    async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
+        """Which of these, of up to so many in use, are at home now, in own blocks that were free."""
+        recall = self._homecoming.recall
+        return await self._try_home(lambda: recall(logical, most_blocks, keep_blocks)) or []
+
     def lose(self, logical: Sequence[int]) -> None:
         """Their leases are over, or their creditor forgot them. Raises Overloaded."""
 
@@ -79,6 +112,19 @@ class Borrower:
     def close(self) -> None:
         """Every link, when the engine's thread has ended."""
         self._debtor.close()
+
+    async def _try_home(self, bring: Callable[[], T]) -> T | None:
+        """Raises Overloaded."""
+
+        def run(core: StepCore, now_s: float) -> T | None:
+            try:
+                return bring()
+            except CreditorLost as error:
+                core.on_kv_lost(self.lose_creditor(error), now_s)
+                return None
+
+        assert self._runner is not None
+        return await asyncio.wrap_future(self._runner.ask(run))
 
     # On the engine's thread
 

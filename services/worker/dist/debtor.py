@@ -18,8 +18,17 @@ import torch
 from services.worker.bulk.base import Link
 from services.worker.dist.cost import Mode, Speeds, Work, choose_mode
 from services.worker.dist.messages import GrantRef
-from services.worker.dist.shares import FetchedShare, Lending, Share, ShippedShare, fetch_blocks, work_of
+from services.worker.dist.shares import (
+    FetchedShare,
+    Lending,
+    OnTransfer,
+    Share,
+    ShippedShare,
+    fetch_blocks,
+    work_of,
+)
 from services.worker.dist.staging import Staging
+from services.worker.dist.watch import WriteWatch
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
@@ -55,11 +64,13 @@ class Debtor:
         most_creditors: int = 8,
         deadline_s: float = 2.0,
         choose: Chooser = choose_mode,
+        on_transfer: OnTransfer = lambda link, size_bytes, took_s: None,
         clock: Clock = monotonic_s,
     ) -> None:
         """`staging_blocks`: in each half of a creditor's staging; each creditor has one. Raises ConfigError
         where parts cannot be joined."""
         self.homes = Homes(own_blocks)
+        self.watch = WriteWatch(block_tokens)
         self._staging_blocks = staging_blocks
         self._attention = attention
         self._q_heads = q_heads
@@ -67,6 +78,7 @@ class Debtor:
         self._most_creditors = most_creditors
         self._deadline_s = deadline_s
         self._choose = choose
+        self._on_transfer = on_transfer
         self._clock = clock
         self._lendings: dict[int, Lending] = {}
         self._holders = 0
@@ -84,7 +96,7 @@ class Debtor:
             raise Overloaded(f"{self._most_creditors} workers lend already")
         self._holders += 1
         staging = Staging(self._attention, self._staging_blocks)
-        lending = Lending(link, tuple(grants), Speeds(), staging, self._deadline_s)
+        lending = Lending(link, tuple(grants), Speeds(), staging, self._deadline_s, self._on_transfer)
         self._lendings[self._holders] = lending
         return self._holders
 
@@ -109,6 +121,7 @@ class Debtor:
         self._step += 1
         self._active.clear()
         self._attended_s = None
+        self.watch.on_step(parts)
         shares = [self._share(part) for part in parts]
         modes = [self._choose(self._work(share), share.lending.speeds) for share in shares]
         for share, mode in zip(shares, modes, strict=True):

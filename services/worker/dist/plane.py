@@ -8,6 +8,7 @@ from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
 from shared.errors import NoResponder
 from shared.messages.bulk import AskTicket, BulkTicket
+from shared.messages.reports import WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_dial, AskTicket, "issue_ticket"),)
 _DIAL_S = 2.0
@@ -22,6 +23,7 @@ class BulkPlane:
         self._ticket_s = ticket_s
         self._own = Peer(bus.instance, bus.incarnation)
         self._plane = Plane(self._own, host, transports)
+        self._lives: dict[str, int] = {}
 
     @property
     def addresses(self) -> Mapping[str, str]:
@@ -58,6 +60,17 @@ class BulkPlane:
 
         to = Neighbour(Peer(worker_id, incarnation), first.host, first.addresses)
         return await self._plane.connect(to, issue, deadline_s=_DIAL_S)
+
+    def on_transfer(self, link: Link, size_bytes: int, took_s: float) -> None:
+        """See `Plane.on_transfer`."""
+        self._plane.on_transfer(link, size_bytes, took_s)
+
+    def on_reported(self, report: WorkerReported) -> None:
+        """A heartbeat: what was measured with an earlier life of a worker counts no more."""
+        known = self._lives.get(report.worker_id, report.incarnation)
+        if report.incarnation > known:
+            self._plane.choice.on_lost(report.worker_id)
+        self._lives[report.worker_id] = max(known, report.incarnation)
 
     async def _ask(self, worker_id: str) -> BulkTicket:
         asked = AskTicket(worker_id=self._own.worker_id, incarnation=self._own.incarnation)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from services.worker.bulk.base import Link
 from services.worker.bulk.settings import make_transports
 from services.worker.config import WorkerConfig
 from services.worker.dist import plane
@@ -22,7 +23,7 @@ from services.worker.dist.plane import BulkPlane
 from services.worker.dist.reach import Reach
 from services.worker.dist.staging import HALVES
 from services.worker.engine.engine import Engine, TorchEngine
-from services.worker.kv.extended import ExtendedPool, Pool
+from services.worker.kv.extended import ExtendedPool, OwnPool, Pool
 from services.worker.lending.grants import Freed
 from services.worker.lending.lendable import LendablePool
 from services.worker.lending.parties import Owner
@@ -54,11 +55,12 @@ def staged_blocks(config: LendingConfig, layers: int) -> int:
 class Neighbourhood:
     """One worker's. `pool` is what its sequences get their blocks from."""
 
-    def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, own: Pool, clock: Clock) -> None:
+    def __init__(self, bus: Bus, config: WorkerConfig, engine: Engine, own: OwnPool, clock: Clock) -> None:
         """Raises ConfigError for a transport that is not there, and for `borrow` where it cannot be."""
         self._bus = bus
         self._config = config.lending
         self._engine = engine
+        self._bounce_blocks = config.lending.bounce_blocks if config.lending.borrow else 0
         self._clock = clock
         self._own = own
         self._loop = asyncio.get_running_loop()
@@ -69,7 +71,7 @@ class Neighbourhood:
         host = config.host or socket.gethostname()
         self._plane = BulkPlane(bus, host, make_transports(config.bulk), config.bulk.ticket_s)
         self.pool: Pool = own
-        own_tokens = engine.kv_blocks * engine.block_tokens
+        own_tokens = (engine.kv_blocks - self._bounce_blocks) * engine.block_tokens
         self._reach = Reach(bus.instance, config.served_name, own_tokens, engine.max_positions)
         self._can_divide = isinstance(engine, TorchEngine) and engine.is_divisible
         if self._config.borrow and isinstance(engine, TorchEngine) and engine.is_divisible:
@@ -83,6 +85,7 @@ class Neighbourhood:
                 staging_blocks=self._config.staging_blocks,
                 most_creditors=self._config.most_creditors,
                 deadline_s=self._config.answer_s,
+                on_transfer=self._on_transfer,
                 clock=clock,
             )
             self._borrower = Borrower(debtor, extended, self._plane, self._on_failed)
@@ -179,6 +182,13 @@ class Neighbourhood:
 
     def on_reported(self, report: WorkerReported) -> None:
         self._reach.on_report(report, self._clock())
+        self._plane.on_reported(report)
+        if self._lending is not None:
+            self._lending.pressures.on_reported(report)
+
+    def _on_transfer(self, link: Link, size_bytes: int, took_s: float) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._plane.on_transfer, link, size_bytes, took_s)
 
     def _on_lost(self, logical: Sequence[int]) -> None:
         """Leases are over."""

@@ -4,7 +4,7 @@ Either way keys and values that belong there are on their way before the next la
 one part; which way is chosen in `debtor`. Source: Infinite-LLM §4.6 (papers/001).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +32,9 @@ from services.worker.engine.partition import Part
 from services.worker.engine.remote import Partial
 from shared.clock import Clock
 
+OnTransfer = Callable[[Link, int, float], None]
+"""A link, bytes that it moved, seconds."""
+
 
 @dataclass(slots=True)
 class Lending:
@@ -43,6 +46,12 @@ class Lending:
     staging: Staging
     deadline_s: float
     """For one layer's answer."""
+    on_transfer: OnTransfer = lambda link, size_bytes, took_s: None
+    """Told of fetches with nothing else done meanwhile."""
+
+    def on_fetched(self, fetched_bytes: int, elapsed_s: float) -> None:
+        self.speeds.on_fetched(fetched_bytes, elapsed_s)
+        self.on_transfer(self.link, fetched_bytes, elapsed_s)
 
 
 class Share:
@@ -231,7 +240,7 @@ class FetchedShare:
             each.nbytes for each in _front(self._staging.pools[0][layer], len(segment.fetched))
         )
         if index:  # The first had the whole of a layer's other work to arrive in.
-            self._share.lending.speeds.on_fetched(fetched_bytes, self._share.clock() - began_s)
+            self._share.lending.on_fetched(fetched_bytes, self._share.clock() - began_s)
 
     def _new(self, keys: torch.Tensor, values: torch.Tensor) -> list[Buffer]:
         """What the creditor keeps of a layer; nothing where it keeps none of the step's rows."""
@@ -245,7 +254,9 @@ def fetch_blocks(share: Share, layer: int, indices: Sequence[int], into: Pools) 
     """Some of the part's blocks, of one layer, to the front of `into`. Raises KvasirError."""
     wanted = np.array(indices, dtype=np.int32)
     request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
-    share.begin(FETCH, request, into=_front(into, len(wanted))).finish()
+    buffers, began_s = _front(into, len(wanted)), share.clock()
+    share.begin(FETCH, request, into=buffers).finish()
+    share.lending.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
 
 
 def _front(pools: Pools, blocks: int) -> list[Buffer]:

@@ -103,6 +103,10 @@ class PrefixCache(LowerTiers):
         """These come back, free. Raises ValueError on one that had not left."""
         self._pool.readmit(blocks)
 
+    def rejoin(self, blocks: Iterable[int]) -> None:
+        """These come back, taken and without a name. Raises ValueError on one that had not left."""
+        self._pool.rejoin(blocks)
+
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self._pool.free_blocks + self.evictable_blocks
 

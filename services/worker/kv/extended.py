@@ -4,7 +4,7 @@ Own blocks go first: attention over them costs no message. Borrowed ids lie abov
 once they can be reached, and may be lost at any time. Knows neither creditors nor grants.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from shared.messages.reports import Capacity
@@ -47,15 +47,33 @@ class Pool(Protocol):
     def check_integrity(self, held: Iterable[int]) -> None: ...
 
 
+class OwnPool(Pool, Protocol):
+    """A worker's own blocks, some of which may be withdrawn: lent, or kept to copy into."""
+
+    def withdraw(self, blocks: Iterable[int]) -> None: ...
+
+    def readmit(self, blocks: Iterable[int]) -> None:
+        """Withdrawn ones come back, free."""
+        ...
+
+    def rejoin(self, blocks: Iterable[int]) -> None:
+        """Withdrawn ones come back, taken."""
+        ...
+
+
 class ExtendedPool:
     """`own` has ids below `own_blocks`, for ever; the borrowed ones come and go."""
 
-    def __init__(self, own: Pool, own_blocks: int) -> None:
+    def __init__(self, own: OwnPool, own_blocks: int) -> None:
         self.own = own
         self.own_blocks = own_blocks
         self.block_tokens = own.block_tokens
+        self.on_moved: Callable[[Mapping[int, int]], None] = lambda _: None
+        """Who holds blocks is told that they are called otherwise from now on."""
         self._free: dict[int, None] = {}
         self._used: set[int] = set()
+        self._apart: set[int] = set()
+        """About to come home: nobody gets them anew. Those in use are in `_used`, too."""
 
     @property
     def total_blocks(self) -> int:
@@ -111,7 +129,8 @@ class ExtendedPool:
                 own.append(block)
             elif block in self._used:
                 self._used.discard(block)
-                self._free[block] = None
+                if block not in self._apart:
+                    self._free[block] = None
             elif block in self._free:
                 raise ValueError(f"block {block} is not taken")
         self.own.release(own)
@@ -135,6 +154,47 @@ class ExtendedPool:
         for block in blocks:
             self._free.pop(block, None)
             self._used.discard(block)
+            self._apart.discard(block)
+
+    def set_apart(self, blocks: Iterable[int], most_blocks: int) -> list[int]:
+        """Up to so many of these stay whose they are, or nobody's, until `rejoin` or `come_home`: first those
+        that are used. Unknown ones, and those set apart already, are passed over."""
+        known = [block for block in blocks if block not in self._apart]
+        used = [block for block in known if block in self._used]
+        chosen = [*used, *(block for block in known if block in self._free)][: max(0, most_blocks)]
+        self._apart.update(chosen)
+        for block in chosen:
+            self._free.pop(block, None)
+        return chosen
+
+    def rejoin(self, blocks: Iterable[int]) -> None:
+        """Ends `set_apart`. Those that were lost meanwhile are passed over."""
+        for block in blocks:
+            if block in self._apart:
+                self._apart.discard(block)
+                if block not in self._used:
+                    self._free[block] = None
+
+    def are_used(self, blocks: Iterable[int]) -> list[int]:
+        """Those of them that somebody has."""
+        return [block for block in blocks if block in self._used]
+
+    def come_home(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
+        """(Set apart, own and withdrawn): who uses the first has the second from now on, with what is in it.
+
+        The first are borrowed no more. Returns own ones that are not needed: still withdrawn."""
+        moves: dict[int, int] = {}
+        spare: list[int] = []
+        for block, own in pairs:
+            is_used = block in self._apart and block in self._used
+            self.lose([block])
+            if is_used:
+                moves[block] = own
+            else:
+                spare.append(own)
+        self.own.rejoin(moves.values())
+        self.on_moved(moves)
+        return spare
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless `held` is what is taken, each once."""
@@ -145,7 +205,7 @@ class ExtendedPool:
         self.own.check_integrity(mine)
         assert len(there) == len(set(there)), "a borrowed block is held twice"
         assert set(there) == self._used, "borrowed blocks lost or held by nobody"
-        assert not self._used & self._free.keys()
+        assert not (self._used | self._apart) & self._free.keys()
 
 
 def capacity_of(pool: Pool) -> Capacity:

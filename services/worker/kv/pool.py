@@ -75,6 +75,13 @@ class BlockPool:
             self._withdrawn.discard(block)
             self.release([block])
 
+    def rejoin(self, blocks: Iterable[int]) -> None:
+        """These come back, taken: somebody has them already. Raises ValueError on one that had not left."""
+        for block in blocks:
+            if block not in self._withdrawn:
+                raise ValueError(f"block {block} was not withdrawn")
+            self._withdrawn.discard(block)
+
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless `held` (all that anybody holds) and the free ones are each block once."""
         seen = sorted([*held, *self._free, *self._withdrawn])

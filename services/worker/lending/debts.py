@@ -211,6 +211,9 @@ class Debts:
         """By creditors that are short, of what they have lent here."""
         return sum(self._wanted_back.values())
 
+    def wanted_back_by_creditor(self) -> dict[str, int]:
+        return {name: blocks for name, blocks in self._wanted_back.items() if blocks}
+
     def check_integrity(self) -> None:
         """Raises AssertionError when leases, free blocks and table disagree."""
         assert set(self._leases) == set(self._table.grants()), "a grant without a lease, or the reverse"

@@ -30,6 +30,26 @@ class Borrower(Protocol):
         """Up to so many that no sequence has are given up."""
         ...
 
+    async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
+        """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
+        ...
+
+    def rejoin(self, logical: Sequence[int]) -> None:
+        """Ends `set_apart`; unknown ones are not minded. Raises Overloaded."""
+        ...
+
+    async def copy_home(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """What is in borrowed blocks, into own ones; the originals count on. False when it failed."""
+        ...
+
+    async def swap_home(self, pairs: Sequence[tuple[int, int]]) -> list[int] | None:
+        """Sequences use the own ones from now on; those nobody needs are returned. None when it failed."""
+        ...
+
+    async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
+        """Which of these are at home now, in memory that was free: up to so many in use."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:

@@ -5,7 +5,9 @@ costs more. Source: `algorithms.md` §4 (repayment).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from shared.messages.reports import WorkerReported
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +39,30 @@ def recalls(
             found[creditor] = blocks
             room -= blocks
     return found
+
+
+class Pressures:
+    """What a worker's neighbours say of themselves in heartbeats."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._own_host = ""
+        self._heard: dict[str, tuple[float, str]] = {}
+
+    def on_reported(self, report: WorkerReported) -> None:
+        """Any worker's heartbeat; one of an earlier life is replaced by the next."""
+        if report.worker_id == self._worker_id:
+            self._own_host = report.host
+        else:
+            free = report.capacity.plannable_blocks / max(1, report.capacity.total_blocks)
+            self._heard[report.worker_id] = (free, report.host)
+
+    def of(self, wanted_back: Mapping[str, int]) -> dict[str, Pressure]:
+        """By creditor; `wanted_back` in blocks."""
+        found = {
+            name: Pressure(free_fraction=free, distance=int(host != self._own_host))
+            for name, (free, host) in self._heard.items()
+        }
+        for name, blocks in wanted_back.items():
+            found[name] = replace(found.get(name, Pressure()), short_blocks=blocks)
+        return found

@@ -13,10 +13,14 @@ import msgspec
 
 from services.worker.dist.lent import SharedGrants
 from services.worker.lending.appetite import Marks, Memory, blocks_to_borrow, blocks_to_return
-from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Manners, Question
+from services.worker.lending.borrowing import Borrowing, Manners
 from services.worker.lending.debts import Debts, Renewal, Repayment
 from services.worker.lending.grants import Freed, Terms
 from services.worker.lending.parties import Borrower, Owner, Vault
+from services.worker.lending.recalls import HANDLERS as RECALLS
+from services.worker.lending.recalls import Recalls
+from services.worker.lending.repayment import Pressures
+from services.worker.lending.search import ANSWER_DEADLINE_S, Search
 from services.worker.lending.settings import LendingConfig
 from services.worker.lending.table import RBlockTable
 from shared import subjects
@@ -24,12 +28,10 @@ from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError, Overloaded
 from shared.log import canonical, get_logger
-from shared.messages.commands import CreditorCandidates
 from shared.messages.lending import (
     BlocksReturned,
     BorrowBlocks,
     BorrowReply,
-    Grant,
     KvTier,
     LeasesRenewed,
     RenewLeases,
@@ -42,7 +44,6 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_renew, RenewLeases, "renew"),
     Endpoint(subjects.worker_repay, ReturnBlocks, "take_back"),
 )
-_ANSWER_DEADLINE_S = 2.0
 _TICKS_IN_A_LEASE = 20
 
 _log = get_logger("worker.lending")
@@ -70,14 +71,21 @@ class Lending:
         self._on_lost = on_lost
         self._borrower = borrower
         self.table = RBlockTable(owner.worker_id, owner.blocks)
-        most_lent = int(owner.blocks * config.max_lent_fraction) if config.lend else 0
+        usable = owner.blocks - (0 if borrower is None else config.bounce_blocks)
+        most_lent = min(usable, int(owner.blocks * config.max_lent_fraction)) if config.lend else 0
         terms = Terms(most_lent, config.lease_s, config.grace_s, owner.fingerprint)
         self.grants = SharedGrants(self.table, owner.incarnation, terms)
         self.debts = Debts(self.table, owner.incarnation)
         manners = Manners(config.most_rounds, config.rest_s)
-        self._search = Borrowing(
+        borrowing = Borrowing(
             owner.worker_id, owner.incarnation, owner.block_tokens, owner.fingerprint, manners
         )
+        self._search = Search(bus, self.debts, borrowing, borrower, clock)
+        self._recalls: Recalls | None = None
+        if borrower is not None:
+            parts = self.table, self.debts, self.grants
+            self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
+        self.pressures = Pressures(owner.worker_id)
         self._marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
         own = int(owner.blocks * config.keep_free_fraction)
         self._keep_blocks = max(own, self._marks.middle_blocks if config.borrow else 0)
@@ -85,6 +93,8 @@ class Lending:
         self._owner = owner
         self._capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
         self._unreadmitted: list[int] = []
+        self._parted: list[int] = []
+        """Returned, and left by the last who was at work on them."""
         self._needed_blocks = self._wanted_blocks = 0
         self._open: set[str] = set()
         """Creditors with an unanswered question of the tick's."""
@@ -93,6 +103,8 @@ class Lending:
     async def serve(self) -> None:
         """Keeps leases, borrows and returns, until cancelled."""
         await self._bus.attach(HANDLERS, self)
+        if self._recalls is not None:
+            await self._bus.attach(RECALLS, self._recalls)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 while True:
@@ -101,6 +113,8 @@ class Lending:
         finally:
             self._tasks = None
             await self._bus.detach(HANDLERS, self)
+            if self._recalls is not None:
+                await self._bus.detach(RECALLS, self._recalls)
 
     def want(self, blocks: int) -> None:
         """A sequence needs so many blocks, all in all; 0: none does."""
@@ -117,6 +131,7 @@ class Lending:
         room = self.grants.terms.most_blocks - self.table.lent_blocks(KvTier.DEVICE)
         capacity = msgspec.structs.replace(
             report.capacity,
+            lent_blocks=self.table.lent_blocks(),
             borrowed_blocks=self.debts.borrowed_blocks,
             most_lent_blocks=self.grants.terms.most_blocks,
             lendable_blocks=0 if self.grants.frozen else max(0, min(spare, room)),
@@ -139,6 +154,7 @@ class Lending:
             "lent_blocks": self.table.lent_blocks(),
             "borrowed_blocks": self.debts.borrowed_blocks,
             "loans": loans,
+            **({} if self._recalls is None else self._recalls.details()),
         }
 
     # --- as creditor
@@ -165,7 +181,11 @@ class Lending:
         return reply
 
     async def _free(self, freed: Sequence[Freed]) -> None:
-        self._unreadmitted += [block for part in freed for block in part.blocks]
+        parted, self._parted = self._parted, []
+        back = [*parted, *(block for part in freed for block in part.blocks)]
+        if self._recalls is not None:
+            back = self._recalls.keep(back) + self._recalls.take_spare()
+        self._unreadmitted += back
         if self._unreadmitted:
             blocks, self._unreadmitted = self._unreadmitted, []
             try:
@@ -174,8 +194,9 @@ class Lending:
                 self._unreadmitted += blocks
 
     def free_later(self, freed: Freed) -> None:
-        """Somebody was still at work on these when their grant ended; with the next tick they are free."""
-        self._unreadmitted += freed.blocks
+        """Somebody was still at work on these when they were returned, or their grant ended."""
+        self._parted += freed.blocks
+        self._spawn("free", self._free([]))
 
     # --- as debtor
 
@@ -191,6 +212,10 @@ class Lending:
             self._spawn(f"renew {due.creditor_id}", self._send_renewal(due))
         if self._config.borrow:
             self._balance(now_s)
+        if self._recalls is not None:
+            await self._recalls.tick()
+        if self._recalls is not None and self._recalls.is_swapping:
+            return
         for repayment in self.debts.retries():
             self._spawn(
                 f"repay {repayment.creditor_id} {repayment.message.grant_id}", self._send_repayment(repayment)
@@ -204,56 +229,21 @@ class Lending:
         memory = Memory(own, unused, self._wanted_blocks)
         missing = blocks_to_borrow(memory, self._marks)
         if missing and self._search.may_start(now_s):
-            self._spawn("borrow", self._look_for(missing))
+            self._spawn("borrow", self._search.run(missing))
         back = blocks_to_return(memory, self._marks, self.debts.wanted_back_blocks())
         if back > self.debts.free_blocks and self._borrower is not None:
             self._spawn("retire", self._retire(back - self.debts.free_blocks))
         self.debts.give_back(back)
+        self._bring_home(own)
 
-    async def _look_for(self, blocks: int) -> None:
-        question: Question | None = self._search.start(blocks)
-        while question is not None:
-            if isinstance(question, AskLedger):
-                question = await self._ask_ledger(question)
-            else:
-                question = await self._ask_creditor(question)
-
-    async def _ask_ledger(self, question: AskLedger) -> Question | None:
-        try:
-            answer = await self._bus.request(
-                subjects.LEDGER_CANDIDATES,
-                question.question,
-                CreditorCandidates,
-                deadline_s=_ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("no ledger: %s", error)
-            self._search.on_no_ledger(self._clock())
-            return None
-        return self._search.on_candidates(answer, self._clock())
-
-    async def _ask_creditor(self, question: AskCreditor) -> Question | None:
-        sent_s = self._clock()
-        reply: BorrowReply | None = None
-        try:
-            reply = await self._bus.request(
-                subjects.worker_borrow(question.creditor_id),
-                question.question,
-                BorrowReply,
-                deadline_s=_ANSWER_DEADLINE_S,
-            )
-        except KvasirError as error:
-            _log.debug("%s did not answer: %s", question.creditor_id, error)
-        if reply is not None and reply.grant is not None:
-            await self._admit(reply.grant, self.debts.on_granted(reply.grant, sent_s))
-            canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
-        return self._search.on_reply(question.creditor_id, reply, self._clock())
-
-    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
-        if self._borrower is not None and logical:
-            self.debts.use(logical)
-            if not await self._borrower.admit(grant, logical):
-                self.debts.release(logical)
+    def _bring_home(self, own_blocks: int) -> None:
+        """Own memory is free while sequences have KV elsewhere."""
+        keep = max(self._marks.middle_blocks, self._marks.low_blocks + self._wanted_blocks)
+        recalls = self._recalls
+        if recalls is None or not self._config.recall or own_blocks <= keep or not recalls.may_recall():
+            return
+        wanted_back = self.debts.wanted_back_by_creditor()
+        self._spawn("recall", recalls.recall(self.pressures.of(wanted_back), own_blocks, keep))
 
     async def _retire(self, blocks: int) -> None:
         if self._borrower is not None:
@@ -270,32 +260,36 @@ class Lending:
                 subjects.worker_renew(due.creditor_id),
                 due.message,
                 LeasesRenewed,
-                deadline_s=min(_ANSWER_DEADLINE_S, self._config.lease_s / 2),
+                deadline_s=min(ANSWER_DEADLINE_S, self._config.lease_s / 2),
             )
         except KvasirError as error:
             _log.debug("%s renewed nothing: %s", due.creditor_id, error)
             return
         self._lose(self.debts.on_renewed(due, reply, sent_s), f"{due.creditor_id} knows them no more")
 
-    async def _send_repayment(self, repayment: Repayment) -> None:
+    async def _send_repayment(self, repayment: Repayment) -> bool:
+        """Whether the creditor has confirmed."""
         try:
             reply = await self._bus.request(
                 subjects.worker_repay(repayment.creditor_id),
                 repayment.message,
                 BlocksReturned,
-                deadline_s=_ANSWER_DEADLINE_S,
+                deadline_s=ANSWER_DEADLINE_S,
             )
         except KvasirError as error:
             _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
-            return
+            return False
         self.debts.on_returned(repayment, reply)
+        return True
 
     def _lose(self, logical: Sequence[int], why: str) -> None:
         if logical:
             canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
+            if self._recalls is not None:
+                self._recalls.on_lost(logical)
             self._on_lost(logical)
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, name: str, work: Coroutine[Any, Any, object]) -> None:
         """One at a time of a name: an unanswered question is not asked again."""
         if self._tasks is None or name in self._open:
             work.close()

@@ -26,6 +26,10 @@ class LendingConfig(BaseModel):
     answer_s: float = Field(
         default=1.0, gt=0, description="a creditor that does not answer for one layer within this has failed"
     )
+    bounce_blocks: int = Field(
+        default=2, ge=0, description="of a borrower's own, kept to swap debts through; 0: it settles none"
+    )
+    recall: bool = Field(default=True, description="bring borrowed KV home when own memory is free")
     lease_s: float = Field(
         default=5.0, gt=0, description="a debtor that is silent for so long loses the blocks"
     )

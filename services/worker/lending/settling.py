@@ -5,6 +5,7 @@ is whole or has not happened: until the commit the original counts, from then on
 caller copies and swaps. Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.worker.lending.debts import Debts, Repayment
@@ -61,11 +62,19 @@ class Settling:
     def is_on(self) -> bool:
         return self._part is not None
 
-    def on_settle(self, asked: Settle, now_s: float) -> Settled | Copy | Swap:
-        """An answer to be sent, or what to do before there is one."""
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Logical numbers, not recalled yet."""
+        return frozenset(() if self._part is None else self._part.frozen)
+
+    def on_settle(
+        self, asked: Settle, now_s: float, among: Sequence[int] | None = None
+    ) -> Settled | Copy | Swap:
+        """An answer to be sent, or what to do before there is one. `among`: of which blocks to freeze some,
+        in that order; None: of all in use."""
         self.tick(now_s)
         if asked.phase is SettlePhase.FREEZE:
-            return self._freeze(asked, now_s)
+            return self._freeze(asked, now_s, among)
         part = self._part
         if part is None or part.name != asked.settlement:
             return _answer(asked)
@@ -106,16 +115,14 @@ class Settling:
             assert set(self._part.copied) <= set(self._part.frozen)
             assert set(self._part.copied.values()) <= set(self.bounce)
 
-    def _freeze(self, asked: Settle, now_s: float) -> Settled:
+    def _freeze(self, asked: Settle, now_s: float, among: Sequence[int] | None) -> Settled:
         part = self._part
         if part is not None and part.name == asked.settlement:
             return _answer(asked, len(part.frozen), len(self.bounce))
         owing = self._table.lent_to().get(asked.debtor_id, 0)
-        used = [
-            number
-            for number in self._table.in_state(BlockState.USED)
-            if self._table.resolve(number).worker_id == asked.creditor_id
-        ]
+        used = self._table.used_at(asked.creditor_id)
+        if among is not None:
+            used = [number for number in among if number in set(used)]
         chosen = used[: min(asked.blocks, owing)]
         if part is not None or not chosen or not self.bounce:
             return _answer(asked)

@@ -141,6 +141,14 @@ class RBlockTable:
     def in_state(self, state: BlockState) -> list[int]:
         return [number for number, block in self._borrowed.items() if block.state is state]
 
+    def used_at(self, creditor_id: str) -> list[int]:
+        """Logical numbers, in use and not frozen, of what one creditor lends."""
+        return [
+            number
+            for number, block in self._borrowed.items()
+            if block.state is BlockState.USED and block.place.worker_id == creditor_id
+        ]
+
     # --- what is lent
 
     def lend(self, tier: KvTier, blocks: Iterable[int], row: LentRow) -> None:

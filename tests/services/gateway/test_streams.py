@@ -211,7 +211,7 @@ def test_an_engine_that_keeps_failing_ends_in_failure() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.GATEWAY_LOST, FinishReason.KV_LOST])
 def test_an_end_that_is_no_fault_of_the_engine_is_no_end(reason: FinishReason) -> None:
     stream = begun()
-    for attempt in range(1, 6):
+    for attempt in range(1, 5):
         effects = stream.on_delta(delta(attempt, 2, (), reason), A, 1.0)
         assert effects[0] == Acknowledge("a", ref(attempt))
         assert effects[-1] == Submit(attempt + 1, attempt + 1)

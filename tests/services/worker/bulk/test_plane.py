@@ -40,6 +40,7 @@ def _issue(plane: Plane, peer: Peer = A) -> Issue:
 
 @pytest.mark.parametrize(("host", "transport"), [("host-1", "shm"), ("host-2", "tcp")])
 async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, transport: str) -> None:
+    a.choice.on_compared("worker-b", float("inf"))
     link = await a.connect(Neighbour(B, host, b.addresses), _issue(b), deadline_s=5.0)
     assert link.transport == transport
     assert link.ask("echo", b"hello", deadline_s=5.0).header == b"hello"
@@ -53,6 +54,28 @@ async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane)
     assert a.choice.ranking(
         "worker-b", addresses, "host-1", a.choice.aside_until_s["worker-b", "shm"] - 1
     ) == ["tcp"]
+    link.close()
+
+
+async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: Plane, b: Plane) -> None:
+    to = Neighbour(B, "host-1", b.addresses)
+    (await a.connect(to, _issue(b), deadline_s=5.0)).close()
+    assert {transport for _, transport in a.choice.gb_per_s} == {"tcp", "shm"}
+    a.choice.gb_per_s["worker-b", "tcp"] = 1e3
+    link = await a.connect(to, _issue(b), deadline_s=5.0)
+    assert (link.transport, a.choice.gb_per_s["worker-b", "tcp"]) == ("tcp", 1e3), "no second comparison"
+    a.on_transfer(link, 1 << 20, 1.0)
+    assert a.choice.gb_per_s["worker-b", "tcp"] < 1e3
+    link.close()
+    a.choice.on_lost("worker-b")
+    link = await a.connect(to, _issue(b), deadline_s=5.0)
+    assert 0 < a.choice.gb_per_s["worker-b", "tcp"] < 100
+    link.close()
+
+
+async def test_one_way_only_is_not_measured(a: Plane, b: Plane) -> None:
+    link = await a.connect(Neighbour(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
+    assert a.choice.gb_per_s == {}
     link.close()
 
 

@@ -82,7 +82,7 @@ def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
     assert rig.counts.abandoned == rig.counts.admitted
 
 
-@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB1" + b"\xff" * 100])
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB2" + b"\xff" * 100])
 def test_a_stranger_gets_nothing(rig: Rig, greeting: bytes) -> None:
     with socket.create_connection(split_address(rig.listener.address), timeout=8.0) as sock:
         sock.sendall(greeting)

@@ -121,3 +121,36 @@ def test_leases_that_are_over_take_their_blocks_along(make_model: ModelFactory) 
         assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1)), [10, 11]))
         here.borrower.lose([10])
         assert here.runner.ask(lambda core, now_s: here.pool.borrowed_blocks).result(5.0) == 1
+
+
+def test_blocks_come_home_from_the_event_loop(make_model: ModelFactory) -> None:
+    with world(make_model) as here:
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1, 3)), [10, 11, 12]))
+        blocks = here.pool.allocate(OWN + 2)
+        row = Row(list(range(2 * BLOCK_TOKENS)), 0, blocks, None)
+        here.engine.step([row])
+        here.pool.release(blocks[:OWN])
+        assert asyncio.run(here.borrower.recall([10, 11, 12], 1, keep_blocks=0)) == [10]
+        assert asyncio.run(here.borrower.set_apart([11, 12], 9)) == [11, 12]
+        home = here.pool.own.allocate(1)
+        here.pool.own.withdraw(home)
+        pairs = [(11, home[0])]
+        assert asyncio.run(here.borrower.copy_home(pairs))
+        assert asyncio.run(here.borrower.swap_home(pairs)) == []
+        here.borrower.rejoin([12])
+        assert here.runner.ask(lambda core, now_s: here.pool.borrowed_free_blocks).result(5.0) == 1
+        assert here.pool.borrowed_blocks == 1
+
+
+def test_a_creditor_that_fails_while_blocks_come_home(make_model: ModelFactory) -> None:
+    with world(make_model) as here:
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1)), [10, 11]))
+        blocks = here.pool.allocate(OWN + 1)
+        here.pool.own.release(blocks[:OWN])
+        home = here.pool.own.allocate(1)
+        here.pool.own.withdraw(home)
+        assert here.owner.listener.close(5.0)
+        assert not asyncio.run(here.borrower.copy_home([(10, home[0])]))
+        assert here.failed == [here.owner.desk.own.worker_id]
+        assert here.pool.borrowed_blocks == 0, "all of that creditor is lost"
+        assert asyncio.run(here.borrower.swap_home([(10, home[0])])) == home, "nobody needs it"

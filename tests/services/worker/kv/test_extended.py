@@ -1,5 +1,7 @@
 """Own blocks first, borrowed ones behind them, and no block twice, whatever comes and goes."""
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +21,8 @@ class Pools(RuleBasedStateMachine):
         self.pool = ExtendedPool(BlockPool(OWN, 4), OWN)
         self.held: list[list[int]] = []
         self.lost: set[int] = set()
+        self.apart: list[int] = []
+        self.pool.on_moved = self.move
         self.following = OWN
 
     @rule(blocks=st.integers(1, 5))
@@ -52,6 +56,36 @@ class Pools(RuleBasedStateMachine):
         self.pool.lose(blocks)
         self.lost |= blocks
         self.held = [[block for block in row if block not in blocks] for row in self.held]
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        self.held = [[moves.get(block, block) for block in row] for row in self.held]
+
+    @rule(blocks=st.lists(st.integers(OWN, 40), max_size=6, unique=True), most=st.integers(0, 4))
+    def set_apart(self, blocks: list[int], most: int) -> None:
+        chosen = self.pool.set_apart(blocks, most)
+        assert len(chosen) <= most and set(chosen) <= set(blocks) and not set(chosen) & set(self.apart)
+        self.apart += chosen
+
+    @precondition(lambda self: self.apart)
+    @rule(count=st.integers(1, 4))
+    def rejoin(self, count: int) -> None:
+        self.pool.rejoin(self.apart[:count])
+        del self.apart[:count]
+
+    @precondition(lambda self: self.apart)
+    @rule(count=st.integers(1, 4))
+    def come_home(self, count: int) -> None:
+        pool = self.pool
+        count = min(count, len(self.apart), pool.own.free_blocks)
+        home = pool.own.allocate(count)
+        pool.own.withdraw(home)
+        before = [block for row in self.held for block in row]
+        spare = pool.come_home(zip(self.apart[:count], home, strict=True))
+        gone = set(self.apart[:count])
+        assert len(home) - len(spare) == len(gone & set(before))
+        assert not gone & {block for row in self.held for block in row}
+        del self.apart[:count]
+        pool.own.readmit(spare)
 
     @invariant()
     def whole(self) -> None:

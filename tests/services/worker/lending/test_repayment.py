@@ -1,6 +1,7 @@
 """Which creditor gets its blocks back first."""
 
-from services.worker.lending.repayment import Pressure, recalls
+from services.worker.lending.repayment import Pressure, Pressures, recalls
+from tests.services.ledger.test_state import report
 
 
 def test_the_creditor_under_most_pressure_first() -> None:
@@ -13,3 +14,15 @@ def test_far_before_near_and_nothing_without_room() -> None:
     pressures = {"a": Pressure(distance=0), "b": Pressure(distance=1)}
     assert recalls({"a": 4, "b": 4}, pressures, free_blocks=5, keep_blocks=0) == {"b": 4, "a": 1}
     assert recalls({"a": 4}, {}, free_blocks=2, keep_blocks=2) == {}
+
+
+def test_pressure_is_what_neighbours_say_of_themselves() -> None:
+    pressures = Pressures("w0")
+    pressures.on_reported(report("w0", host="a"))
+    pressures.on_reported(report("w1", host="a", free=5, total=20))
+    pressures.on_reported(report("w2", host="b", free=20, total=20))
+    assert pressures.of({"w2": 3, "w3": 1}) == {
+        "w1": Pressure(free_fraction=0.25, distance=0),
+        "w2": Pressure(short_blocks=3, free_fraction=1.0, distance=1),
+        "w3": Pressure(short_blocks=1),
+    }

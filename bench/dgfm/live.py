@@ -1,0 +1,208 @@
+"""Four real workers that borrow from each other under a load that never ends, one side after the other.
+
+Throughput is what workers say they decoded, the remote share what their heartbeats say. Sides get the same
+requests in the same order.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.http_load import Answer, Target, complete
+from bench.overhead.stack import Stack, start
+from services.stack.access import BusAccess
+from services.stack.roll import RollCall
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.errors import InternalError
+from shared.messages.plans import WorkerStepped
+from shared.messages.reports import WorkerReported
+
+WORKERS, KV_BLOCKS, BLOCK_TOKENS = 4, 96, 16
+CLIENTS = 28
+_DEADLINE_S = 120.0
+_SAMPLE_S = 0.25
+_START_S = 60.0
+_DOCUMENTS = 0.06
+"""Share of requests with a prompt of the second kind."""
+_PROMPT_TOKENS, _DOCUMENT_TOKENS = (30, 160), (500, 1400)
+_ANSWER_TOKENS = (40, 360)
+_PROMPT_AND_ANSWER_TOKENS = _DOCUMENT_TOKENS[1] + _ANSWER_TOKENS[1]
+_HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+)
+_USER = "placement"
+"""Who may hear both."""
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """One side. Seconds since its load began."""
+
+    duration_s: float
+    decoded: list[tuple[float, int]]
+    """When, how many tokens."""
+    shares: list[tuple[float, int, int]]
+    """When, blocks in use on another worker, blocks in use; over all workers."""
+    finished: int
+    errors: list[str]
+    counts: Mapping[str, int]
+    """Settlements, and blocks that came home by them or into free memory."""
+
+    def tok_s(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Tokens per second in a part of the run."""
+        end_s = min(end_s, self.duration_s)
+        return sum(n for at_s, n in self.decoded if first_s <= at_s < end_s) / (end_s - first_s)
+
+    def remote_share(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Of the KV in use in a part of the run, that on another worker than its request."""
+        part = [(remote, used) for at_s, remote, used in self.shares if first_s <= at_s < end_s]
+        return sum(remote for remote, _ in part) / max(1, sum(used for _, used in part))
+
+
+@dataclass
+class _Load:
+    """Clients that ask without end."""
+
+    target: Target
+    bodies: Iterator[dict[str, Any]]
+    answers: list[Answer] = field(default_factory=list)
+    """Ended ones."""
+
+    async def client(self) -> None:
+        while True:
+            answer = await complete(self.target, next(self.bodies), _DEADLINE_S)
+            self.answers.append(answer)
+
+
+class _Witness:
+    """The latest heartbeat of each worker, and what they decoded."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.decoded: list[tuple[float, int]] = []
+        self._latest: dict[str, WorkerReported] = {}
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        self.decoded.append((time.perf_counter() - self.began_s, stepped.decoded_tokens))
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self._latest[report.worker_id] = report
+
+    async def until_all_reach(self, tokens: int) -> None:
+        """Every worker is there, and announces that context at least: it knows the others. From then on
+        counts what is decoded. Raises InternalError."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    contexts = [report.max_context_tokens for report in self._latest.values()]
+                    if len(contexts) == WORKERS and min(contexts) >= tokens:
+                        break
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise InternalError(f"{len(self._latest)} workers came, for {WORKERS}") from None
+        self.began_s = time.perf_counter()
+        self.decoded.clear()
+
+    def used_blocks(self) -> tuple[int, int]:
+        """On another worker than their sequence, and in all."""
+        remote = used = 0
+        for report in self._latest.values():
+            borrowed = report.capacity.borrowed_blocks - report.capacity.borrowed_free_blocks
+            remote += max(0, borrowed)
+            used += report.capacity.total_blocks - report.capacity.plannable_blocks
+        return remote, used
+
+
+def bodies(random: Random, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Chats, and a few prompts about as long as one worker's KV."""
+    for _ in count():
+        kind = _DOCUMENT_TOKENS if random.random() < _DOCUMENTS else _PROMPT_TOKENS
+        yield {
+            "prompt": [random.randrange(100, vocabulary - 1) for _ in range(random.randint(*kind))],
+            "max_tokens": random.randint(*_ANSWER_TOKENS),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+
+
+def settings(*, settles: bool, recalls: bool) -> dict[str, object]:
+    """Of a stack."""
+    return {
+        "scheduler.policy": "kvasir",
+        "worker.cores": "[]",
+        "worker.block_tokens": BLOCK_TOKENS,
+        "worker.lending.borrow": "true",
+        "worker.lending.max_lent_fraction": 0.5,
+        "worker.lending.low_fraction": 0.1,
+        "worker.lending.high_fraction": 0.25,
+        "worker.lending.keep_free_fraction": 0.0,
+        "worker.lending.most_creditors": WORKERS - 1,
+        "worker.lending.rest_s": 0.1,
+        "worker.lending.bounce_blocks": 4,
+        "worker.lending.recall": str(recalls).lower(),
+        "ledger.settle": str(settles).lower(),
+        "ledger.settle_threshold_tokens": 2 * BLOCK_TOKENS,
+        "ledger.settle_interval_s": 0.5,
+    }
+
+
+def measure(
+    model: Path,
+    run_dir: Path,
+    requests: Iterator[dict[str, Any]],
+    duration_s: float,
+    more: Mapping[str, object],
+) -> LiveRun:
+    """One side, from its start to its end. Raises InternalError when the stack does not serve."""
+    stack = start(model, 0, KV_BLOCKS, 64, run_dir, more, WORKERS)
+    try:
+        return asyncio.run(_run(stack, requests, duration_s))
+    finally:
+        stack.side.end()
+
+
+async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: float) -> LiveRun:
+    run = RunDirectory(stack.run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config(_USER), service=_USER, instance="bench-0")
+    witness, load = _Witness(), _Load(stack.target, requests)
+    shares: list[tuple[float, int, int]] = []
+    try:
+        await bus.attach(_HANDLERS, witness)
+        await witness.until_all_reach(_PROMPT_AND_ANSWER_TOKENS)
+        clients = [asyncio.create_task(load.client()) for _ in range(CLIENTS)]
+        while (at_s := time.perf_counter() - witness.began_s) < duration_s:
+            shares.append((at_s, *witness.used_blocks()))
+            await asyncio.sleep(_SAMPLE_S)
+        counts = await _counts(access)
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+    finally:
+        await bus.close()
+    if not load.answers:
+        raise InternalError("no request was answered in time: is the duration too short?")
+    errors = [answer.error for answer in load.answers if not answer.ok]
+    return LiveRun(duration_s, witness.decoded, shares, len(load.answers), errors, counts)
+
+
+async def _counts(access: BusAccess) -> dict[str, int]:
+    """What ledger and workers count since their start."""
+    roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
+    try:
+        (ledger,) = await roll.ask("ledger", deadline_s=2.0, expected=1)
+        workers = await roll.ask("worker", deadline_s=2.0, expected=WORKERS)
+    finally:
+        await roll.close()
+    counts = {name: int(ledger.details.get(name, 0)) for name in ("settlements", "settlements_aborted")}
+    for name in ("settled_blocks", "recalled_blocks"):
+        counts[name] = sum(int(worker.details[name]) for worker in workers)
+    return counts
