@@ -24,9 +24,9 @@ from bench.outcome import Outcome, Table
 from bench.overhead.stack import start
 from bench.provenance import ROOT
 from shared.errors import InternalError
-from shared.messages.moves import SequenceMoved
+from shared.messages.moves import MoveMode, SequenceMoved
 
-MODES = ("tokens", "cold")
+MODES = ("kv", "tokens", "cold")
 WORKERS = 2
 AT_ONCE = 16
 PROMPT_TOKENS = (100, 700)
@@ -58,6 +58,7 @@ HEADLINE = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", default="models/tiny_chat", help="folder, or random-100m [%(default)s]")
     parser.add_argument("--moves", type=int, help="in each mode [100, quick: 20]")
+    parser.add_argument("--streams", type=int, default=AT_ONCE, help="answers at once [%(default)s]")
     parser.add_argument("--at-once", type=int, default=1, help="moves under way [%(default)s]")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
 
@@ -92,7 +93,7 @@ def run(context: Context) -> Outcome:
         figures |= _figures(one)
     failures = sum(one.errors + one.gaps + one.duplicates for one in found)
     notes = [
-        "pause: from the old worker's last token that counted to the new one's first, at the gateway",
+        "pause: from the old worker's last token that counted to the new one's first that was news, at the gateway",
         "step: between two tokens of the same sequence before its move, median",
         "cold: without a prefix cache, so that the target computes prompt and answer in the pause",
     ]
@@ -102,7 +103,7 @@ def run(context: Context) -> Outcome:
 def _measure(context: Context, model: Path, mode: str, count: int) -> Measured:
     settings: dict[str, object] = {
         "scheduler.policy": "kvasir",
-        "worker.prefix_cache.enabled": "true" if mode == "tokens" else "false",
+        "worker.prefix_cache.enabled": "true" if mode != "cold" else "false",
         "worker.cores": "[]",
     }
     folder = context.run_dir.resolve() / f"stack-{mode}"
@@ -123,7 +124,7 @@ def _bodies(context: Context, tokens: int) -> list[dict[str, Any]]:
             "temperature": 0,
             "ignore_eos": True,
         }
-        for _ in range(AT_ONCE)
+        for _ in range(context.arguments.streams)
     ]
 
 
@@ -140,7 +141,8 @@ async def _load(
     if error := first_error(undisturbed):
         raise InternalError(f"a stack does not serve: {error}")
     measured = Measured(mode)
-    async with mover(run_dir) as moving, watch(run_dir) as seen, asyncio.timeout(_DEADLINE_S):
+    how = MoveMode.KV if mode == "kv" else MoveMode.TOKENS
+    async with mover(run_dir, how) as moving, watch(run_dir) as seen, asyncio.timeout(_DEADLINE_S):
         while len(moving.done) < count:
             answers = asyncio.create_task(complete_all(target, bodies, _DEADLINE_S))
             await _move_while(answers, moving, count, context.arguments.at_once)

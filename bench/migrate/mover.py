@@ -14,7 +14,7 @@ from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.errors import KvasirError
-from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved
+from shared.messages.moves import MoveMode, MoveSequences, MovesTaken, SequenceMove, SequenceMoved
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey
 
@@ -29,8 +29,9 @@ _ANSWER_S = 2.0
 class Mover:
     """`outcomes` are all moves that are over, in order."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, mode: MoveMode) -> None:
         self._bus = bus
+        self.mode = mode
         self.reports: dict[str, WorkerReported] = {}
         self.outcomes: list[SequenceMoved] = []
         self.refusals: list[str] = []
@@ -69,7 +70,7 @@ class Mover:
 
     async def move(self, listed: SequenceReport, target: str) -> bool:
         """Whether the scheduler took the order."""
-        order = MoveSequences(moves=(SequenceMove(ref=listed.ref, target=target),))
+        order = MoveSequences(moves=(SequenceMove(ref=listed.ref, target=target, mode=self.mode),))
         try:
             answer = await self._bus.request(subjects.SCHEDULER_MOVE, order, MovesTaken, deadline_s=_ANSWER_S)
         except KvasirError as error:
@@ -99,12 +100,12 @@ class Mover:
 
 
 @asynccontextmanager
-async def mover(run_dir: Path) -> AsyncIterator[Mover]:
+async def mover(run_dir: Path, mode: MoveMode = MoveMode.TOKENS) -> AsyncIterator[Mover]:
     """On the bus of the stack that runs from there."""
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
     bus = await Bus.connect(access.config(_USER), service=_USER, instance="mover-0")
-    made = Mover(bus)
+    made = Mover(bus, mode)
     try:
         await bus.attach(HANDLERS, made)
         yield made

@@ -112,7 +112,7 @@ class Lane:
         """A sequence that the worker does not hold; a long plan may be cut short for it, and any that may
         be where a reader waits midway in its answer."""
         if self.policy is not None:
-            self.policy.on_arrival(sequence.task(), now_s)
+            self.policy.on_arrival(sequence.task(is_open=True), now_s)
             self._urgent = True
             self._midway = self._midway or midway
 
@@ -224,6 +224,10 @@ class Lane:
             sequence = self.sequences.get(hit.ref.key)
             if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
                 self.policy.on_prefix_hit(hit.ref.key, hit.cached_tokens, now_s)
+        for short in event.shorts:
+            sequence = self.sequences.get(short.ref.key)
+            if sequence is not None and sequence.ref == short.ref and sequence.worker_id == self.worker_id:
+                self.policy.on_short(short.ref.key, short.missing_tokens, now_s)
         for sent in progress.over:
             self._take_back(sent, self.policy, now_s)
         return None
