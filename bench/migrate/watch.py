@@ -67,17 +67,6 @@ class Watch:
         gaps = [before[at] - before[at - 1] for at in before if at - 1 in before and at < first]
         if not gaps:
             return None
-        import os
-
-        if os.environ.get("DBG"):
-            lo = min(after)
-            t = after[first]
-            print(
-                "DBG",
-                [f"b{i}:{(before[i] - t) * 1e3:.1f}" for i in sorted(before) if i >= lo - 3],
-                [f"a{i}:{(after[i] - t) * 1e3:.1f}" for i in sorted(after) if i <= first + 2],
-                first,
-            )
         return Pause(max(0.0, after[first] - before[first - 1]), median(gaps))
 
 
