@@ -52,6 +52,7 @@ class Plan:
         told = asdict(self)
         for name in ("prompts", "budget_s", "alternations", "tolerance", "repeats", "beyond_requests"):
             del told[name]
+        told["mechanisms"] = list(self.mechanisms)
         counts = {"lessons": len(self.prompts.lessons), "pool": len(self.prompts.measured)}
         first = list(self.prompts.measured[0])
         return {**told, **counts, "model": self.model.name, "first_prompt": first}
