@@ -1,4 +1,4 @@
-"""By KV or by tokens: whichever is cheaper by what was measured, and no more at once than there is room for."""
+"""By KV or by tokens: whichever is cheaper by what was measured, as far as there is room for it."""
 
 from collections.abc import Mapping
 

@@ -64,12 +64,15 @@ class Side:
         )
 
 
+_SMALL = TransferConfig(batch_blocks=2)
+
+
 @contextmanager
-def pair(config: TransferConfig = TransferConfig(batch_blocks=2)) -> Iterator[tuple[Side, Side]]:
+def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
     """`giver` and `taker`, of the same model."""
     planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in ("giver", "taker")}
     sides: list[Side] = []
-    for name, plane in planes.items():
+    for plane in planes.values():
         rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
         store = rig.store
         assert store is not None
