@@ -29,12 +29,12 @@ PROMPT_TOKENS, ANSWER_TOKENS = (40, 200), (80, 240)
 COMMON_TOKENS = 96
 """That every other prompt has in common."""
 LONG_PROMPT_TOKENS, LONG_ANSWER_TOKENS = KV_BLOCKS * BLOCK_TOKENS, 60
-_DEADLINE_S = 120.0
+_DEADLINE_S = 40.0
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="at once [48; --quick 16]")
-    parser.add_argument("--long", type=int, default=2, help="longer than one worker's KV [%(default)s]")
+    parser.add_argument("--long", type=int, default=1, help="longer than one worker's KV [%(default)s]")
     parser.add_argument("--rounds", type=int, help="of the same requests [2; --quick 1]")
     names = [variant.name for variant in VARIANTS]
     parser.add_argument("--variants", nargs="+", choices=names, default=names)
