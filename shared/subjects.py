@@ -70,6 +70,11 @@ def worker_fetch(worker_id: str) -> str:
     return f"{PREFIX}.cmd.worker.fetch.{checked_id(worker_id)}"
 
 
+def worker_extend(worker_id: str) -> str:
+    """To the worker that takes a sequence over, from its gateway."""
+    return f"{PREFIX}.cmd.worker.extend.{checked_id(worker_id)}"
+
+
 def worker_acknowledge(worker_id: str) -> str:
     return f"{PREFIX}.cmd.worker.acknowledge.{checked_id(worker_id)}"
 
@@ -81,6 +86,11 @@ def worker_prefixes(worker_id: str) -> str:
 def worker_want(worker_id: str) -> str:
     """From the scheduler: a sequence waits there that needs more KV than the worker has."""
     return f"{PREFIX}.cmd.worker.want.{checked_id(worker_id)}"
+
+
+def worker_pull(worker_id: str) -> str:
+    """To the target of a migration: fetch blocks from its source."""
+    return f"{PREFIX}.cmd.worker.pull.{checked_id(worker_id)}"
 
 
 def worker_dial(worker_id: str) -> str:
@@ -180,6 +190,7 @@ PERMISSIONS: Mapping[str, Permissions] = {
             SCHEDULER_CANCEL,
             _every(worker_cancel),
             _every(worker_fetch),
+            _every(worker_extend),
             _every(worker_acknowledge),
             ANY_GATEWAY_REPORTED,
             GATEWAY_FINISHED,
@@ -202,6 +213,7 @@ PERMISSIONS: Mapping[str, Permissions] = {
             _every(worker_cancel),
             _every(worker_fetch),
             _every(worker_want),
+            _every(worker_pull),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
             SCHEDULER_PREPARED,
@@ -254,11 +266,13 @@ PERMISSIONS: Mapping[str, Permissions] = {
             _every(worker_settle),
             _every(worker_want),
             _every(worker_dial),
+            _every(worker_pull),
             ANY_WORKER_REPORTED,
             _every(worker_plan),
             _every(worker_snapshot),
             _every(worker_cancel),
             _every(worker_fetch),
+            _every(worker_extend),
             _every(worker_acknowledge),
             _every(worker_prefixes),
             ANY_GATEWAY_REPORTED,

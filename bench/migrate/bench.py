@@ -1,12 +1,14 @@
 """`python -m bench migrate`: a hundred live migrations while clients read, and what their readers notice.
 
 Two workers under a steady load of greedy answers. Sequences are moved from one to the other, in turn; the
-same questions were answered before without moves. `tokens`: the target rehearses the sequence while the
-source goes on. `cold`: workers without a prefix cache, so that the target computes everything in the pause;
-what live migration is worth. Live.
+same questions were answered before without moves. `kv`: the target fetches the sequence's blocks while the
+source goes on; `tokens`: it rehearses the sequence; `adaptive`: whichever is cheaper by what the workers
+measured. `cold`: workers without a prefix cache, so that the target computes everything in the pause; what
+live migration is worth. Live.
 """
 
 import asyncio
+import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,10 +25,16 @@ from bench.migrate.watch import Pause, Watch, watch
 from bench.outcome import Outcome, Table
 from bench.overhead.stack import start
 from bench.provenance import ROOT
+from services.placement.ways import Choice
 from shared.errors import InternalError
-from shared.messages.moves import SequenceMoved
+from shared.messages.moves import MoveMode, SequenceMoved
 
-MODES = ("tokens", "cold")
+CHOICES: dict[str, Choice] = {"kv": "kv", "tokens": "tokens", "adaptive": "adaptive", "cold": "tokens"}
+MODES = tuple(CHOICES)
+UNDER = ("load", "link", "busy")
+LINK_BYTES_PER_S = 3e6
+BUSY_PROMPTS = 3
+BUSY_TOKENS = 600
 WORKERS = 2
 AT_ONCE = 16
 PROMPT_TOKENS = (100, 700)
@@ -48,9 +56,8 @@ HEADLINE = (
     "step_ms_p50",
     "pause_over_step_ms_p50",
     "prepare_ms_p50",
-    "rounds",
-    "pause_ms_p50_cold",
-    "pause_ms_p99_cold",
+    "pause_over_step_ms_p50_tokens",
+    "prepare_ms_p50_tokens",
     "pause_over_step_ms_p50_cold",
 )
 
@@ -58,8 +65,16 @@ HEADLINE = (
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", default="models/tiny_chat", help="folder, or random-100m [%(default)s]")
     parser.add_argument("--moves", type=int, help="in each mode [100, quick: 20]")
+    parser.add_argument("--streams", type=int, default=AT_ONCE, help="answers at once [%(default)s]")
     parser.add_argument("--at-once", type=int, default=1, help="moves under way [%(default)s]")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["kv", "tokens", "cold"])
+    parser.add_argument(
+        "--under",
+        nargs="+",
+        choices=UNDER,
+        default=["load"],
+        help="load: the streams alone; link: fetching throttled, too; busy: prompts keep coming, too",
+    )
 
 
 @dataclass
@@ -67,6 +82,10 @@ class Measured:
     """One mode."""
 
     mode: str
+    under: str = "load"
+    took_s: float = 0.0
+    """For all answers of the rounds with moves."""
+    tokens: int = 0
     pauses: list[Pause] = field(default_factory=list)
     done: list[SequenceMoved] = field(default_factory=list)
     failed: int = 0
@@ -82,34 +101,38 @@ def run(context: Context) -> Outcome:
     model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
     count = context.arguments.moves or (20 if context.quick else 100)
     found = []
-    with context.progress("moves", count * len(context.arguments.modes)) as progress:
-        for mode in context.arguments.modes:
-            progress.advance(0, now=mode)
-            found.append(_measure(context, model, mode, count))
+    pairs = [(mode, under) for under in context.arguments.under for mode in context.arguments.modes]
+    with context.progress("moves", count * len(pairs)) as progress:
+        for mode, under in pairs:
+            progress.advance(0, now=f"{mode}, {under}")
+            found.append(_measure(context, model, mode, under, count))
             progress.advance(count)
     figures: dict[str, float] = {}
     for one in found:
         figures |= _figures(one)
     failures = sum(one.errors + one.gaps + one.duplicates for one in found)
     notes = [
-        "pause: from the old worker's last token that counted to the new one's first, at the gateway",
+        "pause: from the old worker's last token that counted to the new one's first that was news",
         "step: between two tokens of the same sequence before its move, median",
         "cold: without a prefix cache, so that the target computes prompt and answer in the pause",
     ]
-    return Outcome(figures, failures, [_table(found)], notes, headline=HEADLINE)
+    headline = [name for name in HEADLINE if name in figures]
+    return Outcome(figures, failures, [_table(found)], notes, headline=headline)
 
 
-def _measure(context: Context, model: Path, mode: str, count: int) -> Measured:
+def _measure(context: Context, model: Path, mode: str, under: str, count: int) -> Measured:
     settings: dict[str, object] = {
         "scheduler.policy": "kvasir",
-        "worker.prefix_cache.enabled": "true" if mode == "tokens" else "false",
+        "worker.prefix_cache.enabled": "true" if mode != "cold" else "false",
         "worker.cores": "[]",
     }
-    folder = context.run_dir.resolve() / f"stack-{mode}"
+    if under == "link":
+        settings["worker.transfer.link_bytes_per_s"] = LINK_BYTES_PER_S
+    folder = context.run_dir.resolve() / f"stack-{mode}-{under}"
     stack = start(model, 0, KV_BLOCKS, 64, folder, settings, WORKERS)
     try:
         bodies = _bodies(context, vocabulary(model))
-        return asyncio.run(_load(context, mode, stack.target, folder, bodies, count))
+        return asyncio.run(_load(context, Measured(mode, under), stack.target, folder, bodies, count))
     finally:
         stack.side.end()
 
@@ -123,13 +146,13 @@ def _bodies(context: Context, tokens: int) -> list[dict[str, Any]]:
             "temperature": 0,
             "ignore_eos": True,
         }
-        for _ in range(AT_ONCE)
+        for _ in range(context.arguments.streams)
     ]
 
 
 async def _load(
     context: Context,
-    mode: str,
+    measured: Measured,
     target: Target,
     run_dir: Path,
     bodies: list[dict[str, Any]],
@@ -139,15 +162,30 @@ async def _load(
     undisturbed = await complete_all(target, bodies, _DEADLINE_S)
     if error := first_error(undisturbed):
         raise InternalError(f"a stack does not serve: {error}")
-    measured = Measured(mode)
-    async with mover(run_dir) as moving, watch(run_dir) as seen, asyncio.timeout(_DEADLINE_S):
+    deadline = asyncio.timeout(_DEADLINE_S)
+    async with mover(run_dir, CHOICES[measured.mode]) as moving, watch(run_dir) as seen, deadline:
         while len(moving.done) < count:
+            began_s = time.perf_counter()
             answers = asyncio.create_task(complete_all(target, bodies, _DEADLINE_S))
+            others = asyncio.create_task(_disturb(context, target, measured.under, answers))
             await _move_while(answers, moving, count, context.arguments.at_once)
             _compare(measured, await answers, undisturbed, bodies)
+            measured.took_s += time.perf_counter() - began_s
+            await others
             await asyncio.sleep(_SETTLE_S)
         _account(context, measured, moving, seen)
     return measured
+
+
+async def _disturb(
+    context: Context, target: Target, under: str, answers: "asyncio.Task[list[Answer]]"
+) -> None:
+    """While they last, prompts that nobody has seen before, where that is to be."""
+    dice = context.random("prompts")
+    while under == "busy" and not answers.done():
+        prompts = [[dice.randrange(100, 1000) for _ in range(BUSY_TOKENS)] for _ in range(BUSY_PROMPTS)]
+        bodies = [{"prompt": prompt, "max_tokens": 1, "temperature": 0} for prompt in prompts]
+        await complete_all(target, bodies, _DEADLINE_S)
 
 
 async def _move_while(answers: "asyncio.Task[list[Answer]]", moving: Mover, count: int, at_once: int) -> None:
@@ -165,6 +203,7 @@ def _compare(
 ) -> None:
     for answer, other, body in zip(answers, undisturbed, bodies, strict=True):
         measured.answers += 1
+        measured.tokens += answer.completion_tokens
         measured.errors += not answer.ok
         measured.gaps += answer.ok and answer.completion_tokens < body["max_tokens"]
         measured.duplicates += answer.completion_tokens > body["max_tokens"]
@@ -181,6 +220,9 @@ def _account(context: Context, measured: Measured, moving: Mover, seen: Watch) -
         context.record(
             {
                 "mode": measured.mode,
+                "under": measured.under,
+                "moved_by": str(moved.mode),
+                "moved_bytes": moved.moved_bytes,
                 "ref": str(moved.ref),
                 "reason": moved.reason,
                 "rounds": moved.rounds,
@@ -201,6 +243,7 @@ def _figures(one: Measured) -> dict[str, float]:
         "gaps": float(one.gaps),
         "duplicates": float(one.duplicates),
         "same_text_share": one.same / one.answers,
+        "answer_tokens_per_s": one.tokens / one.took_s,
     }
     if one.pauses:
         pauses = [pause.pause_s * 1e3 for pause in one.pauses]
@@ -215,12 +258,17 @@ def _figures(one: Measured) -> dict[str, float]:
     if one.done:
         found["prepare_ms_p50"] = percentile([moved.prepare_s * 1e3 for moved in one.done], 50)
         found["rounds"] = fmean(moved.rounds for moved in one.done)
-    suffix = "" if one.mode == "tokens" else f"_{one.mode}"
+        found["by_kv_share"] = fmean(moved.mode is MoveMode.KV for moved in one.done)
+    suffix = "" if one.mode == "kv" else f"_{one.mode}"
+    suffix += "" if one.under == "load" else f"_{one.under}"
     return {f"{name}{suffix}": value for name, value in found.items()}
 
 
 def _table(found: Sequence[Measured]) -> Table:
-    columns = ("mode", "moves", "failed", "gaps", "duplicates", "same text", "pause p50", "p99", "step")
+    columns = (
+        *("mode", "under", "moves", "failed", "gaps", "duplicates", "same text", "by KV", "prepared p50"),
+        *("pause p50", "p99", "step", "tokens/s"),
+    )
     rows = []
     for one in found:
         pauses = [pause.pause_s * 1e3 for pause in one.pauses] or [0.0]
@@ -228,14 +276,18 @@ def _table(found: Sequence[Measured]) -> Table:
         rows.append(
             (
                 one.mode,
+                one.under,
                 len(one.done),
                 one.failed,
                 one.gaps,
                 one.duplicates,
                 f"{one.same} of {one.answers}",
+                sum(moved.mode is MoveMode.KV for moved in one.done),
+                f"{percentile([moved.prepare_s * 1e3 for moved in one.done] or [0.0], 50):.0f} ms",
                 f"{percentile(pauses, 50):.1f} ms",
                 f"{percentile(pauses, 99):.1f} ms",
                 f"{percentile(steps, 50):.1f} ms",
+                f"{one.tokens / one.took_s:.0f}",
             )
         )
     return Table("migrations while clients read", columns, rows)

@@ -5,10 +5,12 @@ is moved to the next worker, in turn.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from services.placement.ways import Carrier, Choice, Ways, Wish
 from services.stack.access import BusAccess
 from services.stack.rundir import RunDirectory
 from shared import subjects
@@ -24,13 +26,15 @@ HANDLERS: tuple[Handler, ...] = (
 )
 _USER = "placement"
 _ANSWER_S = 2.0
+_EPOCH_S = 0.5
 
 
 class Mover:
     """`outcomes` are all moves that are over, in order."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, choice: Choice) -> None:
         self._bus = bus
+        self.ways = Ways(choice, _EPOCH_S)
         self.reports: dict[str, WorkerReported] = {}
         self.outcomes: list[SequenceMoved] = []
         self.refusals: list[str] = []
@@ -41,6 +45,7 @@ class Mover:
 
     def on_moved(self, moved: SequenceMoved) -> None:
         self.outcomes.append(moved)
+        self.ways.on_over(moved.ref)
         self._moving.discard(moved.ref.key)
 
     @property
@@ -67,17 +72,24 @@ class Mover:
         ]
         return sorted(found, key=lambda pair: pair[1].ref.attempt)
 
-    async def move(self, listed: SequenceReport, target: str) -> bool:
-        """Whether the scheduler took the order."""
-        order = MoveSequences(moves=(SequenceMove(ref=listed.ref, target=target),))
+    async def move(self, listed: SequenceReport, source: str, target: str) -> bool:
+        """By the mode that is chosen. Whether the scheduler took the order."""
+        wish = Wish(SequenceMove(ref=listed.ref, target=target), source, _tokens(listed))
+        carriers = {name: Carrier.of(report) for name, report in self.reports.items()}
+        now, _ = self.ways.divide([wish], carriers, time.monotonic())
+        if not now:
+            return False
+        order = MoveSequences(moves=tuple(now))
         try:
             answer = await self._bus.request(subjects.SCHEDULER_MOVE, order, MovesTaken, deadline_s=_ANSWER_S)
         except KvasirError as error:
             self.refusals.append(error.message)
+            self.ways.on_over(listed.ref)
             return False
         (refusal,) = answer.refusals
         if refusal:
             self.refusals.append(refusal)
+            self.ways.on_over(listed.ref)
             return False
         self._moving.add(listed.ref.key)
         return True
@@ -87,7 +99,7 @@ class Mover:
         names = sorted(self.reports)
         for name, listed in self.running(**which):
             target = names[(names.index(name) + 1) % len(names)]
-            if target != name and await self.move(listed, target):
+            if target != name and await self.move(listed, name, target):
                 return True
         return False
 
@@ -98,13 +110,17 @@ class Mover:
                 await asyncio.sleep(0.005)
 
 
+def _tokens(listed: SequenceReport) -> int:
+    return listed.prompt_tokens + listed.generated_tokens
+
+
 @asynccontextmanager
-async def mover(run_dir: Path) -> AsyncIterator[Mover]:
+async def mover(run_dir: Path, choice: Choice = "tokens") -> AsyncIterator[Mover]:
     """On the bus of the stack that runs from there."""
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
     bus = await Bus.connect(access.config(_USER), service=_USER, instance="mover-0")
-    made = Mover(bus)
+    made = Mover(bus, choice)
     try:
         await bus.attach(HANDLERS, made)
         yield made

@@ -3,6 +3,7 @@
 A listener of its own on the gateway's subject, with the gateway's credentials. It changes nothing.
 """
 
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,7 +36,7 @@ class Pause:
     """At one change of workers."""
 
     pause_s: float
-    """From the last token of the old worker that counted to the first of the new one."""
+    """From the last token of the old worker that counted to the first of the new one that was news."""
     step_s: float
     """Between two tokens of that sequence, its median before."""
 
@@ -60,13 +61,13 @@ class Watch:
         if seen is None:
             return None
         before, after = seen.arrived_s.get(attempt, {}), seen.arrived_s.get(attempt + 1, {})
-        if not after or min(after) - 1 not in before:
+        first = next((at for at in sorted(after) if after[at] < before.get(at, math.inf)), None)
+        if first is None or first - 1 not in before:
             return None
-        first = min(after)
         gaps = [before[at] - before[at - 1] for at in before if at - 1 in before and at < first]
         if not gaps:
             return None
-        return Pause(after[first] - before[first - 1], median(gaps))
+        return Pause(max(0.0, after[first] - before[first - 1]), median(gaps))
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from bench.serve import figures
 from bench.serve.arena import CELLS_FILE, Arena
 from bench.serve.opening import open_arena
 from bench.serve.plan import Plan, plan_of
-from bench.serve.sides import BASE, PEER
+from bench.serve.sides import BASE, MECHANISMS, PEER
 from bench.serve.turns import Turns
 from bench.simulated.pictures import draw_latency
 from shared.errors import ConfigError
@@ -31,6 +31,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--oracle", choices=("yes", "no"), help="kvasir told the lengths too [yes; --quick no]"
+    )
+    parser.add_argument(
+        "--mechanisms",
+        nargs="*",
+        choices=MECHANISMS,
+        default=[],
+        help="kvasir with these besides, a side each",
     )
     parser.add_argument("--requests", type=int, help="of a cell [500; --quick 24]")
     parser.add_argument("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 6]")

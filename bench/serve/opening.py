@@ -16,7 +16,18 @@ from bench.engine.sides import Served, vllm_binary
 from bench.engine.variants import chosen
 from bench.serve.arena import Arena, Workload, true_lengths
 from bench.serve.plan import Plan
-from bench.serve.sides import BASE, ORACLE, OURS, PEER, Policy, Shape, start_ours, start_peer, train_regressor
+from bench.serve.sides import (
+    BASE,
+    MECHANISMS,
+    ORACLE,
+    OURS,
+    PEER,
+    Policy,
+    Shape,
+    start_ours,
+    start_peer,
+    train_regressor,
+)
 from services.predictor.models.base import LengthSample
 from services.predictor.samples import write_samples
 from shared.messages.sequence import pack_tokens
@@ -49,6 +60,9 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     starts = [partial(start_ours, shape, Policy(OURS, "kvasir", plan.predictor, knowledge))]
     if ORACLE in plan.sides:
         starts.append(partial(start_ours, shape, Policy(ORACLE, "kvasir", "oracle", folder / _TRUTHS)))
+    for name in plan.mechanisms:
+        side = Policy(name, "kvasir", plan.predictor, knowledge, MECHANISMS[name])
+        starts.append(partial(start_ours, shape, side))
     for served in _start(starts, running):
         arena.admit(served, warm_up, plan.max_tokens)
     truths = lengths[len(plan.prompts.lessons) :]

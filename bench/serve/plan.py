@@ -20,6 +20,8 @@ class Plan:
     peer: str
     predictor: str
     with_oracle: bool
+    mechanisms: tuple[str, ...]
+    """Sides that are `kvasir` with something more."""
     prompts: Prompts
     kv_tokens: int
     max_tokens: int
@@ -36,7 +38,7 @@ class Plan:
     def sides(self) -> tuple[str, ...]:
         """The yardstick first."""
         peer = (PEER,) if self.peer == "vllm" else ()
-        return (*peer, BASE, OURS, *((ORACLE,) if self.with_oracle else ()))
+        return (*peer, BASE, OURS, *((ORACLE,) if self.with_oracle else ()), *self.mechanisms)
 
     @property
     def context_tokens(self) -> int:
@@ -50,6 +52,7 @@ class Plan:
         told = asdict(self)
         for name in ("prompts", "budget_s", "alternations", "tolerance", "repeats", "beyond_requests"):
             del told[name]
+        told["mechanisms"] = list(self.mechanisms)
         counts = {"lessons": len(self.prompts.lessons), "pool": len(self.prompts.measured)}
         first = list(self.prompts.measured[0])
         return {**told, **counts, "model": self.model.name, "first_prompt": first}
@@ -69,6 +72,7 @@ def plan_of(context: Context) -> Plan:
         peer=flags.peer or ("none" if quick else "vllm"),
         predictor=flags.predictor or ("histogram" if quick else "regressor"),
         with_oracle=(flags.oracle or ("no" if quick else "yes")) == "yes",
+        mechanisms=tuple(flags.mechanisms),
         prompts=prompts,
         kv_tokens=-(-kv_tokens // _BLOCK) * _BLOCK,
         max_tokens=max_tokens,

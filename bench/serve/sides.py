@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.engine.sides import VLLM_BLOCK_TOKENS, Served, VllmVariant, vllm_binary
@@ -17,6 +18,19 @@ from bench.processes import Side, free_port
 from bench.provenance import ROOT
 from shared.errors import InternalError
 
+MECHANISMS: dict[str, dict[str, object]] = {
+    "pie": {"worker.pie.enabled": "true"},
+    "tiers": {"worker.prefix_cache.enabled": "true"},
+    "relief": {"scheduler.relief": "true"},
+    "everything": {
+        "worker.pie.enabled": "true",
+        "worker.prefix_cache.enabled": "true",
+        "worker.lending.lend": "true",
+        "scheduler.relief": "true",
+    },
+}
+"""What `kvasir` may have besides, by the side's name. Pie leaves the prefix cache out and excludes borrowing
+(docs/pie.md), so `everything` is what one worker can have at once."""
 PEER, BASE, OURS, ORACLE = "vllm", "ours_vllm", "kvasir", "oracle"
 BLOCK_TOKENS = 16
 MAX_SEQUENCES = 64
@@ -45,6 +59,8 @@ class Policy:
     predictor: str
     knowledge: Path | None = None
     """`regressor`: the directory of its versions; `oracle`: the file of true lengths."""
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Settings of its own."""
 
 
 def kv_tokens_for(mean_request_tokens: float, requests: int) -> int:
@@ -64,6 +80,7 @@ def start_ours(shape: Shape, side: Policy) -> Served:
         "scheduler.max_batch_sequences": MAX_SEQUENCES,
         "predictor.model": side.predictor,
         "predictor.learn": "false",
+        **side.more,
     }
     if side.knowledge is not None:
         where = "trace" if side.predictor == "oracle" else "state_dir"

@@ -156,7 +156,7 @@ class Desk:
     def on_delta(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> None:
         """Tokens of one sequence."""
         sequence = self._open.get((delta.request_id, delta.choice))
-        if sequence is None or delta.attempt != sequence.stream.attempt:
+        if sequence is None or not sequence.stream.reads(delta.attempt):
             self.counters.stale_deltas.inc()
             return
         self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
@@ -190,7 +190,9 @@ class Desk:
         """The scheduler has another worker ready for one of our sequences, or of another gateway's."""
         sequence = self._open.get(event.ref.key)
         if sequence is not None:
-            self.apply(sequence, sequence.stream.on_prepared(event.ref, now_s))
+            self.apply(
+                sequence, sequence.stream.on_prepared(event.ref, now_s, event.target, event.open_tokens)
+            )
 
     def lose(self, worker: WorkerStart, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
         """That run of a worker is over; `attempts` are those its scheduler says it had sent it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.gateway.counters import Counters
-from services.gateway.effects import Acknowledge, Cancel, Effect, Effects, Fetch, Submit
+from services.gateway.effects import Acknowledge, Cancel, Effect, Effects, Extend, Fetch, Submit
 from services.gateway.exchange import Sequence
 from services.gateway.outbox import Outbox
 from shared import log, subjects
@@ -17,7 +17,7 @@ from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import InternalError, KvasirError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
-from shared.messages.tokens import FetchedTokens, FetchTokens
+from shared.messages.tokens import ExtendSequence, FetchedTokens, FetchTokens
 
 MAX_AT_ONCE = 256
 _logger = log.get_logger("gateway.dispatch")
@@ -52,6 +52,9 @@ class Dispatch:
             self._spawn(self._submit(sequence, effect), sequence)
         elif isinstance(effect, Fetch):
             self._spawn(self._fetch(sequence, effect), sequence)
+        elif isinstance(effect, Extend):
+            late = ExtendSequence(ref=effect.ref, first_index=effect.first_index, tokens=effect.tokens)
+            self.outbox.put(subjects.worker_extend(effect.worker_id), late)
         else:
             self.tell(effect)
 

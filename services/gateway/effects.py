@@ -46,7 +46,17 @@ class Cancel:
     """False when a higher attempt goes on: the scheduler learns that from its submission."""
 
 
-Effect = Submit | Fetch | Acknowledge | Cancel
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Tell the worker that takes the sequence over what the former one has computed since."""
+
+    worker_id: str
+    ref: SequenceRef
+    first_index: int
+    tokens: tuple[int, ...]
+
+
+Effect = Submit | Fetch | Acknowledge | Cancel | Extend
 Effects = tuple[Effect, ...]
 
 

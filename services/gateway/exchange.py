@@ -48,6 +48,7 @@ class Sequence:
             waited_s=max(0.0, now_s - self.accepted_s),
             deadline_in_s=self.exchange.deadline.remaining_s(),
             cache_salt=self.cache_salt,
+            open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
         )
 
 

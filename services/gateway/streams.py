@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit, WorkerStart, disown
 from services.gateway.faults import Faults
+from services.gateway.overlap import OVERLAP_S, Overlap
 from services.gateway.timing import StreamTiming
 from shared.errors import CallerError, DeadlineExceeded, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
@@ -69,6 +70,8 @@ class Stream:
         self._fetch_failures = 0
         self._behind: _Behind | None = None
         self._faults = Faults(timing)
+        self._before: Overlap | None = None
+        """Of a hand-over that was prepared, until the new attempt has said something new."""
 
     @property
     def is_open(self) -> bool:
@@ -77,6 +80,14 @@ class Stream:
     @property
     def ref(self) -> SequenceRef:
         return SequenceRef(request_id=self.key[0], choice=self.key[1], attempt=self.attempt)
+
+    def open_tokens(self, max_tokens: int) -> int:
+        """That may follow a submission made now, from the former worker."""
+        return 0 if self._before is None else self._before.open_for(max_tokens - len(self.tokens))
+
+    def reads(self, attempt: int) -> bool:
+        """Whether tokens of that attempt may count."""
+        return attempt == self.attempt or (self._before is not None and attempt == self._before.ref.attempt)
 
     # --- the scheduler
 
@@ -118,11 +129,25 @@ class Stream:
 
     def on_delta(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> Effects:
         """Tokens from a frame or a fetch."""
+        if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
+            return self._on_late(self._before, delta, worker, now_s)
         if not self.is_open or delta.attempt != self.attempt:
             self.stale_deltas += 1
             return ()
         if not self._is_served_by(worker, now_s):
             return self._hand_over("second_server", now_s)
+        end = delta.first_index + len(delta.tokens)
+        held = len(self.tokens)
+        left: Effects = () if self._before is None else self._before.on_target(end, held, now_s)
+        both = min(end, held)
+        if delta.tokens[: max(0, both - delta.first_index)] != tuple(self.tokens[delta.first_index : both]):
+            return self._hand_over("diverged", now_s)
+        if end > held:
+            self._before = None
+        return (*left, *self._join(delta, worker, now_s))
+
+    def _join(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> Effects:
+        """A delta of the current attempt that agrees with what is held."""
         end = delta.first_index + len(delta.tokens)
         held = len(self.tokens)
         if delta.first_index > held:
@@ -138,8 +163,26 @@ class Stream:
             return self._end(delta.finish_reason, worker, now_s)
         return ()
 
+    def _on_late(self, before: Overlap, delta: TokenDelta, worker: WorkerStart, now_s: float) -> Effects:
+        """The former attempt goes on while the new one gets ready."""
+        if worker != before.server or delta.first_index > len(self.tokens):
+            return ()
+        held, tokens = len(self.tokens), before.news(delta, len(self.tokens))
+        self.tokens.extend(tokens)
+        before.heard_s = now_s
+        if delta.finish_reason in ANSWERS:
+            self._before, self.phase, self.finish_reason = None, Phase.ENDED, delta.finish_reason
+            self._fetching, self._behind = False, None
+            return (Acknowledge(worker[0], before.ref), Cancel(self.ref, before.target))
+        if delta.finish_reason is not None:
+            self._before = None
+            return (Acknowledge(worker[0], before.ref),)
+        return before.passed_on(self.ref, held, tokens)
+
     def on_report(self, report: SequenceReport, worker: WorkerStart, now_s: float) -> Effects:
         """A worker's heartbeat lists this sequence."""
+        if self.is_open and self._before is not None and report.ref == self._before.ref:
+            return ()
         if not self.is_open or report.ref.attempt < self.attempt:
             return (disown(report, worker, goes_on=self.is_open),)
         if report.ref.attempt > self.attempt:
@@ -184,18 +227,25 @@ class Stream:
         """
         if not self.is_open:
             return ()
+        if self._before is not None and self._before.server == worker:
+            self._before = None
         if self.server == worker or (self.server is None and lost_attempt == self.attempt):
             return self._hand_over("worker_lost", now_s)
         return ()
 
-    def on_prepared(self, ref: SequenceRef, now_s: float) -> Effects:
+    def on_prepared(self, ref: SequenceRef, now_s: float, target: str = "", open_tokens: int = 0) -> Effects:
         """Another worker has all that is needed to go on: hand over what is held by now.
 
-        What the old one still says is stale from here on, and the new one continues exactly there.
+        With `open_tokens` the old one is read until the new one has something new to say.
         """
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        return self._hand_over("moved", now_s)
+        server = self.server
+        effects = self._hand_over("moved", now_s)
+        if not open_tokens or server is None:
+            return effects
+        self._before = Overlap(ref, server, target, open_tokens, now_s + OVERLAP_S)
+        return tuple(effect for effect in effects if not isinstance(effect, Cancel))
 
     # --- time and the client
 
@@ -210,6 +260,9 @@ class Stream:
                 cancel,
                 *self._fail(DeadlineExceeded(f"no worker or scheduler answered for {waited_s:g} s")),
             )
+        if self._before is not None and now_s >= self._before.until_s:
+            left, self._before = self._before.leave(), None
+            return left
         if self._submit_at_s is not None and now_s >= self._submit_at_s:
             return self.submit(now_s)
         if self._behind is not None:
@@ -230,7 +283,8 @@ class Stream:
         if not self.is_open:
             return ()
         self.phase = Phase.CANCELLED
-        return (Cancel(self.ref, self.server[0] if self.server else None),)
+        left, target = self._leave_former()
+        return (*left, Cancel(self.ref, self.server[0] if self.server else target))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the record contradicts itself."""
@@ -269,6 +323,11 @@ class Stream:
         self._fetching = True
         return (Fetch(self.server, self.ref, len(self.tokens)),)
 
+    def _leave_former(self) -> tuple[Effects, str | None]:
+        """Reads the former attempt no more; also which worker was to take over from it."""
+        before, self._before = self._before, None
+        return ((), None) if before is None else (before.leave(), before.target)
+
     def _hand_over(self, cause: str, now_s: float) -> Effects:
         """Raise the attempt: whatever lower ones still say is stale from here on."""
         old = (
@@ -276,13 +335,14 @@ class Stream:
             if self.server and cause != "worker_lost"
             else None
         )
+        left, _ = self._leave_former()
         self.handovers[cause] = self.handovers.get(cause, 0) + 1
         self.attempt += 1
         self.server = None
         self._fetching, self._fetch_failures, self._behind = False, 0, None
         self._audit_s = self._timing.frame_timeout_s
         again = self.submit(now_s)
-        return (old, *again) if old else again
+        return (*left, old, *again) if old else (*left, *again)
 
     def _end(self, reason: FinishReason, worker: WorkerStart, now_s: float) -> Effects:
         seen = Acknowledge(worker[0], self.ref)

@@ -20,6 +20,10 @@ class PackingRules:
     calm_s: float = 3.0
     """A sequence that was moved, or whose move failed, is left alone for so long."""
 
+    def capacity(self, total_blocks: int) -> int:
+        """Of a worker of so many, that are packed."""
+        return max(1, int(self.share * total_blocks))
+
 
 @dataclass(slots=True)
 class Known:

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from services.placement.books import PackingRules
 from services.placement.scaling import ScalingRules
+from services.placement.ways import Choice
 from shared.config import ServiceConfig
 
 
@@ -37,6 +38,10 @@ class PlacementConfig(ServiceConfig):
     free_weight: float = Field(default=1.0, ge=0, description="mell: for a target, by its share free")
     distance_weight: float = Field(
         default=0.05, ge=0, description="mell: against a target that is on another host"
+    )
+    move_mode: Choice = Field(
+        default="adaptive",
+        description="what travels: kv, tokens, or per move what is cheaper by what workers measured",
     )
     scale: bool = Field(
         default=False, description="mell and its like: have workers stopped that serve nothing, and started"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 
 from services.placement.books import Counts, Known, PackingRules
 from services.placement.policy.packing import Action, Effects, Operation, PackingPolicy
-from services.placement.state import Fleet, Reservation, Resident, Worker
+from services.placement.roll import Roll
+from services.placement.state import Fleet, Reservation, Resident
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from shared.messages.moves import SequenceMove, SequenceMoved
@@ -32,11 +33,8 @@ class Packer:
         self._make = make
         self._capacity = 0
         self._policy: PackingPolicy | None = None
-        self._workers: dict[str, int] = {}
-        """Incarnations of the workers in the books."""
+        self._roll = Roll()
         self._known: dict[SequenceKey, Known] = {}
-        self._retired: dict[str, int] = {}
-        """Incarnations of workers that get nothing more."""
         self._wanting = 0
         self._asked_s = float("-inf")
 
@@ -44,8 +42,6 @@ class Packer:
     def capacity_blocks(self) -> int:
         """Of each worker, as it is packed; 0 before the first is heard of."""
         return self._capacity
-
-    # --- questions
 
     def place(
         self, items: Iterable[PlacementItem], excluded: frozenset[str], fleet: Fleet, now_s: float
@@ -95,58 +91,48 @@ class Packer:
 
     def _elsewhere(self, key: SequenceKey, blocks: int, excluded: frozenset[str], fleet: Fleet) -> str | None:
         """The policy knows of no exclusions: an idle worker instead, or else the one with the most room."""
-        policy, used = self._policy, dict.fromkeys(self._workers, 0)
+        policy = self._policy
         if policy is None:
             return None
-        for other, known in self._known.items():
-            home = policy.worker_of(other)
-            if home in used:
-                used[home] += known.blocks
+        homes = ((policy.worker_of(other), known.blocks) for other, known in self._known.items())
         able = [name for name in self.idle_workers(fleet) if name not in excluded]
-        rooms = [(size, name) for name, size in used.items() if size + blocks <= self._capacity]
-        able += [name for _, name in sorted(rooms) if name in fleet.workers and name not in excluded]
+        able += [
+            name
+            for name in self._roll.emptiest(homes, self._capacity - blocks)
+            if name in fleet.workers and name not in excluded
+        ]
         if not able:
             return None
         policy.adopt(key, blocks, able[0])
         return policy.worker_of(key)
 
-    # --- the fleet
-
     def sync(self, fleet: Fleet, now_s: float) -> None:
         """Workers that came, went or began anew."""
-        retired = self._retired
-        heard = {
-            name: worker.incarnation
-            for name, worker in fleet.workers.items()
-            if retired.get(name, -1) < worker.incarnation
-        }
-        capacity = min((self._capacity_of(fleet.workers[name]) for name in heard), default=self._capacity)
+        heard = self._roll.heard(fleet)
+        capacity = min(
+            (self.rules.capacity(fleet.workers[name].total_blocks) for name in heard), default=self._capacity
+        )
         if capacity != self._capacity:
             self._begin_anew(capacity)
-        for name, incarnation in list(self._workers.items()):
+        for name, incarnation in list(self._roll.present.items()):
             if heard.get(name) != incarnation:
                 self._drop_worker(name)
         for name, incarnation in heard.items():
-            if name not in self._workers and self._policy is not None:
-                self._workers[name] = incarnation
+            if name not in self._roll.present and self._policy is not None:
+                self._roll.present[name] = incarnation
                 self._policy.add_worker(name, fleet.workers[name].host)
-
-    def _capacity_of(self, worker: Worker) -> int:
-        return max(1, int(self.rules.share * worker.total_blocks))
 
     def _begin_anew(self, capacity: int) -> None:
         """Another capacity: other classes. The next epoch finds everything again."""
         self._capacity, self._policy = capacity, self._make(capacity)
-        self._workers.clear()
+        self._roll.present.clear()
         self._known.clear()
 
     def _drop_worker(self, name: str) -> None:
-        del self._workers[name]
+        del self._roll.present[name]
         if self._policy is not None:
             for key in self._policy.remove_worker(name):
                 self._known.pop(key, None)  # type: ignore[call-overload]
-
-    # --- epochs
 
     def on_epoch(self, fleet: Fleet, now_s: float) -> tuple[SequenceMove, ...]:
         """Brings the books up to date and says which moves they want."""
@@ -154,7 +140,7 @@ class Packer:
         policy = self._policy
         if policy is None:
             return ()
-        seen = self._seen(fleet)
+        seen = self._roll.seen(fleet)
         self._follow(policy, seen, now_s)
         ends = list(self._ends(seen, now_s))
         for key in ends:
@@ -166,19 +152,6 @@ class Packer:
                 self._adopt(policy, key, worker_id, resident, now_s)
         self._note(policy.apply(list(self._growths(seen))))
         return tuple(self._orders(policy, fleet, now_s))
-
-    def _seen(self, fleet: Fleet) -> dict[SequenceKey, tuple[str, Resident]]:
-        """Where the highest attempt of each sequence is; a rehearsal is nobody's."""
-        seen: dict[SequenceKey, tuple[str, Resident]] = {}
-        for worker in fleet.workers.values():
-            if self._workers.get(worker.worker_id) != worker.incarnation:
-                continue
-            for key, resident in worker.residents.items():
-                before = seen.get(key)
-                is_newer = before is None or before[1].attempt < resident.attempt
-                if resident.is_read and is_newer:
-                    seen[key] = (worker.worker_id, resident)
-        return seen
 
     def _follow(
         self, policy: PackingPolicy, seen: dict[SequenceKey, tuple[str, Resident]], now_s: float
@@ -233,8 +206,6 @@ class Packer:
         for key in (*effects.displaced, *effects.waiting):
             self._known.pop(key, None)  # type: ignore[call-overload]
 
-    # --- moves
-
     def _orders(self, policy: PackingPolicy, fleet: Fleet, now_s: float) -> Iterable[SequenceMove]:
         for key, known in self._known.items():
             home = policy.worker_of(key)
@@ -246,6 +217,13 @@ class Packer:
             known.moving_s = now_s
             self.counts.ordered += 1
             yield SequenceMove(ref=known.ref, target=home)
+
+    def on_postponed(self, order: SequenceMove) -> None:
+        """There is no way for it in this epoch: it comes again."""
+        known = self._known.get(order.ref.key)
+        if known is not None:
+            known.moving_s = None
+            self.counts.ordered -= 1
 
     def on_refused(self, order: SequenceMove, now_s: float) -> None:
         """The scheduler did not begin it."""
@@ -273,7 +251,7 @@ class Packer:
 
     def _take_back(self, policy: PackingPolicy, key: SequenceKey, known: Known) -> None:
         """The books follow the world."""
-        if known.worker_id is None or known.worker_id not in self._workers:
+        if known.worker_id is None or known.worker_id not in self._roll.present:
             return
         policy.end(key)
         effects = policy.adopt(key, known.blocks, known.worker_id)
@@ -285,48 +263,42 @@ class Packer:
         if self._policy is not None:
             self._policy.end(key)
 
-    # --- workers to spare
-
     def idle_workers(self, fleet: Fleet) -> list[str]:
         """That serve nothing, by the books and by their own word."""
         used = {self._policy.worker_of(key) for key in self._known} if self._policy else set()
         return sorted(
             name
-            for name in self._workers
+            for name in self._roll.present
             if name in fleet.workers and name not in used and not fleet.workers[name].residents
         )
 
     def retire(self, worker_id: str, fleet: Fleet) -> None:
         """It gets nothing more in this incarnation: it is about to be stopped."""
-        worker = fleet.workers.get(worker_id)
-        if worker is not None:
-            self._retired[worker_id] = worker.incarnation
-        if worker_id in self._workers:
+        self._roll.retire(worker_id, fleet)
+        if worker_id in self._roll.present:
             self._drop_worker(worker_id)
 
     def unretire(self, worker_id: str) -> None:
         """It was not stopped after all."""
-        self._retired.pop(worker_id, None)
+        self._roll.unretire(worker_id)
 
     def state_of(self, worker_id: str) -> str:
         """For people: the class of its largest item, idle, draining, retired."""
-        if worker_id not in self._workers:
-            return "retired" if worker_id in self._retired else "unknown"
         categories = getattr(self._policy, "categories", None)
         used = [key for key in self._known if self._policy and self._policy.worker_of(key) == worker_id]
-        if used:
+        if used and worker_id in self._roll.present:
             return str(categories()[worker_id]) if categories is not None else "active"
         residents = any(known.worker_id == worker_id for known in self._known.values())
-        return "draining" if residents else "idle"
+        return self._roll.state_of(worker_id, has_residents=residents)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books contradict themselves."""
         if self._policy is None:
-            assert not self._known and not self._workers
+            assert not self._known and not self._roll.present
             return
         self._policy.check_integrity()
         for key in self._known:
-            assert self._policy.worker_of(key) in self._workers, f"{key} is known and has no place"
+            assert self._policy.worker_of(key) in self._roll.present, f"{key} is known and has no place"
 
     def _blocks(self, blocks: int) -> int:
         least = -(-self._capacity // self.rules.most_sequences)

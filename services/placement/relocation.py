@@ -16,6 +16,7 @@ from services.placement.policy.mell.settings import EAGER, MellSettings
 from services.placement.policy.packing import PackingPolicy
 from services.placement.scaling import Scaling
 from services.placement.state import Fleet
+from services.placement.ways import Ways, Wish
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock
@@ -40,8 +41,10 @@ class Relocation:
         self._clock = clock
         self.packer = Packer(lambda capacity_blocks: _create(config, capacity_blocks), config.packing())
         self.scaling = Scaling(config.scaling())
+        self.ways = Ways(config.move_mode, config.epoch_s)
 
     def on_moved(self, moved: SequenceMoved) -> None:
+        self.ways.on_over(moved.ref)
         self.packer.on_moved(moved, self._clock())
 
     async def run(self) -> None:
@@ -50,11 +53,31 @@ class Relocation:
             await asyncio.sleep(self._config.epoch_s)
             if not self._bus.connected:
                 continue
-            orders = self.packer.on_epoch(self._fleet, self._clock())
+            orders = self._divided(self.packer.on_epoch(self._fleet, self._clock()))
             for first in range(0, len(orders), _MOST_ORDERS):
                 await self._order(orders[first : first + _MOST_ORDERS])
             if self._config.scale:
                 await self._scale()
+
+    def _divided(self, wanted: tuple[SequenceMove, ...]) -> tuple[SequenceMove, ...]:
+        """Those of this epoch, by KV or by tokens; the others are wanted again in the next."""
+        homes = {
+            (key, resident.attempt): (worker.worker_id, resident.tokens)
+            for worker in self._fleet.workers.values()
+            for key, resident in worker.residents.items()
+        }
+        wishes = [
+            Wish(order, *homes[order.ref.key, order.ref.attempt])
+            for order in wanted
+            if (order.ref.key, order.ref.attempt) in homes
+        ]
+        carriers = {name: worker.carrier for name, worker in self._fleet.workers.items()}
+        now, _ = self.ways.divide(wishes, carriers, self._clock())
+        begun = {order.ref for order in now}
+        for order in wanted:
+            if order.ref not in begun:
+                self.packer.on_postponed(order)
+        return tuple(now)
 
     async def _order(self, orders: tuple[SequenceMove, ...]) -> None:
         try:
@@ -70,6 +93,7 @@ class Relocation:
         for order, refusal in zip(orders, refusals, strict=False):
             if refusal:
                 _log.info("%s is not moved to %s: %s", order.ref, order.target, refusal)
+                self.ways.on_over(order.ref)
                 self.packer.on_refused(order, self._clock())
 
     async def _scale(self) -> None:
@@ -102,6 +126,7 @@ class Relocation:
             "moves_ordered": counts.ordered,
             "moved": counts.moved,
             "moves_failed": counts.failed,
+            **{f"moves_{way}": count for way, count in self.ways.counts.items()},
             "strays": counts.strays,
             "wanted_workers": self.scaling.wanted if self._config.scale else "not scaled",
             "parked": ", ".join(sorted(self.scaling.parked)),

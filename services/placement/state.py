@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from services.placement.order import ORDERS, Rank, Waiting, arrange, distance
 from services.placement.policy.base import PlacementPolicy, Room
 from services.placement.prefixes import NOTHING, CachedTokens, PrefixIndex
+from services.placement.ways import Carrier
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
@@ -35,6 +36,8 @@ class Resident:
     attempt: int
     allocated_blocks: int
     needed_blocks: int
+    tokens: int = 0
+    """Prompt and answer so far."""
     is_read: bool = True
     """A gateway waits for it; else it is a rehearsal of a move."""
 
@@ -55,6 +58,7 @@ class Worker:
     residents: dict[SequenceKey, Resident]
     reservations: dict[SequenceKey, Reservation] = field(default_factory=dict)
     host: str = ""
+    carrier: Carrier = field(default_factory=Carrier)
 
     @property
     def free_blocks(self) -> int:
@@ -241,7 +245,9 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
     def resident(sequence: SequenceReport) -> Resident:
         tokens = sequence.prompt_tokens + sequence.generated_tokens
         needed = -(-tokens // report.block_tokens)
-        return Resident(sequence.ref.attempt, sequence.allocated_blocks, needed, bool(sequence.gateway_id))
+        return Resident(
+            sequence.ref.attempt, sequence.allocated_blocks, needed, tokens, bool(sequence.gateway_id)
+        )
 
     return Worker(
         worker_id=report.worker_id,
@@ -256,4 +262,5 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
         residents={s.ref.key: resident(s) for s in report.sequences if s.state is not SequenceState.ENDED},
         reservations=reservations,
         host=report.host,
+        carrier=Carrier.of(report),
     )

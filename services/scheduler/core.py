@@ -20,7 +20,7 @@ from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Sequence
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.commands import CancelSequence, LengthPrediction
-from shared.messages.moves import SequenceMove
+from shared.messages.moves import BlocksPulled, SequenceMove
 from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
@@ -85,6 +85,10 @@ class SchedulerCore:
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
         """The answer to `AskTokens`; None when there was none."""
         return self._after(self._moves.on_tokens(ref, tokens, now_s), now_s)
+
+    def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
+        """The answer to `AskPull`; None when there was none."""
+        return self._after(self._moves.on_pulled(ref, pulled, now_s), now_s)
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
         return self._after(self._intake.on_cancel(command, now_s), now_s)

@@ -6,7 +6,7 @@ from services.scheduler.policy.relief import Relief
 from services.scheduler.state import Phase
 from shared.errors import ModelMismatch
 from shared.messages.commands import CancelSequence, PlacementItem
-from shared.messages.moves import MovePrepared, SequenceMoved
+from shared.messages.moves import MovePrepared, PullBlocks, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import WorkerLost
 from shared.messages.sequence import FinishReason, SequenceRef
@@ -85,6 +85,16 @@ class AskTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class AskPull:
+    """A target is to fetch blocks of a sequence that moves; answer with `on_pulled`, None when there was no
+    answer."""
+
+    worker_id: str
+    ref: SequenceRef
+    order: PullBlocks
+
+
+@dataclass(frozen=True, slots=True)
 class PublishPrepared:
     prepared: MovePrepared
 
@@ -137,6 +147,7 @@ Effect = (
     | PublishWorkerLost
     | RefuseWorker
     | AskTokens
+    | AskPull
     | PublishPrepared
     | PublishMoved
     | NoteRelief

@@ -43,7 +43,7 @@ class Intake:
             return Admission(known=True), effects
         self._check(spec, now_s)
         if known is not None:
-            effects.append(self.roster.leave(known, Phase.REPLACED, now_s))
+            effects.append(self.roster.leave(known, Phase.REPLACED, now_s, lingers=spec.open_tokens > 0))
         sequence = Sequence.from_spec(spec, now_s)
         self.roster.add(sequence)
         return Admission(known=False), [*effects, _question(sequence, spec)]

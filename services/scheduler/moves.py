@@ -1,58 +1,25 @@
-"""Live migration: one running sequence from its worker to another, its reader none the wiser. Pure.
+"""Live migration: running sequences from their workers to others, their readers none the wiser. Pure.
 
 A move has three stages. *Asking*: the source says which tokens it has by now. *Rehearsing*: the target
-computes them as a sequence that nobody reads, so that their blocks are stored there; the source goes on
-meanwhile, and what it adds is rehearsed again until little is missing. *Switching*: the gateway, which owns
-the request, is told and hands it over under a higher attempt, as it does after a failure; the target finds
-the blocks. Until the gateway does so nothing has changed, so a move may be given up at any time.
-docs/migration.md; papers/000 §V.
+computes them as a sequence that nobody reads, or *pulling*: it fetches their blocks over the bulk plane; the
+source goes on meanwhile, and what it adds is prepared again until little is missing. *Switching*: the
+gateway, which owns the request, is told and hands it over under a higher attempt, as it does after a failure;
+the target finds the blocks. Until the gateway does so nothing has changed, so a move may be given up at any
+time, and one whose blocks cannot be fetched goes on by tokens. docs/migration.md; papers/000 §V.
 """
 
-from dataclasses import dataclass
-from enum import StrEnum
-
-from services.scheduler.effects import AskTokens, Effect, PublishMoved, PublishPrepared
+from services.scheduler.effects import AskPull, AskTokens, Effect, PublishMoved, PublishPrepared
+from services.scheduler.move import Move, Stage, owed_tokens, pull_of, rehearsal_of
 from services.scheduler.planning import Lane, Sync
 from services.scheduler.roster import Roster
 from services.scheduler.rules import MoveRules
 from services.scheduler.state import HELD, Phase, Sequence
 from shared.errors import InvalidRequest
-from shared.messages.moves import MoveMode, MovePrepared, SequenceMove, SequenceMoved
-from shared.messages.sequence import (
-    TOKEN_BYTES,
-    Sampling,
-    SequenceKey,
-    SequenceRef,
-    SequenceSpec,
-    pack_tokens,
-)
+from shared.messages.moves import BlocksPulled, MoveMode, MovePrepared, SequenceMove
+from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec
 
 _FOLLOWS_S = 1.0
 """So long a resubmission is sent after its move, when the source died before the switch."""
-
-
-class Stage(StrEnum):
-    ASKING = "asking"
-    REHEARSING = "rehearsing"
-    SWITCHING = "switching"
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """One of them, under way."""
-
-    ref: SequenceRef
-    """The attempt that moves."""
-    source: str
-    target: str
-    mode: MoveMode
-    began_s: float
-    deadline_s: float
-    stage: Stage = Stage.ASKING
-    rounds: int = 0
-    rehearsal: SequenceRef | None = None
-    rehearsed_tokens: int = 0
-    prepared_s: float = 0.0
 
 
 class Moves:
@@ -79,7 +46,10 @@ class Moves:
         move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s)
         self._moves[sequence.key] = move
         if not self._can_rehearse(move):
+            move.mode = MoveMode.TOKENS
             return self._switch_cold(move, sequence, now_s)
+        if move.mode is MoveMode.KV and (obstacle := self._obstacle(move)):
+            move.fall_back(obstacle)
         return [AskTokens(move.source, move.ref)]
 
     def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
@@ -91,13 +61,26 @@ class Moves:
         if tokens is None or sequence is None or sequence.spec is None:
             return self._end(move, "the source did not say which tokens it has", now_s)
         size_tokens = sequence.prompt_tokens + len(tokens)
-        is_close = move.rounds and size_tokens - move.rehearsed_tokens <= self._rules.last_tokens
-        if is_close or move.rounds >= self._rules.most_rounds:
+        if self._is_close(move, size_tokens) or move.rounds >= self._rules.most_rounds:
             lane = self._roster.lanes.get(move.target)
             if lane is None or not self._fits(lane, size_tokens, move):
                 return self._end(move, f"{move.target} has no room any more", now_s)
             return self._switch(move, now_s)
+        if move.mode is MoveMode.KV:
+            return self._pull(move, sequence.spec, tokens, now_s)
         return self._rehearse(move, sequence.spec, tokens, now_s)
+
+    def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
+        """The target's answer; None when it could fetch nothing."""
+        move = self._moves.get(ref.key)
+        if move is None or move.ref != ref or move.stage is not Stage.PULLING:
+            return []
+        if pulled is None or not move.note_pull(pulled):
+            move.fall_back(
+                "the blocks could not be fetched" if pulled is None else "no more could be fetched"
+            )
+        move.stage = Stage.ASKING
+        return [AskTokens(move.source, move.ref)]
 
     def advance(self, now_s: float) -> list[Effect]:
         """Whatever became of the sequences and workers concerned."""
@@ -155,32 +138,46 @@ class Moves:
         lane = self._roster.lanes.get(move.target)
         return lane is not None and bool(lane.report.fingerprint)
 
+    def _obstacle(self, move: Move) -> str:
+        """Why the target cannot fetch blocks of the source; empty: it can."""
+        lanes = self._roster.lanes
+        source, target = lanes[move.source].report, lanes[move.target].report
+        if source.fingerprint != target.fingerprint:
+            return "their blocks are of different kinds"
+        if not (source.kv_block_bytes and target.kv_block_bytes):
+            return "no bulk plane leads there"
+        return ""
+
+    def _is_close(self, move: Move, size_tokens: int) -> bool:
+        """What is missing can be computed within the switch."""
+        missing_tokens = size_tokens - move.rehearsed_tokens
+        if move.mode is MoveMode.KV:
+            lane = self._roster.lanes.get(move.target)
+            return move.rounds > 0 and lane is not None and missing_tokens <= lane.report.block_tokens
+        return move.rounds > 0 and missing_tokens <= self._rules.last_tokens
+
+    def _pull(self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float) -> list[Effect]:
+        target, source = self._roster.lanes.get(move.target), self._roster.lanes.get(move.source)
+        count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
+        if target is None or source is None or not self._fits(target, count, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        move.stage = Stage.PULLING
+        move.rounds += 1
+        order = pull_of(move, spec, tokens, source.report.incarnation, move.deadline_s - now_s)
+        return [AskPull(move.target, move.ref, order)]
+
     def _rehearse(
         self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float
     ) -> list[Effect]:
         lane = self._roster.lanes.get(move.target)
-        packed = spec.prompt + pack_tokens(tokens)
-        count = len(packed) // TOKEN_BYTES
+        count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
         if lane is None or lane.sync is not Sync.IN_STEP or not self._fits(lane, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
         self._numbers += 1
-        ref = SequenceRef(
-            request_id=f"{move.ref.request_id}~{self._numbers}", choice=move.ref.choice, attempt=1
-        )
-        rehearsal = SequenceSpec(
-            ref=ref,
-            gateway_id=spec.gateway_id,
-            gateway_incarnation=spec.gateway_incarnation,
-            prompt=packed,
-            sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
-            waited_s=0.0,
-            cache_salt=spec.cache_salt,
-            rehearsal=True,
-        )
-        sequence = Sequence.from_spec(rehearsal, now_s)
+        sequence = Sequence.from_spec(rehearsal_of(move, spec, tokens, self._numbers), now_s)
         self._roster.add(sequence)
         self._roster.place(sequence, lane, now_s)
-        move.stage, move.rehearsal = Stage.REHEARSING, ref
+        move.stage, move.rehearsal = Stage.REHEARSING, sequence.ref
         move.rounds += 1
         move.rehearsed_tokens = count
         return []
@@ -189,7 +186,7 @@ class Moves:
         """Beside what it has, what was placed there and not begun, and what else is on its way."""
         size = lane.report.block_tokens
         owed = [
-            sequence.prompt_tokens + sequence.generated_tokens
+            owed_tokens(sequence)
             for sequence in self._roster.of_worker(lane.worker_id)
             if sequence.phase in (Phase.PLACED, Phase.WAITING)
         ]
@@ -248,7 +245,8 @@ class Moves:
     def _switch(self, move: Move, now_s: float) -> list[Effect]:
         move.stage, move.prepared_s = Stage.SWITCHING, now_s
         move.deadline_s = now_s + self._rules.switch_s
-        return [PublishPrepared(MovePrepared(ref=move.ref, target=move.target))]
+        open_tokens = self._rules.open_tokens if move.rounds else 0
+        return [PublishPrepared(MovePrepared(ref=move.ref, target=move.target, open_tokens=open_tokens))]
 
     def _stop_rehearsal(self, move: Move, now_s: float) -> list[Effect]:
         rehearsal = None if move.rehearsal is None else self._roster.find(move.rehearsal)
@@ -260,16 +258,4 @@ class Moves:
         del self._moves[move.ref.key]
         self.done += not reason
         self.failed += bool(reason)
-        prepared_s = move.prepared_s if move.stage is Stage.SWITCHING else now_s
-        event = SequenceMoved(
-            ref=move.ref,
-            source=move.source,
-            target=move.target,
-            mode=move.mode,
-            reason=reason,
-            rounds=move.rounds,
-            rehearsed_tokens=move.rehearsed_tokens,
-            prepare_s=prepared_s - move.began_s,
-            switch_s=now_s - prepared_s,
-        )
-        return [*effects, PublishMoved(event)]
+        return [*effects, PublishMoved(move.over(reason, now_s))]

@@ -7,7 +7,7 @@ arrival that can start cuts a long plan short. The one cure for any `Trouble` is
 worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
@@ -23,6 +23,8 @@ from shared.messages.reports import Capacity, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
 MAX_OUTSTANDING_PLANS = 4
+_LINGER_S = 0.06
+"""So long an attempt runs on that was replaced by one that is to catch up with it."""
 _SMOOTH_REPORTS = 16
 """So many reports without trouble clear the names of those that caused the last one."""
 
@@ -62,6 +64,8 @@ class Lane:
     _outstanding: OutstandingPlans = field(init=False)
     _plan_seq: int = field(default=0, init=False)
     _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
+    _lingering: dict[SequenceKey, tuple[SequenceRef, float]] = field(default_factory=dict, init=False)
+    """Attempts that were replaced and run on until then: their readers change over meanwhile."""
     _urgent: bool = field(default=False, init=False)
     _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
@@ -100,6 +104,7 @@ class Lane:
         self.policy, self._urgent, self._midway = None, False, False
         self._plan_seq = self._smooth_reports = 0
         self._drops.clear()
+        self._lingering.clear()
         self.strangers.clear()
 
     def resize(self, capacity: Capacity, now_s: float) -> None:
@@ -112,13 +117,25 @@ class Lane:
         """A sequence that the worker does not hold; a long plan may be cut short for it, and any that may
         be where a reader waits midway in its answer."""
         if self.policy is not None:
-            self.policy.on_arrival(sequence.task(), now_s)
+            self._settle(sequence.key, now_s)
+            self.policy.on_arrival(sequence.task(is_open=True), now_s)
             self._urgent = True
             self._midway = self._midway or midway
 
     def end(self, key: SequenceKey, now_s: float) -> None:
         if self.policy is not None:
             self.policy.on_ended(key, now_s)
+
+    def linger(self, ref: SequenceRef, now_s: float) -> None:
+        """It was replaced, and runs on for a moment; then it ends here and is dropped."""
+        if self.policy is not None:
+            self._lingering[ref.key] = (ref, now_s + _LINGER_S)
+
+    def _settle(self, key: SequenceKey, now_s: float) -> None:
+        ref, _ = self._lingering.pop(key, (None, 0.0))
+        if ref is not None:
+            self.end(key, now_s)
+            self.drop(ref)
 
     def drop(self, ref: SequenceRef) -> None:
         """The next plan, if need be one with nothing else in it, makes the worker forget this attempt."""
@@ -127,6 +144,8 @@ class Lane:
     def next_plans(self, now_s: float) -> list[Effect]:
         """Plans until enough steps are outstanding; also what the policy wants predicted."""
         policy, outstanding = self.policy, self._outstanding
+        for key in [key for key, (_, until_s) in self._lingering.items() if now_s >= until_s]:
+            self._settle(key, now_s)
         effects: list[Effect] = []
         while policy is not None and not outstanding.is_cut and len(outstanding) < MAX_OUTSTANDING_PLANS:
             cut = self._urgent and (outstanding.can_cut or (self._midway and outstanding.is_pliable))
@@ -186,14 +205,22 @@ class Lane:
         return SendPlan(self.worker_id, plan)
 
     def _ref(self, key: SequenceKey) -> SequenceRef:
-        return self.sequences[key].ref
+        return self._lingering[key][0] if key in self._lingering else self.sequences[key].ref
+
+    def _own(self, keys: Iterable[SequenceKey]) -> Iterator[Sequence]:
+        """Those of them whose attempt here is the one that counts."""
+        return (self.sequences[key] for key in keys if key not in self._lingering)
 
     def _starts(self, batch: PlannedBatch) -> tuple[SequenceSpec, ...]:
-        placed = [self.sequences[item.key] for item in batch.prefills]
+        placed = list(self._own(item.key for item in batch.prefills))
         return tuple(item.spec for item in placed if item.phase is Phase.PLACED and item.spec is not None)
 
     def _questions(self, batch: PlannedBatch) -> list[Effect]:
-        asked = [(self.sequences[question.key], question.generated_tokens) for question in batch.questions]
+        asked = [
+            (sequence, question.generated_tokens)
+            for question in batch.questions
+            for sequence in self._own((question.key,))
+        ]
         return [
             AskPrediction(sequence.ref, sequence.spec.prompt, sequence.max_tokens, generated_tokens)
             for sequence, generated_tokens in asked
@@ -203,14 +230,13 @@ class Lane:
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
         """The phases that the plan brings about."""
         self._last_keys = (*(item.key for item in batch.prefills), *(item.key for item in batch.decodes))
-        for preemption in batch.preemptions:
-            self.sequences[preemption.key].move_to(Phase.WAITING)
-        for prefill in batch.prefills:
-            sequence = self.sequences[prefill.key]
+        for sequence in self._own(item.key for item in batch.preemptions):
+            sequence.move_to(Phase.WAITING)
+        for sequence in self._own(item.key for item in batch.prefills):
             sequence.move_to(Phase.PREFILLING)
             sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
-        for decode in batch.decodes:
-            self.sequences[decode.key].move_to(Phase.DECODING)
+        for sequence in self._own(item.key for item in batch.decodes):
+            sequence.move_to(Phase.DECODING)
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
         """A report of this incarnation; its ends have been taken note of before."""
@@ -224,6 +250,10 @@ class Lane:
             sequence = self.sequences.get(hit.ref.key)
             if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
                 self.policy.on_prefix_hit(hit.ref.key, hit.cached_tokens, now_s)
+        for short in event.shorts:
+            sequence = self.sequences.get(short.ref.key)
+            if sequence is not None and sequence.ref == short.ref and sequence.worker_id == self.worker_id:
+                self.policy.on_short(short.ref.key, short.missing_tokens, now_s)
         for sent in progress.over:
             self._take_back(sent, self.policy, now_s)
         return None

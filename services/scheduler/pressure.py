@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from services.scheduler.effects import Effect, NoteRelief
 from services.scheduler.moves import Moves
 from services.scheduler.planning import Lane, Sync
-from services.scheduler.policy.relief import Neighbour, Pressure, Rung, Speeds, Victim, next_relief
+from services.scheduler.policy.relief import BY_KV, Neighbour, Pressure, Rung, Speeds, Victim, next_relief
 from services.scheduler.roster import Roster
 from services.scheduler.rules import ReliefRules
 from services.scheduler.state import Phase, Sequence
 from shared.errors import InvalidRequest
-from shared.messages.moves import SequenceMove
-from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.moves import MoveMode, SequenceMove
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 
 
 class PressureWatch:
@@ -60,7 +60,9 @@ class PressureWatch:
         effects: list[Effect] = [NoteRelief(lane.worker_id, relief)]
         is_move = relief.chosen is not None and relief.chosen.rung is Rung.MIGRATE
         if is_move and target is not None and victim is not None:
-            order = SequenceMove(ref=victim[0].ref, target=target.worker_id)
+            is_cheap = relief.chosen is not None and relief.chosen.reason == BY_KV
+            mode = MoveMode.KV if is_cheap else MoveMode.TOKENS
+            order = SequenceMove(ref=victim[0].ref, target=target.worker_id, mode=mode)
             try:
                 effects += self._moves.begin(order, now_s)
             except InvalidRequest:
@@ -89,12 +91,10 @@ class PressureWatch:
             block_tokens=report.block_tokens,
             running=len(decoding),
             horizon_steps=self._rules.horizon_steps if within is None else within,
-            speeds=Speeds(
-                prefill_tokens_per_s=report.prefill_tokens_per_s, decode_step_s=report.decode_step_s
-            ),
+            speeds=_speeds(report, target),
             evictable_blocks=report.capacity.evictable_blocks,
             growable_blocks=report.capacity.growable_blocks,
-            neighbour=Neighbour(room_blocks=0 if target is None else _room(target)),
+            neighbour=_neighbour(report, target),
             victim=None
             if victim is None
             else Victim(
@@ -131,6 +131,30 @@ class PressureWatch:
             other for other in self._roster.lanes.values() if other is not lane and other.sync is Sync.IN_STEP
         ]
         return max(others, key=lambda other: (_room(other), other.worker_id), default=None)
+
+
+def _speeds(report: WorkerReported, target: Lane | None) -> Speeds:
+    """As both workers measured; what nobody measured is 0."""
+    link_bytes_per_s = 0.0
+    if target is not None:
+        link_bytes_per_s = target.report.link_bytes_per_s.get(report.worker_id, 0.0)
+    return Speeds(
+        prefill_tokens_per_s=report.prefill_tokens_per_s,
+        decode_step_s=report.decode_step_s,
+        host_blocks_per_s=1.0 / report.host_block_s if report.host_block_s > 0 else 0.0,
+        link_blocks_per_s=link_bytes_per_s / report.kv_block_bytes if report.kv_block_bytes else 0.0,
+    )
+
+
+def _neighbour(report: WorkerReported, target: Lane | None) -> Neighbour:
+    if target is None:
+        return Neighbour()
+    is_linked = bool(report.kv_block_bytes) and report.fingerprint == target.report.fingerprint
+    return Neighbour(
+        lendable_blocks=target.report.capacity.lendable_blocks or 0,
+        room_blocks=_room(target),
+        is_linked=is_linked,
+    )
 
 
 def _room(lane: Lane) -> int:

@@ -9,16 +9,17 @@ from typing import Any
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import AskPlacement, AskPrediction, AskSnapshot, AskTokens
+from services.scheduler.effects import AskPlacement, AskPrediction, AskPull, AskSnapshot, AskTokens
 from shared import metrics, subjects
 from shared.bus import Bus
 from shared.errors import KvasirError, StaleEpoch
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
+from shared.messages.moves import BlocksPulled
 from shared.messages.reports import WorkerReported
 from shared.messages.tokens import FetchedTokens, FetchTokens
 
-Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens
+Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens | AskPull
 _log = get_logger("scheduler")
 _MAX_PREDICTIONS = 64
 """Open at once; beyond that a sequence does without."""
@@ -55,6 +56,8 @@ class Questions:
                 self._start(self._snapshot(question))
             case AskTokens():
                 self._start(self._tokens(question))
+            case AskPull():
+                self._start(self._pull(question))
 
     async def close(self) -> None:
         for task in self._open:
@@ -92,6 +95,19 @@ class Questions:
         except KvasirError as error:
             _log.info("%s did not say what %s has: %s", question.worker_id, question.ref, error)
         self._feed(self._core.on_tokens, question.ref, tokens)
+
+    async def _pull(self, question: AskPull) -> None:
+        pulled: BlocksPulled | None = None
+        try:
+            pulled = await self._bus.request(
+                subjects.worker_pull(question.worker_id),
+                question.order,
+                BlocksPulled,
+                deadline_s=question.order.valid_for_s + self._config.snapshot_deadline_s,
+            )
+        except KvasirError as error:
+            _log.info("%s did not fetch %s: %s", question.worker_id, question.ref, error)
+        self._feed(self._core.on_pulled, question.ref, pulled)
 
     async def _predict(self, question: AskPrediction) -> None:
         command = PredictLength(

@@ -142,14 +142,17 @@ class Roster:
         *,
         reason: FinishReason | None = None,
         generated_tokens: int | None = None,
+        lingers: bool = False,
     ) -> SequenceLeft:
-        """It is over. What a worker still holds of it is dropped there with the next plan."""
+        """It is over. What a worker still holds of it is dropped there with the next plan, or lingers."""
         if sequence.phase is Phase.QUEUED:
             self.backlog.remove(sequence)
         elif sequence.worker_id is not None:
             held = sequence.phase in HELD
-            lane = self._forget_at_lane(sequence, now_s)
-            if lane is not None and held and phase not in (Phase.ENDED, Phase.LOST):
+            lane = self._forget_at_lane(sequence, now_s, lingers=lingers and held)
+            if lingers and held and lane is not None:
+                lane.linger(sequence.ref, now_s)
+            elif lane is not None and held and phase not in (Phase.ENDED, Phase.LOST):
                 lane.drop(sequence.ref)
         sequence.move_to(phase)
         del self.sequences[sequence.key]
@@ -201,8 +204,8 @@ class Roster:
             assert lane.worker_id == worker_id
             lane.check_integrity()
 
-    def _forget_at_lane(self, sequence: Sequence, now_s: float) -> Lane | None:
+    def _forget_at_lane(self, sequence: Sequence, now_s: float, *, lingers: bool = False) -> Lane | None:
         lane = self.lanes.get(sequence.worker_id or "")
-        if lane is not None and lane.sync is Sync.IN_STEP:
+        if not lingers and lane is not None and lane.sync is Sync.IN_STEP:
             lane.end(sequence.key, now_s)
         return lane

@@ -19,6 +19,8 @@ class MoveRules:
     most_rounds: int = 4
     """Rehearsals; the last one is followed by the switch, however far the source has got."""
     most_at_once: int = 16
+    open_tokens: int = 12
+    """Of the source that still count after the gateway was told, and that the target takes up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,14 +139,15 @@ class Sequence:
                 raise InternalError(f"{self.ref} cannot go from {self.phase} to {phase}")
             self.phase = phase
 
-    def task(self) -> Task:
-        """What a policy is told of it."""
+    def task(self, *, is_open: bool = False) -> Task:
+        """What a policy is told of it. `is_open`: with the tokens that may still come before it starts."""
+        open_tokens = self.spec.open_tokens if is_open and self.spec is not None else 0
         return Task(
             self.ref.key,
             self.prompt_tokens,
             self.max_tokens,
             self.arrival_s,
-            self.generated_tokens,
+            self.generated_tokens + open_tokens,
             self.deadline_s,
             self.prediction,
         )

@@ -13,6 +13,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.effects import (
     AskPlacement,
     AskPrediction,
+    AskPull,
     AskSnapshot,
     AskTokens,
     CancelAtWorker,
@@ -174,7 +175,7 @@ class Term:
                     self._note_move(effect)
                 case NoteRelief():
                     canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
-                case AskTokens() | AskPlacement() | AskPrediction() | AskSnapshot():
+                case AskTokens() | AskPull() | AskPlacement() | AskPrediction() | AskSnapshot():
                     self._questions.ask(effect)
                 case SequenceLeft():
                     self._note(effect)
@@ -220,6 +221,8 @@ class Term:
             failed=moved.reason or None,
             rounds=moved.rounds,
             rehearsed_tokens=moved.rehearsed_tokens,
+            moved_bytes=moved.moved_bytes,
+            fallback=moved.fallback or None,
             prepare_s=round(moved.prepare_s, 4),
             switch_s=round(moved.switch_s, 4),
         )

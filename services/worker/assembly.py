@@ -11,6 +11,7 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
+from services.worker.dist.plane import BulkPlane
 from services.worker.dist.service import Neighbourhood, staged_blocks
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
@@ -18,9 +19,12 @@ from services.worker.kv.cache import PrefixCache
 from services.worker.kv.pool import BlockPool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.prefixes import Prefixes
+from services.worker.runner import Runner
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Identity, StepCore
+from services.worker.transfer.service import Transfers
 from shared.bus import Bus
+from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.log import canonical, get_logger
 
@@ -50,6 +54,21 @@ def expansion_of(engine: Engine) -> dict[str, float]:
     if not isinstance(engine, TorchEngine) or engine.pie is None:
         return {}
     return engine.pie.growth.expansion().details()
+
+
+def transfers_of(
+    bus: Bus,
+    config: WorkerConfig,
+    engine: Engine,
+    store: KvStore | None,
+    plane: BulkPlane,
+    runner: Runner,
+    clock: Clock,
+) -> Transfers | None:
+    """None where there is no prefix cache to fetch into, or it is switched off."""
+    if store is None or not config.transfer.enabled or not isinstance(engine, CacheableEngine):
+        return None
+    return Transfers(bus, config.transfer, engine, store, plane, runner, clock)
 
 
 def work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:

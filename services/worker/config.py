@@ -8,6 +8,7 @@ from services.worker.bulk.settings import BulkConfig
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.lending.settings import LendingConfig
 from services.worker.pie.settings import PieSettings
+from services.worker.transfer.settings import TransferConfig
 from shared.config import ModelServiceConfig
 
 
@@ -35,6 +36,9 @@ class WorkerConfig(ModelServiceConfig):
     )
     bulk: BulkConfig = Field(default=BulkConfig(), description="tensors from worker to worker")
     lending: LendingConfig = Field(default=LendingConfig(), description="KV lent to and borrowed from others")
+    transfer: TransferConfig = Field(
+        default=TransferConfig(), description="KV fetched by workers that sequences move to"
+    )
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(

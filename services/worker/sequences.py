@@ -10,17 +10,23 @@ import msgspec
 
 from services.worker.gateways import GatewayWatch
 from services.worker.kv.extended import ExtendedPool, Pool
+from services.worker.late import LateTokens
 from services.worker.pie.pool import ElasticPool
 from services.worker.prefixes import Prefixes
 from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
-from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, SkipReason
+from shared.messages.plans import BatchPlan, Decode, PrefillChunk, ShortStart, SkippedItem, SkipReason
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec
 
 MAX_SEQUENCES = 8192
 """Held at once, ended ones included."""
+
+_STEPS_ALONE = 3
+"""After so many without a late token none is waited for any more."""
+_LATE_S = 1.0
+"""Nor after so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class SequenceTable:
         self._tombstones = Tombstones(limits.end_retention_s)
         self._gateways = GatewayWatch(limits.gateway_timeout_s)
         self._unreported: list[HeldSequence] = []
+        self._shorts: list[ShortStart] = []
+        self.late = LateTokens()
         if isinstance(pool, ElasticPool | ExtendedPool):
             pool.on_moved = self._follow
 
@@ -71,6 +79,11 @@ class SequenceTable:
         """Sequences that ended, or were taken away, since the last call."""
         ended, self._unreported = self._unreported, []
         return ended
+
+    def take_shorts(self) -> tuple[ShortStart, ...]:
+        """Since the last call."""
+        shorts, self._shorts = tuple(self._shorts), []
+        return shorts
 
     def reports(self, now_s: float) -> tuple[SequenceReport, ...]:
         return tuple(held.report(now_s) for held in self._held.values())
@@ -96,6 +109,8 @@ class SequenceTable:
         """
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
+        if sequence.open_tokens:
+            item = self._join_late(sequence, item)
         held_tokens, is_decode = len(sequence.tokens), isinstance(item, Decode)
         if isinstance(item, Decode):
             first, end = sequence.computed_tokens, held_tokens
@@ -199,6 +214,9 @@ class SequenceTable:
     def tick(self, now_s: float) -> None:
         """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
         self._tombstones.expire(now_s)
+        for held in self._held.values():
+            if held.open_tokens and held.alive and held.sampled and now_s - held.received_s > _LATE_S:
+                self._close(held)
         for held in list(self._held.values()):
             if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
                 del self._held[held.ref.key]
@@ -216,7 +234,8 @@ class SequenceTable:
             held.check_integrity()
             assert held.alive or (held.finish_reason is not None and not held.blocks)
             if held.state is SequenceState.DECODING:
-                assert held.computed_tokens == len(held.tokens) - 1
+                late_tokens = len(held.tokens) - 1 - held.computed_tokens
+                assert late_tokens == 0 or (late_tokens > 0 and held.takes_late)
             if held.state is SequenceState.WAITING:
                 assert held.computed_tokens == 0
 
@@ -231,6 +250,34 @@ class SequenceTable:
         """Blocks were moved: in place, as a step's rows have the same lists."""
         for held in self._held.values():
             held.blocks[:] = [moves.get(block, block) for block in held.blocks]
+
+    def _join_late(self, sequence: HeldSequence, item: PrefillChunk | Decode) -> PrefillChunk | Decode:
+        """With the tokens that came since, for which its plan left room, from its last chunk on."""
+        missing = item.end_token - len(sequence.tokens) if isinstance(item, PrefillChunk) else 0
+        if missing < 0:
+            return item
+        late = self.late.take(sequence.ref, sequence.generated_tokens, sequence.open_tokens)
+        sequence.tokens += late
+        sequence.open_tokens -= len(late)
+        sequence.steps_alone = 0 if late else sequence.steps_alone + 1
+        if sequence.steps_alone > _STEPS_ALONE:
+            self._close(sequence)
+        if isinstance(item, PrefillChunk):
+            return msgspec.structs.replace(item, end_token=len(sequence.tokens))
+        return item
+
+    def close_all(self) -> None:
+        """Whoever asks anew knows what each has: nothing comes late any more, and nothing is told of it."""
+        for held in self._held.values():
+            self._close(held)
+        self._shorts.clear()
+
+    def _close(self, sequence: HeldSequence) -> None:
+        """It takes no more late tokens; its scheduler has to know how many did not come."""
+        if sequence.open_tokens:
+            self._shorts.append(ShortStart(ref=sequence.ref, missing_tokens=sequence.open_tokens))
+        sequence.open_tokens = 0
+        self.late.forget(sequence.ref)
 
     def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
         """What is stored of the next chunk, and of what follows, is not computed."""

@@ -14,6 +14,7 @@ from services.worker.assembly import (
     open_cache,
     pool_of,
     prefixes_of,
+    transfers_of,
     work_ahead,
 )
 from services.worker.config import WorkerConfig
@@ -35,11 +36,12 @@ from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import GatewayReported, ServiceStatus, WorkerReported
-from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens
+from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.worker_plan, BatchPlan, "on_plan"),
     Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
+    Listener(subjects.worker_extend, ExtendSequence, "on_extend"),
     Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_acknowledge"),
     Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway"),
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
@@ -89,6 +91,8 @@ class Worker:
             lost_blocks=self._neighbours.lost_blocks,
         )
         self._neighbours.attach(self._runner, pool, b"" if self._store is None else self._store.fingerprint)
+        plane = self._neighbours.plane
+        self._transfers = transfers_of(bus, config, engine, self._store, plane, self._runner, clock)
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
             interval_s=config.heartbeat_s,
@@ -108,6 +112,8 @@ class Worker:
                 tasks.create_task(self._measure())
                 tasks.create_task(self._tell())
                 tasks.create_task(self._neighbours.serve())
+                if self._transfers is not None:
+                    tasks.create_task(self._transfers.serve())
                 await self._broken
         except* KvasirError as group:
             raise group.exceptions[0] from None
@@ -131,6 +137,9 @@ class Worker:
     def on_cancel(self, cancel: CancelSequence) -> None:
         self._runner.post(lambda core, now_s: core.on_cancel(cancel, now_s))
 
+    def on_extend(self, extend: ExtendSequence) -> None:
+        self._runner.post(lambda core, _: core.on_extend(extend))
+
     def on_acknowledge(self, acknowledged: AcknowledgeEnds) -> None:
         self._runner.post(lambda core, now_s: core.on_acknowledge(acknowledged, now_s))
 
@@ -140,7 +149,11 @@ class Worker:
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
         future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-        return self._neighbours.annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
+        return self._annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
+
+    def _annotate(self, report: WorkerReported) -> WorkerReported:
+        annotated = self._neighbours.annotate(report)
+        return annotated if self._transfers is None else self._transfers.annotate(annotated)
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
@@ -177,6 +190,7 @@ class Worker:
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
                 **self._neighbours.details(),
+                **({} if self._transfers is None else self._transfers.details()),
                 **({} if figures is None else figures.details()),
                 **expansion_of(self._engine),
             },
@@ -218,7 +232,7 @@ class Worker:
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
                 try:
-                    await self._bus.publish(subject, self._neighbours.annotate(report))
+                    await self._bus.publish(subject, self._annotate(report))
                 except KvasirError as error:
                     _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))

@@ -64,6 +64,12 @@ class HeldSequence:
     """This attempt has sampled a token."""
     finish_reason: FinishReason | None = None
     ended_s: float = 0.0
+    open_tokens: int = 0
+    """So many more may come from its former worker, from its last chunk on."""
+    steps_alone: int = 0
+    """Without one of those, until now."""
+    takes_late: bool = False
+    """It changed workers, and was to take such tokens."""
     rehearsal: bool = False
     """Nobody reads it, and nobody acknowledges its end: only its blocks are wanted."""
 
@@ -87,6 +93,8 @@ class HeldSequence:
             deadline_in_s=spec.deadline_in_s,
             cache_salt=spec.cache_salt,
             rehearsal=spec.rehearsal,
+            open_tokens=spec.open_tokens,
+            takes_late=spec.open_tokens > 0,
         )
 
     @property

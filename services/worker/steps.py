@@ -22,12 +22,13 @@ from shared.messages.plans import (
     EndedSequence,
     PrefillChunk,
     PrefixHit,
+    ShortStart,
     SkippedItem,
     WorkerStepped,
 )
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import FinishReason
-from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens
+from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class StepWork:
     ended: tuple[HeldSequence, ...]
     """Ended since the last report, before this iteration."""
     hits: tuple[PrefixHit, ...] = ()
+    shorts: tuple[ShortStart, ...] = ()
 
     @property
     def prefilled_tokens(self) -> int:
@@ -107,12 +109,17 @@ class StepCore:
     def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
         return fetched(self._table.find(fetch.ref), fetch.first_index)
 
+    def on_extend(self, extend: ExtendSequence) -> Effects:
+        self._table.late.add(extend.ref, extend.first_index, extend.tokens)
+        return Effects()
+
     def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
         """Give up all plans and say what is held. Raises StaleEpoch for a scheduler that was replaced."""
         if snapshot.epoch < self._plans.epoch:
             raise StaleEpoch(f"epoch {snapshot.epoch} was replaced by {self._plans.epoch}")
         self._plans.reset(snapshot.epoch)
         self._table.take_ended()
+        self._table.close_all()
         return self.report(now_s)
 
     def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> Effects:
@@ -124,7 +131,8 @@ class StepCore:
         """Let time pass: expired plans, silent gateways, ends kept too long."""
         self._table.tick(now_s)
         _, expired = self._plans.head(now_s)
-        return Effects(stepped=self._give_up(expired))
+        shorts = self._table.take_shorts()
+        return Effects(stepped=(*self._give_up(expired), *([self._told(shorts)] if shorts else [])))
 
     def begin_step(self, now_s: float) -> tuple[StepWork | None, Effects]:
         """The next iteration, or None when no plan has anything to compute."""
@@ -164,7 +172,7 @@ class StepCore:
         self._unreported[0] += prefilled_tokens
         self._unreported[1] += decoded_tokens
         frames = self._frames(sampled, ended)
-        if not (queued.report_is_due or ended or work.skipped or work.hits):
+        if not (queued.report_is_due or ended or work.skipped or work.hits or work.shorts):
             return Effects(frames)
         return Effects(frames, (self._stepped(work, ended, plan_over=queued.over, step_s=step_s),))
 
@@ -223,7 +231,8 @@ class StepCore:
                 queued.skips_reported.add(item.ref)
                 skipped.append(SkippedItem(ref=item.ref, reason=prepared))
         hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
-        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended), hits)
+        shorts = self._table.take_shorts()
+        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended), hits, shorts)
 
     def _frames(
         self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]
@@ -264,6 +273,22 @@ class StepCore:
             ended=tuple(_ended(sequence) for sequence in ended),
             skipped=work.skipped,
             hits=work.hits,
+            shorts=work.shorts,
+        )
+
+    def _told(self, shorts: tuple[ShortStart, ...]) -> WorkerStepped:
+        """A report between steps, about no plan."""
+        self._stepped_seq += 1
+        return WorkerStepped(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=self._stepped_seq,
+            epoch=self._plans.epoch,
+            plan_seq=0,
+            steps_done=0,
+            plan_over=False,
+            free_blocks=self._plannable_blocks,
+            shorts=shorts,
         )
 
     @property

@@ -14,6 +14,8 @@ class MoveMode(StrEnum):
 
     TOKENS = "tokens"
     """Token ids; the target computes their KV again while the source goes on."""
+    KV = "kv"
+    """Whole blocks of KV, over the bulk plane, while the source goes on."""
 
 
 class SequenceMove(Message, frozen=True, kw_only=True):
@@ -41,6 +43,9 @@ class MovePrepared(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     target: str
+    open_tokens: int = 0
+    """The owner may go on reading the old worker until the target has caught up, and send the target so many
+    more tokens after the submission."""
 
 
 class SequenceMoved(Message, frozen=True, kw_only=True):
@@ -53,13 +58,41 @@ class SequenceMoved(Message, frozen=True, kw_only=True):
     mode: MoveMode = MoveMode.TOKENS
     reason: str = ""
     rounds: int = 0
-    """Rehearsals at the target."""
+    """Rehearsals at the target, or times that blocks were fetched."""
     rehearsed_tokens: int = 0
     """Prompt and answer so far, at the last one."""
+    moved_bytes: int = 0
+    """Of KV that was fetched."""
+    fallback: str = ""
+    """Why KV was not fetched, or not all of it: the rest was computed from tokens."""
     prepare_s: float = 0.0
     """From the order to the gateway being told."""
     switch_s: float = 0.0
     """From then until the target ran the sequence."""
+
+
+class PullBlocks(Message, frozen=True, kw_only=True):
+    """Scheduler → target of a migration: fetch from its source the blocks of these tokens that are missing
+    here, and keep them in the prefix cache. Again is harmless."""
+
+    source: str
+    source_incarnation: int
+    tokens: bytes
+    """Packed: prompt and answer so far, those at the source whose KV is computed."""
+    cache_salt: bytes = b""
+    valid_for_s: float = 10.0
+    """What is not there by then is not fetched any more."""
+
+
+class BlocksPulled(Message, frozen=True, kw_only=True):
+    """The answer: how much of it is there now, whether it was fetched or known before."""
+
+    held_tokens: int
+    """From the beginning, in whole blocks."""
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    took_s: float = 0.0
+    """On the link."""
 
 
 class WorkersWanted(Message, frozen=True, kw_only=True):

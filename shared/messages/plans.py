@@ -98,6 +98,13 @@ class PrefixHit(Message, frozen=True, kw_only=True):
     chunk."""
 
 
+class ShortStart(Message, frozen=True, kw_only=True):
+    """A sequence went on with fewer tokens of its answer than its plan left room for."""
+
+    ref: SequenceRef
+    missing_tokens: int
+
+
 class EndedSequence(Message, frozen=True, kw_only=True):
     ref: SequenceRef
     finish_reason: FinishReason
@@ -137,5 +144,6 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     """Those of unused prefixes included: what can be allocated now."""
     ended: tuple[EndedSequence, ...] = ()
     skipped: tuple[SkippedItem, ...] = ()
+    shorts: tuple[ShortStart, ...] = ()
     hits: tuple[PrefixHit, ...] = ()
     """Since the last report."""

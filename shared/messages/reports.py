@@ -97,6 +97,14 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
     weights: str = ""
     """Digest of the model's weights, in hex; empty: not known. Workers of one name must have the same."""
+    kv_block_bytes: int = 0
+    """Of one block over all layers; 0: its blocks cannot be fetched."""
+    link_bytes_per_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Measured when it fetched KV from other workers, by their ids."""
+    host_block_s: float = 0.0
+    """Measured: one block from host memory to the device; 0 before the first."""
+    busy_share: float = 0.0
+    """Of the last while, in which its engine computed."""
     bulk_addresses: dict[str, str] = msgspec.field(default_factory=dict)
     """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
 

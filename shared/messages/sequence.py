@@ -88,6 +88,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     deadline_in_s: float | None = None
     cache_salt: bytes = b""
     """Sequences share stored prefixes only with those of the same salt: one for each tenant."""
+    open_tokens: int = 0
+    """So many more tokens of the answer may still come (`ExtendSequence`) before it is computed."""
     rehearsal: bool = False
     """Compute it so that its blocks are stored, and tell nobody: where another is about to move to."""
 

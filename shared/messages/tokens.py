@@ -45,6 +45,15 @@ class FetchTokens(Message, frozen=True, kw_only=True):
     first_index: int
 
 
+class ExtendSequence(Message, frozen=True, kw_only=True):
+    """Gateway → the worker that takes a sequence over: what its former worker has computed since."""
+
+    ref: SequenceRef
+    """The attempt that takes over."""
+    first_index: int
+    tokens: tuple[int, ...]
+
+
 class FetchedTokens(Message, frozen=True, kw_only=True):
     """Worker → gateway. `delta` is None when the worker does not hold that attempt."""
 

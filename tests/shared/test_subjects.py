@@ -18,6 +18,8 @@ BUILDERS: list[Callable[[str], str]] = [
     subjects.worker_prefixes,
     subjects.worker_want,
     subjects.worker_dial,
+    subjects.worker_pull,
+    subjects.worker_extend,
     subjects.worker_borrow,
     subjects.worker_renew,
     subjects.worker_repay,

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from bench.migrate.mover import Mover, mover
+from shared.messages.moves import MoveMode
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
@@ -50,9 +51,9 @@ def undisturbed(pair: RunningStack) -> list[Answer]:
     return answers
 
 
-@pytest.fixture
-async def moving(pair: RunningStack) -> AsyncIterator[Mover]:
-    async with mover(pair.run_dir) as made:
+@pytest.fixture(params=["kv", "tokens"])
+async def moving(pair: RunningStack, request: pytest.FixtureRequest) -> AsyncIterator[Mover]:
+    async with mover(pair.run_dir, request.param) as made:
         yield made
 
 
@@ -85,11 +86,14 @@ async def test_moved_while_read(pair: RunningStack, undisturbed: list[Answer], m
     answers = await pair.client().ask_all(questions(), midway=move, after=MIDWAY)
     assert_same(answers, undisturbed)
     await moving.until_over(begun[0], within_s=10)
-    assert len(moving.done) >= MOVES // 2, (moving.outcomes, moving.refusals)
+    assert len(moving.done) >= MOVES // 4, (moving.outcomes, moving.refusals)
+    if moving.ways.counts["kv"]:
+        by_kv = [moved for moved in moving.done if moved.mode is MoveMode.KV and moved.moved_bytes]
+        assert by_kv, moving.outcomes
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1", "scheduler-0", "placement-0"])
-@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.04])
+@pytest.mark.parametrize("delay_s", [0.0, 0.02])
 async def test_killed_during_moves(
     pair: RunningStack, undisturbed: list[Answer], moving: Mover, victim: str, delay_s: float
 ) -> None:
@@ -106,6 +110,7 @@ async def test_killed_during_moves(
     await asyncio.to_thread(pair.until_restarted, victim, restarts=before + 1)
 
 
+@pytest.mark.parametrize("moving", ["kv"], indirect=True)
 async def test_frozen_source(pair: RunningStack, undisturbed: list[Answer], moving: Mover) -> None:
     async def move_and_freeze() -> None:
         await order(moving, 6)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.effects import Acknowledge, Cancel, Fetch, Submit
+from services.gateway.effects import Acknowledge, Cancel, Extend, Fetch, Submit
 from services.gateway.effects import Effect as StreamEffect
 from services.gateway.state import SchedulerView, WorkerTable
 from services.gateway.streams import Stream
@@ -19,6 +19,7 @@ from services.gateway.timing import StreamTiming
 from services.scheduler.core import SchedulerCore
 from services.scheduler.effects import (
     AskPlacement,
+    AskPull,
     AskSnapshot,
     AskTokens,
     CancelAtWorker,
@@ -37,12 +38,20 @@ from services.worker.prefixes import Prefixes
 from services.worker.sampling import Sampled
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Effects, Identity, StepCore, StepWork
+from shared.blocks import chain, root
 from shared.errors import InvalidRequest
 from shared.messages.commands import CancelSequence, TakeSnapshot
-from shared.messages.moves import MovePrepared, SequenceMove, SequenceMoved
+from shared.messages.moves import (
+    BlocksPulled,
+    MoveMode,
+    MovePrepared,
+    PullBlocks,
+    SequenceMove,
+    SequenceMoved,
+)
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
-from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenFrame
+from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchTokens, TokenFrame
 from tests.stack.actors import END_TOKEN, Wanted, WorkerProcess
 from tests.stack.virtual_net import Process, VirtualNet
 
@@ -75,6 +84,7 @@ class World(VirtualNet):
         self.scheduler = Process("s")
         self.workers = {f"w{number}": WorkerProcess(f"w{number}") for number in range(workers)}
         self._epoch = 0
+        self.caches: dict[str, PrefixCache] = {}
         for worker in self.workers.values():
             self.start_worker(worker)
         self.start_scheduler()
@@ -131,6 +141,9 @@ class World(VirtualNet):
                 self._to_worker(
                     "g", worker_id, lambda core: core.on_acknowledge(AcknowledgeEnds(refs=(ref,)), self.now_s)
                 )
+            case Extend(worker_id, ref, first_index, tokens):
+                late = ExtendSequence(ref=ref, first_index=first_index, tokens=tokens)
+                self._to_worker("g", worker_id, lambda core: core.on_extend(late))
             case Cancel(ref, worker_id, is_final):
                 command = CancelSequence(ref=ref)
                 if worker_id is not None:
@@ -147,6 +160,7 @@ class World(VirtualNet):
             prompt=pack_tokens([1] * wanted.prompt_tokens),
             sampling=Sampling(seed=0, max_tokens=wanted.max_tokens, end_token_ids=(END_TOKEN,)),
             generated=pack_tokens(stream.tokens),
+            open_tokens=stream.open_tokens(wanted.max_tokens),
         )
 
     def _gateway_tick(self) -> None:
@@ -233,6 +247,15 @@ class World(VirtualNet):
                     lambda delta: self._feed("on_tokens", ref, None if delta is None else delta.tokens),
                     lambda _: self._feed("on_tokens", ref, None),
                 )
+            case AskPull(worker_id, ref, order):
+                target, source = self.workers[worker_id], self.workers[order.source]
+                self.ask(
+                    self.scheduler,
+                    target,
+                    lambda: self._pull(source, target, order),
+                    lambda pulled: self._feed("on_pulled", ref, pulled),
+                    lambda _: self._feed("on_pulled", ref, None),
+                )
             case PublishPrepared(prepared):
                 self.send("s", self.gateway, lambda: self._on_prepared(prepared))
             case PublishMoved(moved):
@@ -267,12 +290,35 @@ class World(VirtualNet):
         names = sorted(self.workers)
         target = names[(names.index(name) + 1) % len(names)]
         with suppress(InvalidRequest):
-            self._carry_out_plans(self.core.on_move(SequenceMove(ref=listed.ref, target=target), self.now_s))
+            mode = MoveMode.KV if number % 2 else MoveMode.TOKENS
+            order = SequenceMove(ref=listed.ref, target=target, mode=mode)
+            self._carry_out_plans(self.core.on_move(order, self.now_s))
             self.core.check_integrity()
 
     def _on_prepared(self, prepared: MovePrepared) -> None:
         key = prepared.ref.key
-        self._apply(key, self.streams[key].on_prepared(prepared.ref, self.now_s))
+        stream = self.streams[key]
+        self._apply(key, stream.on_prepared(prepared.ref, self.now_s, prepared.target, prepared.open_tokens))
+
+    def _pull(self, source: WorkerProcess, target: WorkerProcess, order: PullBlocks) -> BlocksPulled | None:
+        """Without bytes: what the source has by name, the target has afterwards, as far as there is room."""
+        given, taken = self.caches.get(source.name), self.caches.get(target.name)
+        is_there = source.alive and not source.frozen and source.incarnation == order.source_incarnation
+        if given is None or taken is None or not is_there:
+            return None
+        names = chain(root(b"fingerprint", order.cache_salt), order.tokens, 16)
+        known = taken.known_blocks(names)
+        count = min(given.known_blocks(names), known + self.random.randint(0, 8))
+        parent = names[known - 1] if known else None
+        for name in names[known:count]:
+            if not taken.can_allocate(2):
+                break
+            (block,) = taken.allocate(1)
+            taken.publish(block, name, parent)
+            taken.release([block])
+            parent = name
+        held = taken.known_blocks(names)
+        return BlocksPulled(held_tokens=16 * held, fetched_blocks=held - known)
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         life = self.scheduler.life
@@ -294,7 +340,8 @@ class World(VirtualNet):
         prefixes = None
         if self.cached:
             mover: Any = None  # There is no lower tier to copy to.
-            prefixes = Prefixes(PrefixCache(pool, Tiers(), mover, CostGate()), b"fingerprint")
+            cache = self.caches[worker.name] = PrefixCache(pool, Tiers(), mover, CostGate())
+            prefixes = Prefixes(cache, b"fingerprint")
         table = SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes)
         worker.core = StepCore(identity, table)
         self._every(BEAT_S, lambda: self._beat(worker), worker)
@@ -314,7 +361,7 @@ class World(VirtualNet):
 
     def _numbered(self, worker: WorkerProcess, report: WorkerReported) -> WorkerReported:
         worker.beats += 1
-        return msgspec.structs.replace(report, seq=worker.beats)
+        return msgspec.structs.replace(report, seq=worker.beats, kv_block_bytes=1 if self.cached else 0)
 
     def _beat(self, worker: WorkerProcess) -> None:
         report = self._numbered(worker, worker.core.report(self.now_s))

@@ -14,6 +14,8 @@ from math import inf
 TIE_SHARE = 0.05
 """Costs per block as close as this count as equal: the ladder's order decides."""
 _TIE_S = 1e-9
+BY_KV, BY_TOKENS = "by KV", "by tokens"
+"""Reasons of an offer to migrate: what travels."""
 
 
 class Rung(StrEnum):
@@ -203,9 +205,9 @@ def _migrate(p: Pressure) -> Iterator[Offer]:
         return
     by_tokens_s = _per(p.victim.tokens, p.speeds.prefill_tokens_per_s)
     by_link_s = _per(p.victim.blocks, p.speeds.link_blocks_per_s) if p.neighbour.is_linked else inf
-    how = "KV" if by_link_s < by_tokens_s else "tokens"
+    how = BY_KV if by_link_s < by_tokens_s else BY_TOKENS
     cost_s = min(by_tokens_s, by_link_s) + p.speeds.decode_step_s
-    yield Offer(Rung.MIGRATE, p.victim.blocks, cost_s, f"by {how}")
+    yield Offer(Rung.MIGRATE, p.victim.blocks, cost_s, how)
 
 
 def _pause(p: Pressure) -> Iterator[Offer]:

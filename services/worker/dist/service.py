@@ -91,6 +91,11 @@ class Neighbourhood:
             self._borrower = Borrower(debtor, extended, self._plane, self._on_failed)
 
     @property
+    def plane(self) -> BulkPlane:
+        """For what else goes from worker to worker."""
+        return self._plane
+
+    @property
     def longest_tokens(self) -> int:
         """Of a sequence that this worker may ever be asked to hold."""
         own_tokens = self._engine.kv_blocks * self._engine.block_tokens

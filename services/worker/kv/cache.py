@@ -159,6 +159,27 @@ class PrefixCache(LowerTiers):
         ahead = len(chain) - first_block - done if done and done == len(found) else 0
         return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]), ahead)
 
+    def known_blocks(self, names: Sequence[BlockHash]) -> int:
+        """How many of these, from the first on, are on the device. Nobody holds them."""
+        count = 0
+        for node in self._books.tree.match(names):
+            if node.places[Tier.DEVICE] is None:
+                break
+            count += 1
+        return count
+
+    def hold(self, names: Sequence[BlockHash]) -> list[int]:
+        """Consecutive blocks that are on the device, up to the first that is not; to be given back by
+        `release`. `names` need not begin a sequence."""
+        held: list[int] = []
+        for name in names:
+            node = self._books.tree.find(name)
+            if node is None or node.places[Tier.DEVICE] is None:
+                break
+            self._books.hold(node)
+            held.append(_block_of(node))
+        return held
+
     def publish(self, block: int, name: BlockHash, parent: BlockHash | None) -> bool:
         """A held block is full and has a name. False when it stays private: that name is stored already, or
         nobody could find it because what precedes it is not."""

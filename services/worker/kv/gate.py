@@ -41,6 +41,10 @@ class CostGate:
             return ()
         return tuple(tier for tier, block_s in sorted(self._block_s.items()) if block_s > recompute_s)
 
+    def block_s(self, tier: Tier) -> float:
+        """Measured for a block from there; 0 before the first."""
+        return self._block_s.get(tier, 0.0)
+
     def on_loaded(self, tier: Tier, blocks: int, elapsed_s: float) -> None:
         """`blocks` came from `tier` in that time; from the device they come at once."""
         if blocks == 0:

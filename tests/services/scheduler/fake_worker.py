@@ -86,6 +86,7 @@ class FakeWorker:
     fingerprint: bytes = b""
     """Anything: the scheduler takes it for one whose blocks outlive their sequences."""
     prefill_tokens_per_s: float = 0.0
+    kv_block_bytes: int = 0
     decode_step_s: float = 0.0
     is_mute: bool = False
     """Answers no snapshot."""
@@ -180,6 +181,7 @@ class FakeWorker:
             fingerprint=self.fingerprint,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_s=self.decode_step_s,
+            kv_block_bytes=self.kv_block_bytes,
         )
 
     def _apply(self, plan: BatchPlan) -> list[SkippedItem]:

@@ -4,6 +4,7 @@ import pytest
 
 from services.scheduler.rules import MoveRules, Rules
 from shared.errors import InvalidRequest
+from shared.messages.moves import MoveMode
 from tests.services.scheduler.fake_gateway import Request
 from tests.services.scheduler.world import SMALL, World
 
@@ -116,6 +117,60 @@ def test_a_gateway_that_does_not_hear_of_it_leaves_it_where_it_is() -> None:
     until_over(world)
     assert "not over" in world.moved[0].reason and world.worker_of(request) == source
     assert request.attempt == 1
+    finish(world)
+
+
+def by_kv(world: World, request: Request) -> None:
+    for worker in world.workers.values():
+        worker.kv_block_bytes = 100
+    world.time.run_until(lambda: False, limit_s=0.6)  # heartbeats say so
+    source = world.worker_of(request)
+    assert source is not None
+    world.move(request, OTHER[source], MoveMode.KV)
+
+
+def test_blocks_are_fetched_and_then_it_is_handed_over() -> None:
+    world, (request,) = world_with(tokens=200)
+    by_kv(world, request)
+    until_over(world)
+    (moved,) = world.moved
+    assert (moved.reason, moved.mode, moved.fallback) == ("", MoveMode.KV, "")
+    assert moved.rounds == world.pulled >= 1 and moved.moved_bytes > 0
+    finish(world)
+
+
+def test_what_cannot_be_fetched_goes_by_tokens() -> None:
+    world, (request,) = world_with(tokens=200)
+    world.pulls = False
+    by_kv(world, request)
+    until_over(world)
+    (moved,) = world.moved
+    assert (moved.reason, moved.mode, world.pulled) == ("", MoveMode.TOKENS, 1)
+    assert moved.fallback == "the blocks could not be fetched"
+    finish(world)
+
+
+def test_without_a_bulk_plane_it_goes_by_tokens_at_once() -> None:
+    world, (request,) = world_with(tokens=200)
+    source = world.worker_of(request)
+    assert source is not None
+    world.move(request, OTHER[source], MoveMode.KV)
+    until_over(world)
+    assert (world.moved[0].mode, world.moved[0].fallback) == (MoveMode.TOKENS, "no bulk plane leads there")
+    finish(world)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.004, 0.01, 0.03])
+@pytest.mark.parametrize("victim", ["source", "target"])
+def test_deaths_while_blocks_are_fetched(after_s: float, victim: str) -> None:
+    world, (request,) = world_with(tokens=200)
+    source = world.worker_of(request)
+    by_kv(world, request)
+    world.time.run_until(lambda: False, limit_s=after_s)
+    name = source if victim == "source" else OTHER[source or ""]
+    assert name is not None
+    world.kill_worker(name)
+    world.time.after(2.5, lambda: world.start_worker(name))
     finish(world)
 
 

@@ -15,6 +15,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.effects import (
     AskPlacement,
     AskPrediction,
+    AskPull,
     AskSnapshot,
     AskTokens,
     CancelAtWorker,
@@ -30,9 +31,9 @@ from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.rules import Rules
 from shared.errors import KvasirError, StaleEpoch
 from shared.messages.commands import CancelSequence, LengthPrediction
-from shared.messages.moves import SequenceMove, SequenceMoved
+from shared.messages.moves import BlocksPulled, MoveMode, SequenceMove, SequenceMoved
 from shared.messages.reports import GatewayReported
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import TOKEN_BYTES, SequenceKey
 from tests.services.scheduler.fake_gateway import FakeGateway, Request
 from tests.services.scheduler.fake_worker import FakeWorker
 from tests.services.scheduler.virtual_time import VirtualTime
@@ -80,6 +81,7 @@ class World:
         self.too_long_for_the_bus = 10_000
         """Prompt tokens."""
         self.moved: list[SequenceMoved] = []
+        self.pulls, self.pulled = True, 0
         self.prepares_gateway = True
         """Else what says that a target is prepared gets lost."""
         self.fingerprint = b""
@@ -264,6 +266,8 @@ class World:
                     self.time.after(DELAY_S, partial(self.gateway.on_lost, lost, self.now_s))
                 case AskTokens():
                     self._answer_tokens(core, effect)
+                case AskPull():
+                    self._answer_pull(core, effect)
                 case PublishPrepared(prepared):
                     if self.prepares_gateway:
                         self.time.after(DELAY_S, partial(self.gateway.on_prepared, prepared, self.now_s))
@@ -291,10 +295,11 @@ class World:
         if self.random.random() >= self.chaos.lost_plans:
             self._to_worker(effect.worker_id, lambda worker: worker.on_plan(effect.plan, self.now_s))
 
-    def move(self, request: Request, target: str) -> None:
+    def move(self, request: Request, target: str, mode: MoveMode = MoveMode.TOKENS) -> None:
         """Raises InvalidRequest."""
         assert self.core is not None
-        self._carry_out(self.core.on_move(SequenceMove(ref=request.ref, target=target), self.now_s))
+        order = SequenceMove(ref=request.ref, target=target, mode=mode)
+        self._carry_out(self.core.on_move(order, self.now_s))
 
     def worker_of(self, request: Request) -> str | None:
         """The one that holds its present attempt."""
@@ -313,6 +318,17 @@ class World:
             self._to_this_core(core, DELAY_S, lambda core: core.on_tokens(ref, tokens, self.now_s))
 
         self._to_worker(question.worker_id, answer)
+
+    def _answer_pull(self, core: SchedulerCore, question: AskPull) -> None:
+        """All whole blocks within 20 ms; nothing where `pulls` says so."""
+        tokens = len(question.order.tokens) // TOKEN_BYTES
+        self.pulled += 1
+        target = self.workers.get(question.worker_id)
+        pulled = None
+        if target is not None and self.pulls:
+            held = tokens // target.block_tokens * target.block_tokens
+            pulled = BlocksPulled(held_tokens=held, fetched_bytes=100)
+        self._to_this_core(core, 0.02, lambda core: core.on_pulled(question.ref, pulled, self.now_s))
 
     def _answer_placement(self, core: SchedulerCore, question: AskPlacement) -> None:
         silent = self.random.random() < self.chaos.silent_placement

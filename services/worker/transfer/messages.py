@@ -1,0 +1,66 @@
+"""What a worker says to another from which it fetches blocks: headers of bulk messages.
+
+Kinds: `kv.blocks` names blocks and takes them back, one buffer each, up to the first that is not there;
+`kv.probe` takes bytes of no meaning back, for measuring. Knows neither tensors nor links.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from shared.blocks import HASH_BYTES, BlockHash
+from shared.errors import InvalidMessage
+
+T = TypeVar("T")
+BLOCKS, PROBE = "kv.blocks", "kv.probe"
+MOST_BLOCKS = 256
+"""Of one message."""
+MOST_PROBE_BYTES = 4 << 20
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """Header of `kv.blocks`: consecutive blocks of one sequence."""
+
+    fingerprint: bytes
+    names: tuple[BlockHash, ...]
+
+
+class Given(msgspec.Struct, frozen=True):
+    """Header of the answer."""
+
+    checksums: tuple[int, ...]
+    """Of each block that comes along, over its bytes, name and fingerprint (`kv.tiers.checksum`)."""
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Header of `kv.probe`."""
+
+    size_bytes: int
+
+
+def read_wanted(header: bytes) -> Wanted:
+    """Raises InvalidMessage."""
+    wanted = _decoded(header, Wanted)
+    if not 0 < len(wanted.names) <= MOST_BLOCKS or any(len(name) != HASH_BYTES for name in wanted.names):
+        raise InvalidMessage(f"1 to {MOST_BLOCKS} names of blocks, {HASH_BYTES} bytes each, are asked for")
+    return wanted
+
+
+def read_given(header: bytes) -> Given:
+    """Raises InvalidMessage."""
+    return _decoded(header, Given)
+
+
+def read_probe(header: bytes) -> Probe:
+    """Raises InvalidMessage."""
+    probe = _decoded(header, Probe)
+    if not 0 < probe.size_bytes <= MOST_PROBE_BYTES:
+        raise InvalidMessage(f"a probe has 1 to {MOST_PROBE_BYTES} bytes")
+    return probe
+
+
+def _decoded(header: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(header, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidMessage(f"no header of a block message: {error}") from error

@@ -1,0 +1,19 @@
+"""Settings of what a worker fetches from others."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TransferConfig(BaseModel):
+    """Section `worker.transfer`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = Field(default=True, description="fetch and give blocks for sequences that move")
+    batch_blocks: int = Field(default=64, ge=1, le=256, description="fetched with one question")
+    answer_s: float = Field(default=5.0, gt=0, description="another worker answers within so long")
+    link_bytes_per_s: float = Field(
+        default=0.0, ge=0, description="fetch no faster than that; 0: as fast as the link is"
+    )
+    probe_bytes: int = Field(
+        default=1 << 20, ge=0, le=4 << 20, description="to measure a link by, once; 0: not before it is used"
+    )

@@ -1,0 +1,95 @@
+"""Two workers' engines, caches and bulk planes in one process: real KV, real links, no bus."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.worker.bulk.base import Link, Peer
+from services.worker.bulk.plane import Neighbour, Plane
+from services.worker.bulk.tcp import TcpTransport
+from services.worker.dist.plane import BulkPlane
+from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.tiers.records import Records
+from services.worker.runner import Runner
+from services.worker.transfer.ledge import Ledge
+from services.worker.transfer.settings import TransferConfig
+from services.worker.transfer.source import Source
+from services.worker.transfer.target import Target
+from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig, make_engine
+
+
+class SameThread:
+    """Of a runner, what a ledge needs; the cache is used by one thread at a time in these tests."""
+
+    def ask(self, question: Callable[[Any, float], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(question(None, 0.0))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Dialler:
+    """Links by a plane whose tickets come straight from the other's desk."""
+
+    def __init__(self, plane: Plane, others: dict[str, Plane]) -> None:
+        self.plane, self.others = plane, others
+
+    async def dial(self, worker_id: str, incarnation: int) -> Link:
+        other = self.others[worker_id]
+
+        async def issue() -> bytes:
+            return other.desk.issue(self.plane.own, valid_for_s=5.0)
+
+        to = Neighbour(Peer(worker_id, incarnation), "here", other.addresses)
+        return await self.plane.connect(to, issue, deadline_s=2.0)
+
+
+@dataclass
+class Side:
+    """One worker."""
+
+    rig: PrefixRig
+    source: Source
+    target: Target
+    plane: Plane
+
+    def integrity(self) -> None:
+        assert self.rig.store is not None
+        self.rig.store.cache.check_integrity(
+            [block for held in self.rig.table._held.values() for block in held.blocks]
+        )
+
+
+_SMALL = TransferConfig(batch_blocks=2)
+
+
+@contextmanager
+def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
+    """`giver` and `taker`, of the same model."""
+    planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in ("giver", "taker")}
+    sides: list[Side] = []
+    for plane in planes.values():
+        rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
+        store = rig.store
+        assert store is not None
+        plane.open()
+        ledge = Ledge(cast(Runner, SameThread()), store.cache)
+        records = Records(rig.engine.pools)
+        source = Source(ledge, records, store.fingerprint)
+        for kind, receiver in source.receivers.items():
+            plane.desk.serve(kind, receiver)
+        dialler = cast(BulkPlane, Dialler(plane, planes))
+        target = Target(dialler, ledge, records, store.fingerprint, BLOCK_TOKENS, config)
+        sides.append(Side(rig, source, target, plane))
+    try:
+        yield sides[0], sides[1]
+    finally:
+        for side in sides:
+            side.target.close()
+            side.plane.close()
+            assert side.rig.store is not None
+            side.rig.store.close(5.0)
