@@ -108,6 +108,7 @@ class Worker:
                 tasks.create_task(self._outbox.drain())
                 tasks.create_task(self._keep_express())
                 await self._bus.attach(HANDLERS, self)
+                await self._neighbours.listen()
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
                 tasks.create_task(self._tell())

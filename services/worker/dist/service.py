@@ -141,17 +141,23 @@ class Neighbourhood:
             for kind, receiver in creditor.receivers.items():
                 self._plane.serve(kind, receiver)
 
+    async def listen(self) -> None:
+        """Takes commands from now on: before a heartbeat says where to dial."""
+        await self._bus.attach(self._handlers, self)
+        await self._bus.attach(plane.HANDLERS, self._plane)
+
     async def serve(self) -> None:
-        """Until cancelled."""
+        """After `listen`, until cancelled."""
         assert self._lending is not None
-        handlers = HANDLERS if self._borrower is not None else ()
         try:
-            await self._bus.attach(handlers, self)
-            await self._bus.attach(plane.HANDLERS, self._plane)
             await self._lending.serve()
         finally:
-            await self._bus.detach(handlers, self)
+            await self._bus.detach(self._handlers, self)
             await self._bus.detach(plane.HANDLERS, self._plane)
+
+    @property
+    def _handlers(self) -> tuple[Handler, ...]:
+        return HANDLERS if self._borrower is not None else ()
 
     def open(self) -> None:
         """The bulk plane listens. Raises ConfigError where it cannot."""

@@ -199,6 +199,9 @@ async def test_the_asked_may_answer_once_and_nobody_else_at_all(access: BusAcces
         await client.flush()
     await gateway.flush()
     assert answers == [b"true"]
+    async with asyncio.timeout(5):
+        while len(errors) < 2:
+            await asyncio.sleep(0.01)
     assert len(errors) == 2
     for client in (gateway, scheduler, worker):
         await client.close()
