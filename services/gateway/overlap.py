@@ -4,10 +4,11 @@ Sampling depends on seed and index, so both workers compute the same answer; wha
 compared (`Stream.on_delta`). docs/migration.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.effects import Cancel, Extend, WorkerStart
-from shared.messages.sequence import SequenceRef
+from services.gateway.effects import Acknowledge, Cancel, Effects, Extend, WorkerStart
+from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.tokens import TokenDelta
 
 FRESH_S = 0.003
@@ -56,10 +57,26 @@ class Overlap:
         is_level = end == held and now_s - self.heard_s <= FRESH_S
         return self.leave() if end > held or is_level or self.frames >= MOST_FRAMES else ()
 
-    def news(self, delta: TokenDelta, held: int) -> tuple[int, ...]:
-        """What it adds to `held` tokens; none where it does not join them."""
-        return delta.tokens[held - delta.first_index :] if delta.first_index <= held else ()
+    def on_source(
+        self, delta: TokenDelta, worker: WorkerStart, tokens: list[int], ref: SequenceRef, now_s: float
+    ) -> tuple[Effects, FinishReason | None]:
+        """The former attempt goes on. What it adds to `tokens` is appended and, while the target (its attempt
+        is `ref`) waits for it, passed on. Also how the former attempt ended, if it did.
+        """
+        held = len(tokens)
+        if worker != self.server or delta.first_index > held:
+            return (), None
+        news = delta.tokens[held - delta.first_index :]
+        tokens.extend(news)
+        self.heard_s = now_s
+        if delta.finish_reason is not None:
+            return (Acknowledge(worker[0], self.ref),), delta.finish_reason
+        if self.is_leaving or not news:
+            return (), None
+        return (Extend(self.target, ref, held, news),), None
 
-    def passed_on(self, ref: SequenceRef, first_index: int, tokens: tuple[int, ...]) -> tuple[Extend, ...]:
-        """To the target, whose attempt is `ref`, while it waits for it."""
-        return () if self.is_leaving or not tokens else (Extend(self.target, ref, first_index, tokens),)
+
+def agrees(delta: TokenDelta, tokens: Sequence[int]) -> bool:
+    """Whether it says of every index that is held already what `tokens` say."""
+    first, both = delta.first_index, min(delta.first_index + len(delta.tokens), len(tokens))
+    return delta.tokens[: max(0, both - first)] == tuple(tokens[first:both])

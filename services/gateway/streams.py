@@ -7,23 +7,21 @@ higher attempt. It never waits without a reason to wake: every open stream react
 text nor HTTP.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit, WorkerStart, disown
 from services.gateway.faults import Faults
-from services.gateway.overlap import OVERLAP_S, Overlap
+from services.gateway.missing import Missing
+from services.gateway.overlap import OVERLAP_S, Overlap, agrees
+from services.gateway.signs import Signs
+from services.gateway.submission import Submission
 from services.gateway.timing import StreamTiming
-from shared.errors import CallerError, DeadlineExceeded, InternalError, KvasirError, Overloaded
+from shared.errors import CallerError, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from shared.messages.tokens import TokenDelta, TokenLogprobs
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
-MAX_FETCH_FAILURES = 5
-MAX_AUDIT_FACTOR = 4
-MAX_RETRY_S = 1.0
-"""Tries of a submission come ever more rarely up to this: thousands of streams may wait for a scheduler."""
 
 
 class Phase(StrEnum):
@@ -31,15 +29,6 @@ class Phase(StrEnum):
     ENDED = "ended"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-@dataclass(slots=True)
-class _Behind:
-    """The worker is known to hold `tokens` (and an end?) that we lack."""
-
-    tokens: int
-    ended: bool
-    fetch_at_s: float
 
 
 class Stream:
@@ -59,16 +48,9 @@ class Stream:
         self.server: WorkerStart | None = None
         self.handovers: dict[str, int] = {}
         self.stale_deltas = 0
-        self._timing = timing
-        self._sign_s = self._worker_sign_s = now_s
-        self._audit_s = timing.frame_timeout_s
-        self._serial = 0
-        self._submitting = False
-        self._submit_at_s: float | None = None
-        self._submit_failures = 0
-        self._fetching = False
-        self._fetch_failures = 0
-        self._behind: _Behind | None = None
+        self._signs = Signs(timing, now_s)
+        self._submission = Submission(timing)
+        self._missing = Missing(timing)
         self._faults = Faults(timing)
         self._before: Overlap | None = None
         """Of a hand-over that was prepared, until the new attempt has said something new."""
@@ -92,37 +74,31 @@ class Stream:
     # --- the scheduler
 
     def submit(self, now_s: float) -> Effects:
-        """Submit (again) under the current attempt: at the start, and when a new scheduler announces
-        itself.
-        """
+        """Submit (again) under the current attempt: at the start, and to a new scheduler."""
         if not self.is_open:
             return ()
-        self._serial += 1
-        self._submitting, self._submit_at_s = True, None
-        return (Submit(self.attempt, self._serial),)
+        return (Submit(self.attempt, self._submission.begin()),)
 
     def on_submitted(self, serial: int, now_s: float) -> Effects:
         """The scheduler knows the attempt."""
-        if not self.is_open or serial != self._serial:
+        if not self.is_open or not self._submission.is_latest(serial):
             return ()
-        self._submitting, self._submit_failures = False, 0
+        self._submission.on_known()
         self.accepted = True
-        self._sign_s = now_s
+        self._signs.on_scheduler(now_s)
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> Effects:
         """Refusals end a stream (overload only one that is not accepted yet), and so do repeated errors of
-        the scheduler; anything else is tried again.
-        """
-        if not self.is_open or serial != self._serial:
+        the scheduler; anything else is tried again."""
+        if not self.is_open or not self._submission.is_latest(serial):
             return ()
-        self._submitting = False
+        self._submission.on_refused()
         if isinstance(error, CallerError) or (isinstance(error, Overloaded) and not self.accepted):
             return self._fail(error)
         if isinstance(error, InternalError) and self._faults.on_internal_error():
             return self._fail(error)
-        self._submit_at_s = now_s + min(self._timing.retry_s * 2**self._submit_failures, MAX_RETRY_S)
-        self._submit_failures = min(self._submit_failures + 1, 10)
+        self._submission.again_later(now_s)
         return ()
 
     # --- workers
@@ -139,8 +115,7 @@ class Stream:
         end = delta.first_index + len(delta.tokens)
         held = len(self.tokens)
         left: Effects = () if self._before is None else self._before.on_target(end, held, now_s)
-        both = min(end, held)
-        if delta.tokens[: max(0, both - delta.first_index)] != tuple(self.tokens[delta.first_index : both]):
+        if not agrees(delta, self.tokens):
             return self._hand_over("diverged", now_s)
         if end > held:
             self._before = None
@@ -151,7 +126,7 @@ class Stream:
         end = delta.first_index + len(delta.tokens)
         held = len(self.tokens)
         if delta.first_index > held:
-            self._behind = _Behind(end, delta.finish_reason is not None, now_s)
+            self._missing.on_gap(end, ended=delta.finish_reason is not None, now_s=now_s)
             return self._fetch_if_due(now_s)
         if end > held:
             self.tokens.extend(delta.tokens[held - delta.first_index :])
@@ -165,19 +140,13 @@ class Stream:
 
     def _on_late(self, before: Overlap, delta: TokenDelta, worker: WorkerStart, now_s: float) -> Effects:
         """The former attempt goes on while the new one gets ready."""
-        if worker != before.server or delta.first_index > len(self.tokens):
-            return ()
-        held, tokens = len(self.tokens), before.news(delta, len(self.tokens))
-        self.tokens.extend(tokens)
-        before.heard_s = now_s
-        if delta.finish_reason in ANSWERS:
-            self._before, self.phase, self.finish_reason = None, Phase.ENDED, delta.finish_reason
-            self._fetching, self._behind = False, None
-            return (Acknowledge(worker[0], before.ref), Cancel(self.ref, before.target))
-        if delta.finish_reason is not None:
+        effects, reason = before.on_source(delta, worker, self.tokens, self.ref, now_s)
+        if reason is not None:
             self._before = None
-            return (Acknowledge(worker[0], before.ref),)
-        return before.passed_on(self.ref, held, tokens)
+        if reason not in ANSWERS:
+            return effects
+        self._finish(reason)
+        return (*effects, Cancel(self.ref, before.target))
 
     def on_report(self, report: SequenceReport, worker: WorkerStart, now_s: float) -> Effects:
         """A worker's heartbeat lists this sequence."""
@@ -192,9 +161,7 @@ class Stream:
         ended = report.state is SequenceState.ENDED
         if not ended and report.generated_tokens <= len(self.tokens):
             return ()
-        if self._behind is None:
-            due_s = now_s + self._timing.fetch_grace_s
-            self._behind = _Behind(report.generated_tokens, ended, due_s)
+        self._missing.on_listed(report.generated_tokens, ended=ended, now_s=now_s)
         return self._fetch_if_due(now_s)
 
     def on_fetched(
@@ -203,7 +170,7 @@ class Stream:
         """The worker's answer to a fetch; None when it does not hold the attempt."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        self._fetching, self._fetch_failures, self._behind = False, 0, None
+        self._missing.forget()
         if delta is None:
             return self._hand_over("not_held", now_s)
         return self.on_delta(delta, worker, now_s)
@@ -212,19 +179,10 @@ class Stream:
         """No answer to a fetch. Repeated: the worker counts as lost for this sequence."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
-        self._fetching = False
-        self._fetch_failures += 1
-        if self._fetch_failures >= MAX_FETCH_FAILURES:
-            return self._hand_over("fetch_failed", now_s)
-        if self._behind is not None:
-            self._behind.fetch_at_s = now_s + self._timing.retry_s
-        return ()
+        return self._hand_over("fetch_failed", now_s) if self._missing.on_failed(now_s) else ()
 
     def on_worker_lost(self, worker: WorkerStart, lost_attempt: int | None, now_s: float) -> Effects:
-        """That run of a worker is over.
-
-        `lost_attempt` is the attempt its scheduler had sent it, if it says so.
-        """
+        """That run of a worker is over; `lost_attempt` is what its scheduler had sent it, if it says so."""
         if not self.is_open:
             return ()
         if self._before is not None and self._before.server == worker:
@@ -234,10 +192,8 @@ class Stream:
         return ()
 
     def on_prepared(self, ref: SequenceRef, now_s: float, target: str = "", open_tokens: int = 0) -> Effects:
-        """Another worker has all that is needed to go on: hand over what is held by now.
-
-        With `open_tokens` the old one is read until the new one has something new to say.
-        """
+        """Another worker has all that is needed to go on: hand over what is held by now. With `open_tokens`
+        the old one is read until the new one has something new to say."""
         if not self.is_open or ref.attempt != self.attempt:
             return ()
         server = self.server
@@ -253,24 +209,19 @@ class Stream:
         """To be called about ten times a second."""
         if not self.is_open:
             return ()
-        if now_s - self._sign_s >= self._timing.give_up_s:
-            cancel = Cancel(self.ref, self.server[0] if self.server else None)
-            waited_s = self._timing.give_up_s
-            return (
-                cancel,
-                *self._fail(DeadlineExceeded(f"no worker or scheduler answered for {waited_s:g} s")),
-            )
+        error = self._signs.error(now_s)
+        if error is not None:
+            return (Cancel(self.ref, self.server[0] if self.server else None), *self._fail(error))
         if self._before is not None and now_s >= self._before.until_s:
             left, self._before = self._before.leave(), None
             return left
-        if self._submit_at_s is not None and now_s >= self._submit_at_s:
+        if self._submission.is_due(now_s):
             return self.submit(now_s)
-        if self._behind is not None:
+        if self._missing.is_anything:
             return self._fetch_if_due(now_s)
-        if self.server is not None and now_s - self._worker_sign_s >= 2 * self._timing.frame_timeout_s:
+        if self.server is not None and self._signs.is_worker_silent(now_s):
             return self._hand_over("silent", now_s)
-        if not self._submitting and self._submit_at_s is None and now_s - self._sign_s >= self._audit_s:
-            self._audit_s = min(2 * self._audit_s, MAX_AUDIT_FACTOR * self._timing.frame_timeout_s)
+        if self._submission.is_settled and self._signs.is_audit_due(now_s):
             return self.submit(now_s)
         return ()
 
@@ -293,34 +244,23 @@ class Stream:
         assert self.finish_reason is None or self.finish_reason in ANSWERS
         assert (self.phase is Phase.FAILED) == (self.failure is not None)
         assert self.attempt == 1 + sum(self.handovers.values())
-        assert not self._fetching or self._behind is not None
-        assert not (self._submitting and self._submit_at_s is not None)
-        assert self._audit_s <= MAX_AUDIT_FACTOR * self._timing.frame_timeout_s
+        for part in (self._missing, self._submission, self._signs):
+            part.check_integrity()
 
     # --- inside
 
     def _is_served_by(self, worker: WorkerStart, now_s: float) -> bool:
-        """Binds the attempt to the first worker that shows it; two workers on one attempt could differ in
-        a near tie.
-        """
+        """Binds the attempt to the first worker that shows it; two could differ in a near tie."""
         if self.server is not None and self.server != worker:
             return False
         self.server = worker
         self.accepted = True
-        self._sign_s = self._worker_sign_s = now_s
-        self._audit_s = self._timing.frame_timeout_s
+        self._signs.on_worker(now_s)
         return True
 
     def _fetch_if_due(self, now_s: float) -> Effects:
-        behind = self._behind
-        if behind is None or self.server is None or self._fetching:
+        if self.server is None or not self._missing.begin_fetch(len(self.tokens), now_s):
             return ()
-        if not behind.ended and behind.tokens <= len(self.tokens):
-            self._behind = None
-            return ()
-        if now_s < behind.fetch_at_s:
-            return ()
-        self._fetching = True
         return (Fetch(self.server, self.ref, len(self.tokens)),)
 
     def _leave_former(self) -> tuple[Effects, str | None]:
@@ -330,30 +270,29 @@ class Stream:
 
     def _hand_over(self, cause: str, now_s: float) -> Effects:
         """Raise the attempt: whatever lower ones still say is stale from here on."""
-        old = (
-            Cancel(self.ref, self.server[0], is_final=False)
-            if self.server and cause != "worker_lost"
-            else None
-        )
         left, _ = self._leave_former()
+        if self.server is not None and cause != "worker_lost":
+            left = (*left, Cancel(self.ref, self.server[0], is_final=False))
         self.handovers[cause] = self.handovers.get(cause, 0) + 1
         self.attempt += 1
         self.server = None
-        self._fetching, self._fetch_failures, self._behind = False, 0, None
-        self._audit_s = self._timing.frame_timeout_s
-        again = self.submit(now_s)
-        return (*left, old, *again) if old else (*left, *again)
+        self._missing.forget()
+        self._signs.begin_anew()
+        return (*left, *self.submit(now_s))
 
     def _end(self, reason: FinishReason, worker: WorkerStart, now_s: float) -> Effects:
         seen = Acknowledge(worker[0], self.ref)
         if reason in ANSWERS:
-            self.phase, self.finish_reason = Phase.ENDED, reason
-            self._fetching, self._behind = False, None
+            self._finish(reason)
             return (seen,)
         failure = self._faults.on_end(reason, len(self.tokens))
         if failure is not None:
             return (seen, *self._fail(failure))
         return (seen, *self._hand_over(f"ended_{reason}", now_s))
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.phase, self.finish_reason = Phase.ENDED, reason
+        self._missing.forget()
 
     def _fail(self, error: KvasirError) -> Effects:
         self.phase, self.failure = Phase.FAILED, error

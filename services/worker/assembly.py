@@ -15,12 +15,14 @@ from services.worker.dist.plane import BulkPlane
 from services.worker.dist.service import Neighbourhood, staged_blocks
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
+from services.worker.engine.profiling import prefill_tokens_per_s
 from services.worker.kv.cache import PrefixCache
 from services.worker.kv.pool import BlockPool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.prefixes import Prefixes
 from services.worker.runner import Runner
 from services.worker.sequences import Limits, SequenceTable
+from services.worker.speed import SpeedMeter
 from services.worker.steps import Identity, StepCore
 from services.worker.transfer.service import Transfers
 from shared.bus import Bus
@@ -103,11 +105,15 @@ def core_of(
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    return StepCore(identity, SequenceTable(neighbours.pool, limits, prefixes))
+    profiled = engine.prefill_tokens_per_s if isinstance(engine, TorchEngine) else 0.0
+    return StepCore(identity, SequenceTable(neighbours.pool, limits, prefixes), SpeedMeter(profiled))
 
 
 def make_engine(config: WorkerConfig) -> Engine:
-    """The configured engine, warm: the first request finds nothing left to set up. Raises ConfigError."""
+    """The configured engine, warm and timed: the first request finds nothing left to set up.
+
+    Raises ConfigError.
+    """
     torch.set_num_threads(config.threads)
     model = load(config.model, dtype=config.dtype, device=config.device)
     block_bytes = model.block_bytes(config.block_tokens)
@@ -125,6 +131,7 @@ def make_engine(config: WorkerConfig) -> Engine:
         pie=config.pie,
     )
     warm_up(engine)
+    engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
     gc.collect()
     gc.freeze()  # What is there now stays: no collection during a step walks through it.
     return engine

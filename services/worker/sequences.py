@@ -10,23 +10,18 @@ import msgspec
 
 from services.worker.gateways import GatewayWatch
 from services.worker.kv.extended import ExtendedPool, Pool
-from services.worker.late import LateTokens
+from services.worker.late import Latecomers
 from services.worker.pie.pool import ElasticPool
 from services.worker.prefixes import Prefixes
 from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
-from shared.messages.plans import BatchPlan, Decode, PrefillChunk, ShortStart, SkippedItem, SkipReason
+from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, SkipReason
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec
 
 MAX_SEQUENCES = 8192
 """Held at once, ended ones included."""
-
-_STEPS_ALONE = 3
-"""After so many without a late token none is waited for any more."""
-_LATE_S = 1.0
-"""Nor after so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +60,7 @@ class SequenceTable:
         self._tombstones = Tombstones(limits.end_retention_s)
         self._gateways = GatewayWatch(limits.gateway_timeout_s)
         self._unreported: list[HeldSequence] = []
-        self._shorts: list[ShortStart] = []
-        self.late = LateTokens()
+        self.late = Latecomers()
         if isinstance(pool, ElasticPool | ExtendedPool):
             pool.on_moved = self._follow
 
@@ -80,10 +74,9 @@ class SequenceTable:
         ended, self._unreported = self._unreported, []
         return ended
 
-    def take_shorts(self) -> tuple[ShortStart, ...]:
-        """Since the last call."""
-        shorts, self._shorts = tuple(self._shorts), []
-        return shorts
+    def close_all(self) -> None:
+        """No sequence takes late tokens any more."""
+        self.late.close_all(self._held.values())
 
     def reports(self, now_s: float) -> tuple[SequenceReport, ...]:
         return tuple(held.report(now_s) for held in self._held.values())
@@ -110,14 +103,14 @@ class SequenceTable:
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
         if sequence.open_tokens:
-            item = self._join_late(sequence, item)
+            item = self.late.join(sequence, item)
         held_tokens, is_decode = len(sequence.tokens), isinstance(item, Decode)
         if isinstance(item, Decode):
             first, end = sequence.computed_tokens, held_tokens
             aligned = sequence.state is SequenceState.DECODING
         else:
             first, end = item.first_token, item.end_token
-            aligned = _is_aligned(sequence, first)
+            aligned = sequence.may_begin_at(first)
         if not aligned or not first < end <= held_tokens:
             return SkipReason.MISALIGNED
         if not is_decode:
@@ -214,9 +207,7 @@ class SequenceTable:
     def tick(self, now_s: float) -> None:
         """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
         self._tombstones.expire(now_s)
-        for held in self._held.values():
-            if held.open_tokens and held.alive and held.sampled and now_s - held.received_s > _LATE_S:
-                self._close(held)
+        self.late.tick(self._held.values(), now_s)
         for held in list(self._held.values()):
             if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
                 del self._held[held.ref.key]
@@ -250,34 +241,6 @@ class SequenceTable:
         """Blocks were moved: in place, as a step's rows have the same lists."""
         for held in self._held.values():
             held.blocks[:] = [moves.get(block, block) for block in held.blocks]
-
-    def _join_late(self, sequence: HeldSequence, item: PrefillChunk | Decode) -> PrefillChunk | Decode:
-        """With the tokens that came since, for which its plan left room, from its last chunk on."""
-        missing = item.end_token - len(sequence.tokens) if isinstance(item, PrefillChunk) else 0
-        if missing < 0:
-            return item
-        late = self.late.take(sequence.ref, sequence.generated_tokens, sequence.open_tokens)
-        sequence.tokens += late
-        sequence.open_tokens -= len(late)
-        sequence.steps_alone = 0 if late else sequence.steps_alone + 1
-        if sequence.steps_alone > _STEPS_ALONE:
-            self._close(sequence)
-        if isinstance(item, PrefillChunk):
-            return msgspec.structs.replace(item, end_token=len(sequence.tokens))
-        return item
-
-    def close_all(self) -> None:
-        """Whoever asks anew knows what each has: nothing comes late any more, and nothing is told of it."""
-        for held in self._held.values():
-            self._close(held)
-        self._shorts.clear()
-
-    def _close(self, sequence: HeldSequence) -> None:
-        """It takes no more late tokens; its scheduler has to know how many did not come."""
-        if sequence.open_tokens:
-            self._shorts.append(ShortStart(ref=sequence.ref, missing_tokens=sequence.open_tokens))
-        sequence.open_tokens = 0
-        self.late.forget(sequence.ref)
 
     def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
         """What is stored of the next chunk, and of what follows, is not computed."""
@@ -334,12 +297,3 @@ class SequenceTable:
             return False
         del self._held[min(ended, key=lambda held: held.ended_s).ref.key]
         return True
-
-
-def _is_aligned(sequence: HeldSequence, first_token: int) -> bool:
-    """Whether a chunk may begin there: where the computation stands, or, once a stored prefix was found,
-    anywhere up to its end; what is missing then is computed along."""
-    if sequence.state is SequenceState.DECODING:
-        return False
-    reach = max(sequence.computed_tokens, sequence.promised_tokens)
-    return first_token == sequence.computed_tokens or (sequence.promised_tokens > 0 and first_token <= reach)

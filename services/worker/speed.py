@@ -1,4 +1,4 @@
-"""How fast this worker computes, from the steps it ran: exponentially weighted. Pure."""
+"""How fast this worker computes, from a profile and the steps it ran: exponentially weighted. Pure."""
 
 WEIGHT = 0.1
 """Of the newest measurement."""
@@ -7,10 +7,13 @@ LEAST_PREFILL_TOKENS = 16
 
 
 class SpeedMeter:
-    """Prefill in tokens/s, a decode step in seconds; 0 before the first measurement of each."""
+    """Prefill in tokens/s, a decode step in seconds; 0 before the first measurement of each.
 
-    def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
+    `prefill_tokens_per_s` is what a profile at the start found; 0: there was none.
+    """
+
+    def __init__(self, prefill_tokens_per_s: float = 0.0) -> None:
+        self.prefill_tokens_per_s = prefill_tokens_per_s
         self.decode_step_s = 0.0
 
     def on_step(self, prefilled_tokens: int, decoded_tokens: int, step_s: float) -> float:

@@ -119,6 +119,14 @@ class HeldSequence:
         if not self.sampled:
             self.cached_tokens = 0
 
+    def may_begin_at(self, first_token: int) -> bool:
+        """Whether a chunk may begin there: where the computation stands, or, once a stored prefix was found,
+        anywhere up to its end; what is missing then is computed along."""
+        if self.state is SequenceState.DECODING:
+            return False
+        reach = max(self.computed_tokens, self.promised_tokens)
+        return first_token == self.computed_tokens or (self.promised_tokens > 0 and first_token <= reach)
+
     def due_reason(self) -> FinishReason | None:
         """Why the answer is complete as it stands, or None."""
         held_tokens = len(self.tokens)

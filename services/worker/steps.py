@@ -76,11 +76,12 @@ class StepWork:
 class StepCore:
     """Plan queue and sequence table of one worker, and the reports about them."""
 
-    def __init__(self, identity: Identity, table: SequenceTable) -> None:
+    def __init__(self, identity: Identity, table: SequenceTable, speed: SpeedMeter | None = None) -> None:
+        """`speed` has what was profiled at the start."""
         self._identity = identity
         self._table = table
         self._plans = PlanQueue()
-        self._speed = SpeedMeter()
+        self._speed = speed or SpeedMeter()
         self._stepped_seq = 0
         self._unreported = [0, 0]
         """Tokens prefilled and decoded since the last report."""
@@ -131,7 +132,7 @@ class StepCore:
         """Let time pass: expired plans, silent gateways, ends kept too long."""
         self._table.tick(now_s)
         _, expired = self._plans.head(now_s)
-        shorts = self._table.take_shorts()
+        shorts = self._table.late.take_shorts()
         return Effects(stepped=(*self._give_up(expired), *([self._told(shorts)] if shorts else [])))
 
     def begin_step(self, now_s: float) -> tuple[StepWork | None, Effects]:
@@ -231,7 +232,7 @@ class StepCore:
                 queued.skips_reported.add(item.ref)
                 skipped.append(SkippedItem(ref=item.ref, reason=prepared))
         hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
-        shorts = self._table.take_shorts()
+        shorts = self._table.late.take_shorts()
         return StepWork(queued, tuple(items), tuple(skipped), tuple(ended), hits, shorts)
 
     def _frames(

@@ -76,6 +76,8 @@ class TorchEngine:
 
     kv_blocks: int
     """At the start; under Pie the pool made for this engine (`make_pool`) grows and shrinks."""
+    prefill_tokens_per_s = 0.0
+    """As profiled at the start; 0: it was not."""
 
     def __init__(
         self,

@@ -187,6 +187,11 @@ async def test_an_end_is_listed_until_acknowledged(worker_bus: Bus, peers: Peers
     await peers.until(lambda: not peers.reported[-1].sequences)
 
 
+async def test_the_first_heartbeat_has_the_speed_that_was_profiled(worker_bus: Bus, peers: Peers) -> None:
+    first = await peers.until(lambda: peers.reported[0] if peers.reported else None)
+    assert first.prefill_tokens_per_s > 0 and first.decode_step_s == 0.0
+
+
 async def test_a_gateway_fetches_what_it_missed(worker_bus: Bus, peers: Peers) -> None:
     ref = await peers.start("req_1", steps=5, max_tokens=5)
     await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))

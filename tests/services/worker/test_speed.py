@@ -20,6 +20,13 @@ def test_prefill_is_measured_beside_decodes_without_their_share() -> None:
     assert meter.prefill_tokens_per_s == pytest.approx(100 / 0.050)
 
 
+def test_what_was_profiled_at_the_start_holds_until_steps_refresh_it() -> None:
+    meter = SpeedMeter(1000.0)
+    assert meter.prefill_tokens_per_s == 1000.0
+    meter.on_step(prefilled_tokens=100, decoded_tokens=0, step_s=0.05)
+    assert meter.prefill_tokens_per_s == pytest.approx(1000 + WEIGHT * 1000)
+
+
 def test_a_few_tokens_say_nothing() -> None:
     meter = SpeedMeter()
     meter.on_step(prefilled_tokens=3, decoded_tokens=0, step_s=0.010)
