@@ -67,6 +67,7 @@ class Settlements:
         self._send(self.core.on_answer(ask.message, ask.worker_id, answer))
         if (self.core.completed, self.core.aborted) != before:
             whole = self.core.completed > before[0]
-            canonical(_log, "settlement over", settlement=ask.message.settlement, whole=whole)
+            after = self.core.last_end
+            canonical(_log, "settlement over", settlement=ask.message.settlement, whole=whole, after=after)
         elif answer is not None and ask.message.phase is SettlePhase.FREEZE:
             _log.debug("%s can settle %d blocks", ask.worker_id, answer.blocks)

@@ -10,6 +10,7 @@ from services.scheduler.planning import Lane, Sync
 from services.scheduler.recent import RecentMap
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Phase, Sequence
+from services.scheduler.wants import Claim, is_deprived, who_may_borrow
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
@@ -32,8 +33,6 @@ class Roster:
         """Attempt that ended, and the worker that keeps its tokens."""
         self.dropped: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.tombstone_s, _LIMIT)
         """Attempt that was given up, and why."""
-        self._oversized: dict[SequenceKey, int] = {}
-        """Placed where the worker's own KV cannot hold so many tokens."""
         self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
         """Incarnation; until it is heard again."""
 
@@ -100,32 +99,30 @@ class Roster:
                 other.drop(sequence.ref)
         sequence.move_to(phase)
         sequence.worker_id, sequence.confirmed = lane.worker_id, True
-        self._note_size(sequence, lane)
 
     def place(self, sequence: Sequence, lane: Lane, now_s: float, *, midway: bool = False) -> None:
         """From the backlog to a worker's policy. `midway`: as the target of its migration."""
         self.backlog.remove(sequence)
         sequence.move_to(Phase.PLACED)
         sequence.worker_id = lane.worker_id
-        self._note_size(sequence, lane)
         lane.arrive(sequence, now_s, midway=midway)
 
     def wanted(self) -> list[WantKvAtWorker]:
-        """What workers need to be told of: the longest sequence that is too long for their own KV."""
-        most: dict[str, int] = {}
-        for key, tokens in list(self._oversized.items()):
-            sequence = self.sequences.get(key)
-            if sequence is None or sequence.worker_id is None:
-                del self._oversized[key]
-            else:
-                most[sequence.worker_id] = max(tokens, most.get(sequence.worker_id, 0))
-        return [WantKvAtWorker(worker_id, tokens) for worker_id, tokens in most.items()]
-
-    def _note_size(self, sequence: Sequence, lane: Lane) -> None:
-        capacity = lane.report.capacity
-        own_blocks = capacity.total_blocks - capacity.borrowed_blocks
-        if sequence.limit_tokens > own_blocks * lane.report.block_tokens:
-            self._oversized[sequence.key] = sequence.limit_tokens
+        """Which workers are to gather KV now, for a sequence that is too long for their own."""
+        capacities = {report.worker_id: report.capacity for report in self.reports()}
+        claims: list[Claim] = []
+        for sequence in self.sequences.values():
+            lane = self.lanes.get(sequence.worker_id or "")
+            if lane is None or lane.worker_id not in capacities:
+                continue
+            blocks = -(-sequence.limit_tokens // lane.report.block_tokens)
+            if is_deprived(blocks, lane.report.capacity):
+                claims.append(Claim(sequence.order, lane.worker_id, blocks))
+        chosen = who_may_borrow(claims, capacities)
+        return [
+            WantKvAtWorker(claim.worker_id, claim.blocks * self.lanes[claim.worker_id].report.block_tokens)
+            for claim in chosen
+        ]
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """From a worker that never heard of it to the backlog."""

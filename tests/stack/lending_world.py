@@ -111,6 +111,10 @@ class LendingWorld:
         member.used += taken
         self.on_used(member, taken)
 
+    def keeps(self, member: Member) -> int:
+        """Free blocks that it does not lend."""
+        return KEEP
+
     def on_used(self, member: Member, taken: list[int]) -> None:
         """A sequence writes into borrowed blocks."""
 
@@ -225,7 +229,9 @@ class LendingWorld:
         answer = creditor.grants.answer(asked)
         if isinstance(answer, BorrowReply):
             return answer
-        return creditor.grants.lend(asked, lend(creditor.pool, answer, asked.least_blocks, KEEP), self.now_s)
+        return creditor.grants.lend(
+            asked, lend(creditor.pool, answer, asked.least_blocks, self.keeps(creditor)), self.now_s
+        )
 
     def _tick(self, member: Member) -> None:
         now_s = self.now_s

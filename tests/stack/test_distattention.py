@@ -141,6 +141,16 @@ async def test_a_prompt_of_three_workers_kv_is_answered_by_four(
     assert len(lenders) >= 3, "the KV lay on all four"
 
 
+async def test_two_prompts_of_two_workers_kv_at_once_are_answered_by_four(
+    four: RunningStack, expected: dict[int, Answer]
+) -> None:
+    """Together they need more than all four have."""
+    async with asyncio.timeout(120):
+        answers = await four.client().ask_all([long_question(3), long_question(4)])
+    assert all(answer.complete for answer in answers), f"{answers}\n{four.logs()}"
+    assert [answer.text for answer in answers] == [expected[3].text, expected[4].text]
+
+
 def midway(
     four: RunningStack, field: str, number: signal.Signals, found: list[str]
 ) -> Callable[[], Awaitable[None]]:

@@ -68,6 +68,8 @@ class Coordinator:
         self._next_s = 0.0
         self.completed = 0
         self.aborted = 0
+        self.last_end = ""
+        """After which step the last settlement ended, and each worker's (blocks, bounce blocks) to that."""
         self.settled_tokens = 0
         """By completed rounds, over all members of cycles."""
 
@@ -155,6 +157,10 @@ class Coordinator:
         whole = one.left_tokens == 0 and one.settled_tokens > 0
         self.completed += whole
         self.aborted += not whole
+        said = {
+            name: answer and (answer.blocks, answer.bounce_blocks) for name, answer in one.answers.items()
+        }
+        self.last_end = f"{one.phase} {one.round}, {one.cycle.amount} tokens: {said}"
         self.settled_tokens += one.settled_tokens * len(one.cycle.members)
         return self._enter(one, SettlePhase.UNFREEZE, 0)
 

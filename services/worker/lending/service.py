@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from services.worker.dist.lent import SharedGrants
-from services.worker.lending.appetite import Marks, Memory, blocks_to_borrow, blocks_to_return
+from services.worker.lending.appetite import Marks
+from services.worker.lending.balance import Balance
 from services.worker.lending.borrowing import Borrowing, Manners
 from services.worker.lending.debts import Debts, Renewal, Repayment
 from services.worker.lending.grants import Freed, Terms
@@ -71,8 +72,14 @@ class Lending:
         self._on_lost = on_lost
         self._borrower = borrower
         self.table = RBlockTable(owner.worker_id, owner.blocks)
-        usable = owner.blocks - (0 if borrower is None else config.bounce_blocks)
-        most_lent = min(usable, int(owner.blocks * config.max_lent_fraction)) if config.lend else 0
+        marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
+        capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
+        self._balance = Balance(marks, capacity)
+        own = int(owner.blocks * config.keep_free_fraction)
+        self._keep_blocks = max(own, marks.middle_blocks if config.borrow else 0)
+        """Who lent away what it then has to borrow would only move debts around."""
+        usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
+        most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
         terms = Terms(most_lent, config.lease_s, config.grace_s, owner.fingerprint)
         self.grants = SharedGrants(self.table, owner.incarnation, terms)
         self.debts = Debts(self.table, owner.incarnation)
@@ -86,16 +93,10 @@ class Lending:
             parts = self.table, self.debts, self.grants
             self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
         self.pressures = Pressures(owner.worker_id)
-        self._marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
-        own = int(owner.blocks * config.keep_free_fraction)
-        self._keep_blocks = max(own, self._marks.middle_blocks if config.borrow else 0)
-        """Who lent away what it then has to borrow would only move debts around."""
         self._owner = owner
-        self._capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
         self._unreadmitted: list[int] = []
         self._parted: list[int] = []
         """Returned, and left by the last who was at work on them."""
-        self._needed_blocks = self._wanted_blocks = 0
         self._open: set[str] = set()
         """Creditors with an unanswered question of the tick's."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -118,16 +119,12 @@ class Lending:
 
     def want(self, blocks: int) -> None:
         """A sequence needs so many blocks, all in all; 0: none does."""
-        self._needed_blocks = blocks
+        self._balance.needed_blocks = blocks
 
     def annotate(self, report: WorkerReported) -> WorkerReported:
         """The heartbeat with what is lent and borrowed; its capacity is what the next tick goes by."""
-        self._capacity = report.capacity
-        total, available = report.capacity.total_blocks, report.capacity.plannable_blocks
-        lacking = self._needed_blocks - total  # what is used already is not wanted again
-        wanted = lacking + available - self._marks.low_blocks
-        self._wanted_blocks = max(0, wanted) if self._needed_blocks else 0
-        spare = max(0, available - report.capacity.borrowed_free_blocks - self._keep_blocks)
+        self._balance.on_report(report.capacity)
+        spare = self._balance.own_blocks - self._keep_blocks
         room = self.grants.terms.most_blocks - self.table.lent_blocks(KvTier.DEVICE)
         capacity = msgspec.structs.replace(
             report.capacity,
@@ -172,8 +169,7 @@ class Lending:
 
     async def renew(self, asked: RenewLeases) -> LeasesRenewed:
         await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
-        short = max(0, self._marks.low_blocks - self._capacity.plannable_blocks)
-        return self.grants.renew(asked, self._clock(), short_blocks=short)
+        return self.grants.renew(asked, self._clock(), short_blocks=self._balance.short_blocks)
 
     async def take_back(self, asked: ReturnBlocks) -> BlocksReturned:
         reply, freed = self.grants.give_back(asked)
@@ -211,7 +207,7 @@ class Lending:
         for due in self.debts.renewals(now_s):
             self._spawn(f"renew {due.creditor_id}", self._send_renewal(due))
         if self._config.borrow:
-            self._balance(now_s)
+            self._even_out(now_s)
         if self._recalls is not None:
             await self._recalls.tick()
         if self._recalls is not None and self._recalls.is_swapping:
@@ -221,33 +217,34 @@ class Lending:
                 f"repay {repayment.creditor_id} {repayment.message.grant_id}", self._send_repayment(repayment)
             )
 
-    def _balance(self, now_s: float) -> None:
-        own = self._capacity.plannable_blocks - self._capacity.borrowed_free_blocks
-        handed = self.debts.borrowed_blocks - self.debts.free_blocks
-        unseen = max(0, handed - self._capacity.borrowed_blocks)  # since the last report
-        unused = self.debts.free_blocks + self._capacity.borrowed_free_blocks + unseen
-        memory = Memory(own, unused, self._wanted_blocks)
-        missing = blocks_to_borrow(memory, self._marks)
+    def _even_out(self, now_s: float) -> None:
+        """Borrows or returns; one step of returning at a time."""
+        idle = self.debts.free_blocks
+        handed = self.debts.borrowed_blocks - idle
+        usable = 0 if self._borrower is not None else idle  # its sequences get none of these any more
+        missing = self._balance.lacks(handed, usable)
         if missing and self._search.may_start(now_s):
             self._spawn("borrow", self._search.run(missing))
-        back = blocks_to_return(memory, self._marks, self.debts.wanted_back_blocks())
-        if back > self.debts.free_blocks and self._borrower is not None:
-            self._spawn("retire", self._retire(back - self.debts.free_blocks))
-        self.debts.give_back(back)
-        self._bring_home(own)
+        back = self._balance.spares(handed, usable, self.debts.wanted_back_blocks())
+        self.debts.give_back(back if self._borrower is None else idle)
+        if self._borrower is not None and self._balance.may_shrink():
+            is_spacious = self._balance.own_blocks > self._balance.keep_blocks
+            if back:
+                self._spawn("retire", self._retire(self._borrower, back))
+            elif is_spacious and self._recalls and self._config.recall and self._recalls.may_recall():
+                self._spawn("recall", self._recall(self._recalls))
 
-    def _bring_home(self, own_blocks: int) -> None:
-        """Own memory is free while sequences have KV elsewhere."""
-        keep = max(self._marks.middle_blocks, self._marks.low_blocks + self._wanted_blocks)
-        recalls = self._recalls
-        if recalls is None or not self._config.recall or own_blocks <= keep or not recalls.may_recall():
-            return
-        wanted_back = self.debts.wanted_back_by_creditor()
-        self._spawn("recall", recalls.recall(self.pressures.of(wanted_back), own_blocks, keep))
+    async def _recall(self, recalls: Recalls) -> None:
+        pressures = self.pressures.of(self.debts.wanted_back_by_creditor())
+        await recalls.recall(pressures, self._balance.own_blocks, self._balance.keep_blocks)
+        self._balance.on_shrunk()
 
-    async def _retire(self, blocks: int) -> None:
-        if self._borrower is not None:
-            self.debts.release(await self._borrower.retire(blocks))
+    async def _retire(self, borrower: Borrower, blocks: int) -> None:
+        try:
+            self.debts.release(await borrower.retire(blocks))
+        except Overloaded as error:
+            _log.debug("nothing was returned: %s", error)
+        self._balance.on_shrunk()
 
     def on_creditor_failed(self, creditor_id: str) -> None:
         """It did not answer in the middle of a step: nothing of it is counted on any more."""

@@ -99,6 +99,6 @@ def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
     for item in (short, long):
         roster.add(item)
         roster.place(item, lane, 0.0)
-    assert roster.wanted() == [WantKvAtWorker("worker-0", long.limit_tokens)]
+    assert roster.wanted() == [WantKvAtWorker("worker-0", 96)], "whole blocks"
     roster.leave(long, Phase.CANCELLED, 0.0)
     assert roster.wanted() == []

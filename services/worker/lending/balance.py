@@ -1,0 +1,69 @@
+"""What a debtor lacks or has too much of, by the pool's last report and what happened since. Pure.
+
+Reports are late: what was returned or brought home just now is still in them, so after one such step the next
+waits until a report shows it. Otherwise it would be done twice, and a sequence that had all it needs would
+lose some. Knows no creditors.
+"""
+
+from services.worker.lending.appetite import Marks, Memory, blocks_to_borrow, blocks_to_return
+from shared.messages.reports import Capacity
+
+_REPORTS_UNTIL_SEEN = 2
+"""The next report may have been made before."""
+
+
+class Balance:
+    """Of one worker."""
+
+    def __init__(self, marks: Marks, capacity: Capacity) -> None:
+        self.marks = marks
+        self.capacity = capacity
+        self.needed_blocks = 0
+        """By one sequence, all in all; 0: none is too long for this worker."""
+        self.wanted_blocks = 0
+        """Of those, what was not there at the last report."""
+        self._reports = self._shrink_from = 0
+
+    @property
+    def own_blocks(self) -> int:
+        """Free or evictable, not borrowed."""
+        return self.capacity.plannable_blocks - self.capacity.borrowed_free_blocks
+
+    @property
+    def keep_blocks(self) -> int:
+        """Of its own free memory, not to be used to bring KV home."""
+        return max(self.marks.middle_blocks, self.marks.low_blocks + self.wanted_blocks)
+
+    @property
+    def short_blocks(self) -> int:
+        """What it would like back from its own debtors."""
+        return max(0, self.marks.low_blocks + self.wanted_blocks - self.capacity.plannable_blocks)
+
+    def on_report(self, capacity: Capacity) -> None:
+        """As the pool is now."""
+        self.capacity, self._reports = capacity, self._reports + 1
+        available = capacity.plannable_blocks
+        lacking = self.needed_blocks - capacity.total_blocks  # what is used already is not wanted again
+        wanted = lacking + available - self.marks.low_blocks
+        self.wanted_blocks = max(0, wanted) if self.needed_blocks else 0
+
+    def lacks(self, handed_blocks: int, idle_blocks: int) -> int:
+        """To be borrowed now; of what is borrowed `handed_blocks` are the pool's, `idle_blocks` nobody's."""
+        return blocks_to_borrow(self._memory(handed_blocks, idle_blocks), self.marks)
+
+    def spares(self, handed_blocks: int, idle_blocks: int, wanted_back_blocks: int) -> int:
+        """To be returned now, of what is borrowed and not used."""
+        return blocks_to_return(self._memory(handed_blocks, idle_blocks), self.marks, wanted_back_blocks)
+
+    def may_shrink(self) -> bool:
+        """What was given up before is in the report."""
+        return self._reports >= self._shrink_from
+
+    def on_shrunk(self) -> None:
+        """Borrowed blocks have left the pool."""
+        self._shrink_from = self._reports + _REPORTS_UNTIL_SEEN
+
+    def _memory(self, handed_blocks: int, idle_blocks: int) -> Memory:
+        unseen = max(0, handed_blocks - self.capacity.borrowed_blocks)  # since the last report
+        unused = idle_blocks + self.capacity.borrowed_free_blocks + unseen
+        return Memory(self.own_blocks, unused, self.wanted_blocks)

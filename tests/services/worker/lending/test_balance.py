@@ -1,0 +1,43 @@
+"""What a debtor lacks or spares, by reports that are late."""
+
+from services.worker.lending.appetite import Marks
+from services.worker.lending.balance import Balance
+from shared.messages.reports import Capacity
+
+EMPTY = Capacity(total_blocks=10, free_blocks=10)
+
+
+def gathering(needed_blocks: int, capacity: Capacity) -> Balance:
+    balance = Balance(Marks(0, 0), EMPTY)
+    balance.needed_blocks = needed_blocks
+    balance.on_report(capacity)
+    return balance
+
+
+def test_it_lacks_what_the_pool_is_too_small_by_whatever_is_used() -> None:
+    assert gathering(16, EMPTY).lacks(0, 0) == 6
+    assert gathering(16, Capacity(total_blocks=10, free_blocks=3)).lacks(0, 0) == 6
+    assert gathering(0, EMPTY).lacks(0, 0) == 0
+
+
+def test_what_was_granted_since_the_report_is_not_borrowed_again() -> None:
+    assert gathering(16, EMPTY).lacks(4, 0) == 2
+    assert gathering(16, EMPTY).lacks(6, 0) == 0
+
+
+def test_what_was_given_up_is_not_given_up_again_before_a_report_shows_it() -> None:
+    grown = Capacity(total_blocks=20, free_blocks=20, borrowed_blocks=10, borrowed_free_blocks=10)
+    balance = gathering(16, grown)
+    assert balance.may_shrink() and balance.spares(10, 0, 0) == 4
+    balance.on_shrunk()
+    assert not balance.may_shrink()
+    balance.on_report(grown)
+    assert not balance.may_shrink(), "this report may be older"
+    balance.on_report(Capacity(total_blocks=16, free_blocks=16, borrowed_blocks=6, borrowed_free_blocks=6))
+    assert balance.may_shrink() and balance.spares(6, 0, 0) == 0
+
+
+def test_own_memory_that_a_long_sequence_needs_brings_nothing_home_and_is_wanted_back() -> None:
+    balance = gathering(16, Capacity(total_blocks=10, free_blocks=10))
+    assert (balance.wanted_blocks, balance.own_blocks, balance.keep_blocks) == (16, 10, 16)
+    assert balance.short_blocks == 6

@@ -1,0 +1,57 @@
+"""More requests longer than one worker's KV than the workers can hold at once, live: all are answered."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stack.client import Answer, Question
+from tests.stack.prompts import passage
+from tests.stack.running import RunningStack, running_stack
+from tests.stack.test_distattention import OWN_TOKENS, SETTINGS
+from tests.stack.watch import watching
+
+pytestmark = pytest.mark.stack
+WORKERS, REQUESTS = 2, 3
+TIMES_OWN = 1.55
+"""What each prompt is of a worker's KV: with its answer almost all that both workers have."""
+FIELDS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+MOST_S = 60.0
+"""Undisturbed, all three take five seconds."""
+
+
+def questions() -> list[Question]:
+    words = int(TIMES_OWN * OWN_TOKENS / 1.19)
+    return [Question(passage(words, random.Random(seed)), FIELDS) for seed in range(REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    folder = tmp_path_factory.mktemp("two") / "run"
+    with running_stack(folder, workers=WORKERS, settings=SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """What one worker says that holds it all."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    settings = ("worker.kv_blocks=256", "worker.prefix_cache.enabled=false")
+    with running_stack(folder, workers=1, settings=settings) as one:
+        return asyncio.run(one.client().ask_all(questions()))
+
+
+@pytest.mark.parametrize("turn", range(2))
+async def test_all_long_requests_at_once_are_answered(
+    two: RunningStack, expected: list[Answer], turn: int
+) -> None:
+    async with asyncio.timeout(MOST_S):
+        answers = await two.client().ask_all(questions())
+    assert all(answer.complete for answer in answers), f"turn {turn}: {answers}\n{two.logs()}"
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    async with watching(two) as watch:
+        await watch.until(
+            lambda seen: len(seen) == WORKERS and not any(row["lent_blocks"] for row in seen.values()),
+            expected=WORKERS,
+        )
