@@ -124,14 +124,6 @@ class Side:
                     found |= {thread.id for thread in process.threads()}
         return found
 
-    def rss_bytes(self) -> int:
-        """Resident memory of all of it; pages that processes share are counted in each."""
-        total = 0
-        for process in self.processes():
-            with contextlib.suppress(*_GONE):
-                total += process.memory_info().rss
-        return total
-
     def bind(
         self, engine_threads: Collection[int], engine_cores: Collection[int], cores: Collection[int]
     ) -> None:

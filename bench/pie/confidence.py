@@ -17,10 +17,6 @@ def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def ratio_of_sums(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return sum(ours) / sum(theirs)
-
-
 def interval(
     ours: Sequence[float], theirs: Sequence[float], of: Statistic, seed: int = 0
 ) -> tuple[float, float]:

@@ -45,7 +45,6 @@ def test_a_whole_family_is_stopped_woken_and_ended(tmp_path: Path) -> None:
         side.resume()
         until(lambda: side.cpu_s()[child.pid] > before[child.pid])
         assert busiest_threads(before, side.cpu_s()) == [child.pid]
-        assert side.rss_bytes() > 1_000_000
     finally:
         side.end()
     assert not psutil.pid_exists(child.pid)

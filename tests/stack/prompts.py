@@ -2,6 +2,8 @@
 
 import random
 
+from tests.stack.client import Question
+
 ASKED = (
     "Hello! Who are you?",
     "What can you do?",
@@ -45,3 +47,21 @@ def mixed(count: int, *, longest_words: int, seed: int = 0, asked: tuple[str, ..
         words = 0 if index % 3 == 0 else int(20 * (longest_words / 20) ** (index / count))
         prompts.append(f"{passage(words, rng)}\n\n{question}" if words else question)
     return prompts
+
+
+def long_questions(
+    count: int, *, least_tokens: int, step_tokens: int, longest_words: int, seed: int
+) -> list[Question]:
+    """Greedy and seeded in turn, each `step_tokens` longer than the last, whatever is said."""
+    sampled = {"temperature": 0.8, "top_p": 0.9}
+    return [
+        Question(
+            prompt,
+            {
+                "max_tokens": least_tokens + step_tokens * index,
+                "ignore_eos": True,
+                **({"temperature": 0} if index % 2 == 0 else {**sampled, "seed": index}),
+            },
+        )
+        for index, prompt in enumerate(mixed(count, longest_words=longest_words, seed=seed))
+    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack.client import Answer, Question
-from tests.stack.prompts import mixed
+from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
@@ -18,22 +18,8 @@ MIDWAY = 200
 
 
 def questions() -> list[Question]:
-    """Greedy and seeded in turn; each at least 60 tokens long, so that the fault finds them running."""
-    return [
-        Question(
-            prompt,
-            {
-                "max_tokens": 60 + 2 * index,
-                "ignore_eos": True,
-                **(
-                    {"temperature": 0}
-                    if index % 2 == 0
-                    else {"temperature": 0.8, "top_p": 0.9, "seed": index}
-                ),
-            },
-        )
-        for index, prompt in enumerate(mixed(STREAMS, longest_words=120, seed=1))
-    ]
+    """At least 60 tokens long, so that the fault finds them running."""
+    return long_questions(STREAMS, least_tokens=60, step_tokens=2, longest_words=120, seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from bench.migrate.mover import Mover, mover
 from shared.messages.moves import MoveMode
 from tests.stack.client import Answer, Question
-from tests.stack.prompts import mixed
+from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
@@ -23,22 +23,8 @@ ALL_ENDED_S = 1.0
 
 
 def questions() -> list[Question]:
-    """Greedy and seeded in turn, all long enough to be moved more than once."""
-    return [
-        Question(
-            prompt,
-            {
-                "max_tokens": 240 + 4 * index,
-                "ignore_eos": True,
-                **(
-                    {"temperature": 0}
-                    if index % 2 == 0
-                    else {"temperature": 0.8, "top_p": 0.9, "seed": index}
-                ),
-            },
-        )
-        for index, prompt in enumerate(mixed(STREAMS, longest_words=160, seed=5))
-    ]
+    """Long enough to be moved more than once."""
+    return long_questions(STREAMS, least_tokens=240, step_tokens=4, longest_words=160, seed=5)
 
 
 @pytest.fixture(scope="module")
