@@ -146,7 +146,7 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else(
 ) -> None:
     made = problem([(6, 5), (2, 1)], dims=(24, 8), seed=10).to(device, dtype)
     k_pool, v_pool = torch.zeros_like(made.k_pool), torch.zeros_like(made.v_pool)
-    joined = torch.randn(6, 2, 40, device=device, dtype=dtype)
+    joined = 1 + torch.rand(6, 2, 40, device=device, dtype=dtype)  # Nowhere zero.
     key, value = joined[..., :24].contiguous(), joined[..., 24:32].contiguous()
     places = layout.pack(made.spans, 4).slots.tolist()
     places[3] = -1
