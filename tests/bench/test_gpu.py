@@ -11,6 +11,7 @@ from bench.context import Context
 from bench.gpu import attention, bench, steps
 from bench.gpu.shapes import MODELS, Shape
 from shared.errors import ConfigError
+from tests.triton_here import skip_unless_interpreted
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read where a kernel is defined: before the first import of one.
@@ -51,6 +52,7 @@ def test_all_sides_compute_the_same() -> None:
     pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
     if torch.cuda.is_available():
         pytest.skip("the bench itself compares them on the device")
+    skip_unless_interpreted()
     tables = torch.randperm(6).view(2, 3)
     keys = attention.make_keys(SMALL, tables, torch.float32, CPU, seed=1)
     ours = attention.our_attention(SMALL, tables, multiprocessors=4)(keys)

@@ -1,10 +1,11 @@
 """Without a CUDA device Triton's interpreter runs the kernels in host memory."""
 
 import os
-from importlib.metadata import version
 
 import pytest
 import torch
+
+from tests.triton_here import skip_unless_interpreted
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read where a kernel is defined: before the first import of one.
@@ -16,6 +17,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     wanted = torch.device(request.param)
     if (wanted.type == "cuda") != torch.cuda.is_available():
         pytest.skip("no CUDA device here" if wanted.type == "cuda" else "kernels are compiled for the device")
-    if wanted.type == "cpu" and tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
-        pytest.skip("this Triton's interpreter takes arrays of one element for scalars, NumPy no longer does")
+    if wanted.type == "cpu":
+        skip_unless_interpreted()
     return wanted
