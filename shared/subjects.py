@@ -37,6 +37,7 @@ ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
 ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
 ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
 LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
+LEDGER_ANNOUNCED = f"{PREFIX}.evt.ledger.announced"
 
 LEASE_BUCKET = "kvasir_leases"
 """JetStream key-value bucket; the key is the name of the role, the value its holder."""
@@ -243,8 +244,8 @@ PERMISSIONS: Mapping[str, Permissions] = {
     ),
     "ledger": _service(
         "ledger",
-        publish=(LEDGER_OFFERED, _every(worker_settle)),
-        subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED),
+        publish=(LEDGER_OFFERED, LEDGER_ANNOUNCED, _every(worker_settle)),
+        subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED, LEDGER_ANNOUNCED),
     ),
     "worker": _service(
         "worker",

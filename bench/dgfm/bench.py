@@ -14,6 +14,7 @@ from bench.context import Context
 from bench.dgfm.contest import run_live
 from bench.dgfm.graphs import random_debts, settle_s
 from bench.dgfm.pictures import draw_figure_10
+from bench.dgfm.workload import LOADS
 from bench.outcome import Outcome, Table
 from shared.errors import ConfigError
 from sim.lending.run import LendingSimulation, Result, Scenario
@@ -26,12 +27,19 @@ _REPEATS = 3
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--live", action="store_true", help="real workers instead of simulated ones")
     parser.add_argument(
+        "--load",
+        choices=sorted(LOADS),
+        default="circle",
+        help="live: debts in a circle and more requests than fit, the same with memory to spare, or whatever "
+        "debts chats and documents lead to [%(default)s]",
+    )
+    parser.add_argument(
         "--model", default="models/tiny_chat", help="live: folder, or random-50m [%(default)s]"
     )
     parser.add_argument(
-        "--duration-s", type=float, help="of one run; simulated [1800; quick: 240], live [50; quick: 10]"
+        "--duration-s", type=float, help="of one run; simulated [1800; quick: 240], live [14; quick: 7]"
     )
-    parser.add_argument("--seeds", type=int, help="workloads to repeat it with [3; quick: 2]")
+    parser.add_argument("--seeds", type=int, help="workloads to repeat it with [3; quick: 2, live 1]")
     parser.add_argument("--workers", type=int, default=4, help="[%(default)s]")
     parser.add_argument(
         "--round-trip-us", type=float, default=40.0, help="of one layer's query [%(default)s]"
@@ -43,7 +51,7 @@ def run(context: Context) -> Outcome:
     """Raises ConfigError for flags that leave nothing to simulate."""
     flags = context.arguments
     if flags.live:
-        return run_live(context, SIDES)
+        return run_live(context)
     duration_s = flags.duration_s or (_QUICK_S if context.quick else 1800.0)
     seeds = flags.seeds or (_QUICK_SEEDS if context.quick else 3)
     if duration_s < 60 or seeds < 1 or flags.workers < 2:

@@ -11,6 +11,12 @@ class LedgerConfig(ServiceConfig):
     worker_timeout_s: float = Field(
         default=2.0, gt=0, description="a worker silent for longer is struck from the table"
     )
+    ledger_timeout_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="of several ledgers the one with the smallest id starts settlements, until it is silent "
+        "for longer; a ledger that has just started listens for so long",
+    )
     settle: bool = Field(default=True, description="have cycles of debts settled (DGFM)")
     settle_threshold_tokens: int = Field(
         default=128, ge=1, description="a cycle is settled for no less; in whole blocks of its workers"

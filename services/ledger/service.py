@@ -2,13 +2,14 @@
 
 Soft state: the next round of heartbeats after a restart is all it needs. Several processes may answer, each
 with a table of its own; they tell each other where they sent debtors and who refused. It moves no memory and
-grants none. Cycles of debts are settled by `settlements`.
+grants none. Cycles of debts are settled by `settlements`, which one of the ledgers starts (`leadership`).
 """
 
 import asyncio
 
 from services.ledger.config import LedgerConfig
 from services.ledger.dgfm.coordinator import SettleRules
+from services.ledger.leadership import Leadership
 from services.ledger.policy import candidates
 from services.ledger.settlements import Settlements
 from services.ledger.state import Table
@@ -19,12 +20,13 @@ from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import Creditor, CreditorCandidates, FindCreditors
-from shared.messages.lending import CreditorOffered
+from shared.messages.lending import CreditorOffered, LedgerAnnounced
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
     Listener(subjects.LEDGER_OFFERED, CreditorOffered, "on_offered"),
+    Listener(subjects.LEDGER_ANNOUNCED, LedgerAnnounced, "on_announced"),
     Endpoint(subjects.LEDGER_CANDIDATES, FindCreditors, "find_creditors", concurrency=1),
     Gatherable(subjects.status("ledger"), Empty, "status"),
 )
@@ -45,6 +47,8 @@ class Ledger:
             valid_for_s=config.settle_valid_s,
         )
         self.settlements = Settlements(bus, rules) if config.settle else None
+        self.leadership = Leadership(bus.instance, bus.incarnation, silence_s=config.ledger_timeout_s)
+        self._was_leading = False
         self._clock = clock
         self._started_s = clock()
         self.asked = 0
@@ -57,6 +61,10 @@ class Ledger:
         if offered.ledger_id != self._bus.instance:
             self.table.on_refused(offered.refused_by)
             self.table.on_offered(offered.creditor_id, offered.debtor_id, offered.tokens)
+
+    def on_announced(self, announced: LedgerAnnounced) -> None:
+        """A ledger is there: another one, or this one."""
+        self.leadership.on_announced(announced.ledger_id, announced.incarnation, self._clock())
 
     async def find_creditors(self, asked: FindCreditors) -> CreditorCandidates:
         """Whom to ask, best first; nobody when no worker has anything to lend."""
@@ -76,20 +84,33 @@ class Ledger:
             tokens=0 if first is None else min(asked.tokens, first.free_tokens),
             refused_by=asked.refused_by,
         )
+        await self._publish(subjects.LEDGER_OFFERED, event)
+
+    async def _publish(self, subject: str, event: CreditorOffered | LedgerAnnounced) -> None:
         try:
-            await self._bus.publish(subjects.LEDGER_OFFERED, event)
+            await self._bus.publish(subject, event)
         except KvasirError as error:
             _log.debug("the other ledgers were not told: %s", error)
 
     async def watch(self) -> None:
-        """Drops workers that fell silent, and has cycles of debts settled."""
+        """Drops workers that fell silent, and, where it leads, has cycles of debts settled."""
+        own = LedgerAnnounced(ledger_id=self._bus.instance, incarnation=self._bus.incarnation)
         while True:
+            if self.settlements is not None:
+                await self._publish(subjects.LEDGER_ANNOUNCED, own)
             await asyncio.sleep(_TICK_S)
             now_s = self._clock()
             for worker_id in self.table.on_tick(now_s):
                 canonical(_log, "worker dropped", worker=worker_id)
-            if self.settlements is not None:
+            if self.settlements is not None and self._leads(now_s):
                 self.settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
+
+    def _leads(self, now_s: float) -> bool:
+        leads = self.leadership.leads(now_s)
+        if leads != self._was_leading:
+            self._was_leading = leads
+            canonical(_log, "leading" if leads else "leading no more", heard=self.leadership.heard(now_s))
+        return leads
 
     async def close(self) -> None:
         """Gives settlements up."""
@@ -106,6 +127,8 @@ class Ledger:
             uptime_s=now_s - self._started_s,
             details={
                 "questions": self.asked,
+                "leads": self._was_leading,
+                "ledgers": self.leadership.heard(now_s),
                 **({} if self.settlements is None else self.settlements.details()),
                 "tokens": [
                     {

@@ -165,3 +165,10 @@ class CreditorOffered(Message, frozen=True, kw_only=True):
     creditor_id: str = ""
     tokens: int = 0
     refused_by: tuple[str, ...] = ()
+
+
+class LedgerAnnounced(Message, frozen=True, kw_only=True):
+    """Ledger → every ledger, itself included, at a fixed interval: it is there and would settle debts."""
+
+    ledger_id: str
+    incarnation: int

@@ -1,10 +1,12 @@
 """The lending world with DGFM: blocks have contents, cycles are settled while messages are late or lost."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
 from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
+from services.ledger.state import Table
 from services.worker.lending.settling import Copy, Settling, Swap
 from shared.messages.lending import Settled
 from tests.stack.lending_world import BLOCKS, LendingWorld, Member
@@ -50,8 +52,12 @@ class SettlingWorld(LendingWorld):
     # --- what a test does
 
     def settle(self) -> None:
+        self.settle_by(self.coordinator, self.ledger)
+
+    def settle_by(self, coordinator: Coordinator, table: Table) -> None:
+        """A ledger starts what can be settled by what it knows."""
         sizes = dict.fromkeys(self.names, 16)
-        self._send(self.coordinator.on_tick(self.ledger.debts(), sizes, self.now_s))
+        self._send(coordinator, coordinator.on_tick(table.debts(), sizes, self.now_s))
 
     def finish_home(self, name: str, blocks: int) -> None:
         """Sequences end whose blocks came home."""
@@ -96,28 +102,35 @@ class SettlingWorld(LendingWorld):
             life.settling.bounce += taken
             member.kept += taken
 
-    def _send(self, asks: list[Ask]) -> None:
+    def is_alive(self, coordinator: Coordinator) -> bool:
+        """Whether it hears what it is answered."""
+        return coordinator is self.coordinator
+
+    def _send(self, coordinator: Coordinator, asks: list[Ask]) -> None:
         for ask in asks:
-            self._post(partial(self._serve, ask), partial(self._hear, ask, None))
+            self._post(partial(self._serve, coordinator, ask), partial(self._hear, coordinator, ask, None))
 
-    def _hear(self, ask: Ask, answer: Settled | None) -> None:
-        self._send(self.coordinator.on_answer(ask.message, ask.worker_id, answer))
+    def _hear(self, coordinator: Coordinator, ask: Ask, answer: Settled | None) -> None:
+        if self.is_alive(coordinator):
+            self._send(coordinator, coordinator.on_answer(ask.message, ask.worker_id, answer))
 
-    def _reply(self, ask: Ask, answer: Settled | None) -> None:
-        self._post(lambda: self._hear(ask, answer), lambda: self._hear(ask, None))
+    def _reply(self, coordinator: Coordinator, ask: Ask, answer: Settled | None) -> None:
+        hear = partial(self._hear, coordinator, ask)
+        self._post(lambda: hear(answer), lambda: hear(None))
 
-    def _serve(self, ask: Ask) -> None:
+    def _serve(self, coordinator: Coordinator, ask: Ask) -> None:
         member = self.members[ask.worker_id]
         life = self.life(member)
         outcome = life.settling.on_settle(ask.message, self.now_s)
         if isinstance(outcome, Settled):
-            self._reply(ask, outcome)
+            self._reply(coordinator, ask, outcome)
         elif isinstance(outcome, Copy):
             copied = [self._copy(member, number, own) for number, own in outcome.pairs]
-            self._reply(ask, life.settling.on_copied(ask.message, outcome, whole=all(copied)))
+            answer = life.settling.on_copied(ask.message, outcome, whole=all(copied))
+            self._reply(coordinator, ask, answer)
         else:
             self._swap(member, life, outcome)
-            self._return_all(member, ask, outcome)
+            self._return_all(member, outcome, partial(self._reply, coordinator, ask))
 
     def _copy(self, member: Member, number: int, own: int) -> bool:
         place = member.table.resolve(number)
@@ -139,14 +152,14 @@ class SettlingWorld(LendingWorld):
             member.used.remove(number)
             self.recalled += 1
 
-    def _return_all(self, member: Member, ask: Ask, swap: Swap) -> None:
+    def _return_all(self, member: Member, swap: Swap, reply: Callable[[Settled | None], None]) -> None:
         open_ = [len(swap.repayments)]
 
         def on_done(ok: bool) -> None:
             open_[0] -= 1
             self._fill_bounce(member)
             if open_[0] == 0:
-                self._reply(ask, swap.answer if ok else None)
+                reply(swap.answer if ok else None)
 
         for repayment in swap.repayments:
             self._repay(member, repayment, on_done)

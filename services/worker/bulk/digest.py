@@ -1,7 +1,7 @@
 """What a message's payload is verified by: sums over its rows and columns, or CRC-32 of what is short.
 
 A plain CRC-32 (4 GB/s on one core) would halve a transport's speed; this runs at the memory's, in numpy. A
-slice of up to 512 KiB is a table of 512 words a row; the sums of rows and of columns, each with a weight of
+slice of up to 512 KiB is a table of 1,024 words a row; the sums of rows and of columns, each with a weight of
 its own (odd, so that a single wrong word always shows), change with whatever is flipped, zeroed, repeated
 or out of order, unless errors cancel out in their rows and in their columns alike. It guards against
 faults, not against forgers: a link's ticket does that.
@@ -17,7 +17,8 @@ from services.worker.bulk.base import Buffer
 SLICE_BYTES = 1 << 19
 """Buffers are sent, received and verified in pieces of this size: while they are in a core's cache."""
 _MOST_VIEWS = 256
-_ROW_WORDS = 512
+_ROW_WORDS = 1024
+"""About as many columns as rows take longer: numpy adds a row at a time."""
 _ROW_BYTES = 8 * _ROW_WORDS
 _CRC_BELOW_BYTES = 4 * _ROW_BYTES
 _MASK = (1 << 64) - 1
@@ -106,7 +107,7 @@ def _of(view: Buffer) -> tuple[int, int]:
         return crc, crc
     rows = view.nbytes // _ROW_BYTES
     table = np.frombuffer(view, dtype=np.uint64, count=rows * _ROW_WORDS).reshape(rows, _ROW_WORDS)
-    by_row = int(table.sum(axis=1).dot(_ROW_WEIGHTS[:rows]))
-    by_column = int(table.sum(axis=0).dot(_COLUMN_WEIGHTS))
+    by_row = int(np.add.reduce(table, axis=1).dot(_ROW_WEIGHTS[:rows]))
+    by_column = int(np.add.reduce(table, axis=0).dot(_COLUMN_WEIGHTS))
     rest = zlib.crc32(view[rows * _ROW_BYTES :])
     return by_row ^ rest, by_column ^ rest << 32

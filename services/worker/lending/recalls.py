@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from services.worker.lending.debts import Debts, Repayment
 from services.worker.lending.grants import Grants
 from services.worker.lending.parties import Borrower, Vault
-from services.worker.lending.repayment import Pressure, recalls
+from services.worker.lending.repayment import Pressure, ranked
 from services.worker.lending.settling import Copy, Settling, Swap
 from services.worker.lending.table import RBlockTable
 from shared import subjects
@@ -24,6 +24,8 @@ from shared.messages.lending import Settle, Settled, SettlePhase
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_settle, Settle, "settle", concurrency=1),)
 _BOUNCE_S = 1.0
 """For memory that was just returned here, while somebody still reads it."""
+_READY_S = 0.5
+"""For a recall's end, or for the last settlement's blocks, before a settlement begins."""
 MOST_RECALLED_BLOCKS = 16
 """At a time: the engine computes nothing meanwhile."""
 
@@ -53,7 +55,8 @@ class Recalls:
         self._apart: frozenset[int] = frozenset()
         self._spare: list[int] = []
         self._filled = asyncio.Event()
-        self._is_recalling = False
+        self._recall_over = asyncio.Event()
+        self._recall_over.set()
         self.is_swapping = False
         """Nothing is to be returned meanwhile: sequences may still read it."""
         self.settled_blocks = 0
@@ -124,7 +127,8 @@ class Recalls:
 
     async def _freeze(self, asked: Settle) -> Settled:
         chosen: list[int] = []
-        if not self._core.is_on and not self._is_recalling:
+        await self._await_readiness()
+        if self.may_recall():
             used = self._table.used_at(asked.creditor_id)
             chosen = await self._borrower.set_apart(used, asked.blocks)
         answer = self._core.on_settle(asked, self._clock(), chosen)
@@ -154,6 +158,17 @@ class Recalls:
             raise CreditorLost("a creditor has not confirmed what it has back", creditor_id="")
         return swap.answer
 
+    async def _await_readiness(self) -> None:
+        """A recall, or a settlement that is just over, may have left nothing to begin with for a moment."""
+        try:
+            async with asyncio.timeout(_READY_S):
+                await self._recall_over.wait()
+                while self._bounce_blocks and not self._core.is_on and not self._core.bounce:
+                    self._filled.clear()
+                    await self._filled.wait()
+        except TimeoutError:
+            _log.debug("not ready for a settlement in time")
+
     async def _await_bounce(self, blocks: int) -> None:
         """What a debtor has returned may be read for a moment still."""
         try:
@@ -174,16 +189,18 @@ class Recalls:
     # --- repayment
 
     def may_recall(self) -> bool:
-        return not self._core.is_on and not self._is_recalling
+        return not self._core.is_on and self._recall_over.is_set()
 
     async def recall(self, pressures: Mapping[str, Pressure], free_blocks: int, keep_blocks: int) -> None:
-        """Brings home what fits into own memory that is free, from the creditors under most pressure."""
-        order = recalls(self._table.borrowed_from(), pressures, free_blocks, keep_blocks)
+        """Brings home what fits into own memory that is free, from the creditors under most pressure.
+
+        Offers all that is borrowed: which blocks a sequence uses is known on the engine's thread only."""
+        order = ranked(self._table.borrowed_from(), pressures)
         chosen = [number for creditor in order for number in self._table.used_at(creditor)]
         most = min(MOST_RECALLED_BLOCKS, free_blocks - keep_blocks)
         if not chosen or most < 1:
             return
-        self._is_recalling = True
+        self._recall_over.clear()
         self._debts.freeze(chosen)
         home: Iterable[int] = ()
         try:
@@ -191,7 +208,7 @@ class Recalls:
         except Overloaded as error:
             _log.debug("nothing was brought home: %s", error)
         finally:
-            self._is_recalling = False
+            self._recall_over.set()
             repayments = self._debts.recalled(home)
             self._debts.thaw(chosen)
         if repayments:

@@ -4,7 +4,7 @@ From the creditor under most pressure first; far ones before near ones of equal 
 costs more. Source: `algorithms.md` §4 (repayment).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shared.messages.reports import WorkerReported
@@ -26,19 +26,24 @@ def recalls(
 ) -> dict[str, int]:
     """Blocks to recall by creditor, of `borrowed` (in use), into what is free beyond `keep_blocks`."""
     room = max(0, free_blocks - keep_blocks)
+    found: dict[str, int] = {}
+    for creditor in ranked(borrowed, pressures):
+        blocks = min(borrowed[creditor], room)
+        if blocks > 0:
+            found[creditor] = blocks
+            room -= blocks
+    return found
+
+
+def ranked(creditors: Iterable[str], pressures: Mapping[str, Pressure]) -> list[str]:
+    """Who gets its blocks back first."""
     nothing = Pressure()
 
     def rank(creditor: str) -> tuple[int, float, int, str]:
         pressure = pressures.get(creditor, nothing)
         return -pressure.short_blocks, pressure.free_fraction, -pressure.distance, creditor
 
-    found: dict[str, int] = {}
-    for creditor in sorted(borrowed, key=rank):
-        blocks = min(borrowed[creditor], room)
-        if blocks > 0:
-            found[creditor] = blocks
-            room -= blocks
-    return found
+    return sorted(creditors, key=rank)
 
 
 class Pressures:

@@ -1,24 +1,44 @@
-"""What the live part of `bench dgfm` makes of what it heard."""
+"""What the witness of a live run makes of what it hears."""
 
-from itertools import islice
-from random import Random
-
-from bench.dgfm.live import LiveRun, bodies, settings
-
-
-def test_rates_and_shares_of_a_part_of_a_run() -> None:
-    run = LiveRun(10.0, [(0.5, 10), (6.0, 30), (9.0, 20)], [(1.0, 5, 10), (6.0, 0, 30)], 3, [], {})
-    assert run.tok_s() == 6.0
-    assert run.tok_s(5.0) == 10.0
-    assert run.remote_share() == 0.125
-    assert run.remote_share(5.0) == 0.0
-    assert run.remote_share(20.0) == 0.0
+from bench.dgfm.live import _Witness
+from shared.messages.plans import WorkerStepped
+from tests.services.ledger.test_state import report
 
 
-def test_sides_get_the_same_requests_and_differ_in_two_settings() -> None:
-    first, again = (list(islice(bodies(Random("r"), 500), 200)) for _ in range(2))
-    assert first == again
-    lengths = [len(body["prompt"]) for body in first]
-    assert 0 < sum(length >= 500 for length in lengths) < 40
-    off, on = settings(settles=False, recalls=False), settings(settles=True, recalls=True)
-    assert {key for key in off if off[key] != on[key]} == {"worker.lending.recall", "ledger.settle"}
+def stepped(plan: int, done: int, step_s: float = 0.01) -> WorkerStepped:
+    return WorkerStepped(
+        worker_id="w0",
+        incarnation=1,
+        seq=1,
+        epoch=1,
+        plan_seq=plan,
+        steps_done=done,
+        plan_over=False,
+        decoded_tokens=7,
+        step_s=step_s,
+    )
+
+
+def heard(borrowed: int, idle: int) -> _Witness:
+    witness = _Witness()
+    witness.on_reported(report("w0", total=20, free=4, borrowed=borrowed, borrowed_free=idle))
+    witness.begin()
+    return witness
+
+
+def test_a_step_is_remote_where_borrowed_blocks_are_in_use() -> None:
+    witness = heard(borrowed=3, idle=1)
+    witness.on_stepped(stepped(plan=1, done=2))
+    witness.on_stepped(stepped(plan=1, done=6))
+    witness.on_stepped(stepped(plan=2, done=1))
+    witness.on_stepped(stepped(plan=2, done=1, step_s=0.0))
+    assert [(one.steps, one.is_remote) for one in witness.steps] == [(2, True), (4, True), (1, True)]
+    assert sum(tokens for _, tokens in witness.decoded) == 28
+    assert witness.used_blocks() == (2, 16)
+
+
+def test_idle_borrowed_blocks_make_no_step_remote() -> None:
+    witness = heard(borrowed=3, idle=3)
+    witness.on_stepped(stepped(plan=1, done=1))
+    assert [one.is_remote for one in witness.steps] == [False]
+    assert witness.used_blocks()[0] == 0

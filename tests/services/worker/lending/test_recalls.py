@@ -28,6 +28,8 @@ class Engine:
         self.copied: list[tuple[int, int]] = []
         self.swapped: list[tuple[int, int]] = []
         self.is_creditor_dead = self.is_overloaded = False
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
         return True
@@ -56,6 +58,7 @@ class Engine:
         return [own for there, own in pairs if there in self.unused]
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
+        await self.gate.wait()
         if self.is_overloaded:
             raise Overloaded("as told")
         return [number for number in logical if number not in self.unused][:most_blocks]
@@ -124,6 +127,25 @@ async def test_a_settlement_from_end_to_end() -> None:
     assert world.engine.apart == set() and not world.recalls.is_settling
 
 
+async def test_a_settlement_waits_for_memory_and_for_a_recall_to_end() -> None:
+    world = World()
+    freezing = asyncio.create_task(world.ask(SettlePhase.FREEZE, 3))
+    await asyncio.sleep(0.05)
+    assert not freezing.done()
+    await world.recalls.tick()
+    assert await freezing == 3
+    await world.ask(SettlePhase.UNFREEZE)
+    world.engine.gate.clear()
+    recalling = asyncio.create_task(world.recalls.recall({}, free_blocks=7, keep_blocks=5))
+    await asyncio.sleep(0)
+    freezing = asyncio.create_task(world.ask(SettlePhase.FREEZE, 4))
+    await asyncio.sleep(0.05)
+    assert not freezing.done() and not world.recalls.is_settling
+    world.engine.gate.set()
+    await recalling
+    assert await freezing == 2, "of four, two are at home already"
+
+
 async def test_a_copy_waits_for_what_a_debtor_has_returned() -> None:
     world = World()
     await world.recalls.tick()
@@ -177,10 +199,13 @@ async def test_nobody_goes_on_with_it_and_it_is_over() -> None:
 async def test_a_repayment_brings_home_what_sequences_use() -> None:
     world = World()
     world.engine.unused = {world.there[0]}
+    idle = world.debts.on_granted(grant("b", *range(30, 36), grant_id=2, lease_s=99.0), 0.0)
+    world.debts.use(idle)
+    world.engine.unused.update(idle)
     assert world.recalls.may_recall()
-    await world.recalls.recall({"c": Pressure(short_blocks=1)}, free_blocks=7, keep_blocks=5)
+    await world.recalls.recall({"b": Pressure(short_blocks=1)}, free_blocks=7, keep_blocks=5)
     assert [one.message.blocks for one in world.repaid] == [(21, 22)]
-    assert (world.recalls.recalled_blocks, world.debts.borrowed_blocks) == (2, 2)
+    assert (world.recalls.recalled_blocks, world.debts.borrowed_blocks) == (2, 8), "b waits"
     assert len(world.table.used_at("c")) == 2, "the rest is as it was"
     await world.recalls.recall({}, free_blocks=5, keep_blocks=5)
     world.engine.is_overloaded = True
