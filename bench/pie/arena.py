@@ -7,32 +7,35 @@ from dataclasses import dataclass
 from bench.context import Context
 from bench.engine.checkpoint import TINY_CHAT, checkpoint
 from bench.pie.rounds import Measure, Served, Slice, take_turns
-from bench.pie.sides import AUTO, BLOCK_TOKENS, Ground, Kind, Side
+from bench.pie.sides import BLOCK_TOKENS, Ground, Kind, Side
 from bench.pie.workload import Workload
 from bench.provenance import ROOT
-
-_CLIENTS = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a slice, before the first one, the same for `auto`, and under traffic.
+    """Seconds of a slice, in which clients join, and see `Side.settle`; under traffic.
 
-    Where the link is narrow the sides do the same work: answers before the first slice, and of each.
+    Where the link is narrow, and against the best fixed queue, sides do the same work: answers before the
+    first slice, and of each.
     """
 
     rounds: int
     slice_s: float
-    warm_s: float
+    ramp_s: float
+    still_s: float
     settle_s: float
     away_s: float
     narrow_rounds: int
     narrow_settle_answers: int
     narrow_answers: int
+    best_settle_answers: int
+    best_answers: int
+    best_rounds: int
 
 
-FULL = Pace(8, 2.5, 4.0, 20.0, 20.0, 24, 60, 6)
-QUICK = Pace(1, 1.5, 1.0, 4.0, 2.0, 2, 8, 4)
+FULL = Pace(8, 8.0, 8.0, 8.0, 60.0, 20.0, 24, 60, 6, 200, 24, 20)
+QUICK = Pace(1, 1.5, 0.3, 0.6, 3.0, 2.0, 2, 8, 4, 8, 4, 2)
 
 
 class Arena:
@@ -46,8 +49,8 @@ class Arena:
         self.workload = Workload(name, context.seed, flags.trace)
         self.mean_tokens = self.workload.mean_tokens()
         blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
-        self.ground = Ground(model, blocks, flags.bandwidth, _CLIENTS)
         self.pace = QUICK if context.quick else FULL
+        self.ground = Ground(model, blocks, flags.bandwidth, flags.clients, ramp_s=self.pace.ramp_s)
 
     @contextmanager
     def sides(
@@ -59,7 +62,7 @@ class Arena:
             for kind in kinds:
                 sides.append(Side(kind, ground, self.workload.requests(ground.clients)))
                 if warm_answers is None:
-                    sides[-1].loop.run(self.pace.settle_s if kind == AUTO else self.pace.warm_s)
+                    sides[-1].settle(self.pace.still_s, self.pace.settle_s)
                 else:
                     sides[-1].serve(warm_answers)
             yield sides

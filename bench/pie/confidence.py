@@ -6,8 +6,12 @@ Neighbouring rounds are alike (long answers last several), so stretches of them 
 import statistics
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeVar
 
-Statistic = Callable[[Sequence[float], Sequence[float]], float]
+T = TypeVar("T")
+"""What a side did in one round."""
+Work = tuple[float, float]
+"""Tokens, seconds."""
 _DRAWS = 4000
 _SHARE = 0.95
 
@@ -17,8 +21,14 @@ def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def ratio_of_wholes(ours: Sequence[Work], theirs: Sequence[Work]) -> float:
+    """All tokens over all seconds, of ours over theirs."""
+    rates = [sum(tokens for tokens, _ in each) / sum(took_s for _, took_s in each) for each in (ours, theirs)]
+    return rates[0] / rates[1]
+
+
 def interval(
-    ours: Sequence[float], theirs: Sequence[float], of: Statistic, seed: int = 0
+    ours: Sequence[T], theirs: Sequence[T], of: Callable[[Sequence[T], Sequence[T]], float], seed: int = 0
 ) -> tuple[float, float]:
     """Holds the statistic with 95 %. Raises ValueError without rounds, or where they do not pair up."""
     rounds = len(ours)

@@ -10,7 +10,7 @@ Needs a CUDA device; `measure` itself runs anywhere. Source: papers/004 §5.
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ def run(context: Context) -> Outcome:
     rows = []
     for fifo_layers in flags.queues[-2:] if context.quick else flags.queues:
         used = slot_blocks(shape.layers, fifo_layers, blocks)
-        plain = measure(shape, 0, used, used, compute, device, steps)
-        found = measure(shape, fifo_layers, blocks, used, compute, device, steps)
+        plain = measure(shape, 0, used, used, compute, device, steps, batch=flags.batch)
+        found = measure(shape, fifo_layers, blocks, used, compute, device, steps, batch=flags.batch)
         figures[f"step_vs_none_q{fifo_layers}"] = found.step_s / plain.step_s
         figures[f"stall_share_q{fifo_layers}"] = max(0.0, found.step_s / plain.step_s - 1)
         figures[f"host_wait_share_q{fifo_layers}"] = found.stall_share
@@ -99,8 +99,12 @@ def measure(
     device: torch.device,
     steps: int,
     dtype: torch.dtype = DTYPE,
+    batch: int = 1,
 ) -> Overlap:
-    """Median of `steps` steps, after a quarter as many, with the first `used_blocks` blocks in use."""
+    """Median of `steps` steps, after a quarter as many, with the first `used_blocks` blocks in use.
+
+    A step writes to one block for each of `batch` sequences, as far as the store is told.
+    """
     settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=fifo_layers, host_mb=_HOST_MB)
     layers = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
     pie = assemble(
@@ -111,15 +115,15 @@ def measure(
         dtype=dtype,
         device=device,
     )
-    used = range(used_blocks)
+    used, written = range(used_blocks), range(0, used_blocks, max(1, used_blocks // batch))
     pie.store.attach(lambda: used)
     try:
         for _ in range(max(2, steps // 4)):
-            _step(pie, used_blocks, compute, device)
+            _step(pie, used_blocks, written, compute, device)
         meter = pie.store.meter
         moved, copied_s = sum(meter.moved_bytes.values()), meter.copying_s
         stalled_s, computed_s = sum(meter.stall_s), meter.compute_s
-        times = [_step(pie, used_blocks, compute, device) for _ in range(steps)]
+        times = [_step(pie, used_blocks, written, compute, device) for _ in range(steps)]
         moved, copied_s = sum(meter.moved_bytes.values()) - moved, meter.copying_s - copied_s
         stalled_s, computed_s = sum(meter.stall_s) - stalled_s, meter.compute_s - computed_s
     finally:
@@ -130,11 +134,15 @@ def measure(
 
 @torch.inference_mode()
 def _step(
-    pie: Pie, used_blocks: int, compute: Callable[[torch.Tensor, torch.Tensor], None], device: torch.device
+    pie: Pie,
+    used_blocks: int,
+    written: Sequence[int],
+    compute: Callable[[torch.Tensor, torch.Tensor], None],
+    device: torch.device,
 ) -> float:
     """Seconds, by the device's clock where it has one."""
     store = pie.store
-    store.step_begins(())
+    store.step_begins((), (written,))
     clock = _clock(device)
     for layer in range(store.controller.table.layers):
         keys, values = store.enter(layer)

@@ -1,7 +1,8 @@
 """The live part of `python -m bench pie`: real engines on little KV, by turns, under one scheduler core each.
 
-Parts: `room`, the link leaves room; `narrow`, it does not; `reaction`, others use it for a while; `stack`,
-whole stacks over HTTP. All sides have the same device bytes: the layers' slots, buffers included.
+Parts: `step`, what swapping costs a step; `room`, the link leaves room; `best`, the queue that is found and a
+fixed one; `narrow`, no room; `reaction`, others use the link for a while; `stack`, stacks over HTTP. But for
+`step` all sides have the same device bytes: the layers' slots, buffers included.
 """
 
 import sys
@@ -19,7 +20,9 @@ from bench.pie.figure4 import figure4
 from bench.prefix.parts import joined
 
 PARTS: dict[str, Callable[[Arena], Outcome]] = {
+    "step": parts.step,
     "room": parts.room,
+    "best": parts.best,
     "narrow": parts.narrow,
     "reaction": parts.reaction,
     "stack": parts.stack,
@@ -42,6 +45,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=_ROOM_BYTES_S,
         metavar="B",
         help="of the link, bytes/s [%(default)g]",
+    )
+    group.add_argument(
+        "--clients", type=int, default=48, metavar="N", help="who ask at the same time [%(default)s]"
     )
     group.add_argument("--turns", type=int, metavar="N", help="of each side in `room` [8, quick: 1]")
     group.add_argument(

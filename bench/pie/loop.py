@@ -85,7 +85,9 @@ class Loop:
         policy: str = "vllm",
         store: KvStore | None = None,
         clock: Clock = monotonic_s,
+        ramp_s: float = 0.0,
     ) -> None:
+        """`ramp_s`: clients join one after the other, in so long."""
         self.engine = engine
         self.answers: list[Answered] = []
         self.tokens = self.steps = self.batch_sum = self.resyncs = 0
@@ -107,7 +109,7 @@ class Loop:
             stall_s=_EVER_S,
         )
         self._scheduler = SchedulerCore(rules, find_policy(policy), 1, 0.0)
-        self._clients = clients
+        self._clients, self._ramp_s = clients, ramp_s
 
     @property
     def now_s(self) -> float:
@@ -125,7 +127,9 @@ class Loop:
         self._began_s = self._clock()
 
     def _keep_clients(self, now_s: float) -> None:
-        while len(self._open) < self._clients:
+        is_joining = now_s < self._ramp_s
+        clients = 1 + int(self._clients * now_s / self._ramp_s) if is_joining else self._clients
+        while len(self._open) < clients:
             request = next(self._requests, None)
             if request is None:
                 return

@@ -6,17 +6,25 @@ from functools import partial
 from itertools import islice
 
 from bench.outcome import Outcome, Table
-from bench.pie import pictures
+from bench.pie import cost, pictures
 from bench.pie import reaction as reacting
 from bench.pie import stack as stacks
 from bench.pie.arena import Arena
-from bench.pie.rounds import Served, compared, measure, measure_work, same_text_share, spread
+from bench.pie.rounds import Served, measure, measure_work, same_text_share, spread
 from bench.pie.sides import AUTO, RECOMPUTE, SWAP, fixed, synchronous
 from services.worker.pie.sizes import LEAST_FIFO_LAYERS, expansion, most_fifo_layers
 
 _NARROW_BYTES_S = 30e6
 _SEARCH_FROM = 1.3
 """Expansions below are not worth a place in the search."""
+
+
+def step(arena: Arena) -> Outcome:
+    """What the longest queue costs a step."""
+    slices = 2 if arena.context.quick else 24
+    figures = cost.figures(*cost.compare(arena.ground, layers_of(arena), slices))
+    note = "step: decode steps with the longest queue over equal ones without Pie on as many blocks"
+    return Outcome(figures, 0, notes=[note], headline=list(figures))
 
 
 def room(arena: Arena) -> Outcome:
@@ -34,14 +42,13 @@ def room(arena: Arena) -> Outcome:
     recompute, swap, auto = served[0], served[1], served[-1]
     best_fixed = max(served[3:-1], key=lambda each: each.tokens_per_s)
     better = max(recompute, swap, key=lambda each: each.tokens_per_s)
-    against = compared(auto, best_fixed)
     figures = {
         **spread("throughput_vs_none", auto, better),
-        "throughput_vs_recompute": compared(auto, recompute).median,
-        "throughput_vs_swap": compared(auto, swap).median,
-        "throughput_vs_synchronous": compared(auto, served[2]).median,
-        "vs_best_fixed": against.median,
-        "vs_best_fixed_worst": against.worst,
+        "throughput_vs_recompute": auto.tokens_per_s / recompute.tokens_per_s,
+        "throughput_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
+        "throughput_vs_synchronous": auto.tokens_per_s / served[2].tokens_per_s,
+        **spread("vs_best_fixed", auto, best_fixed),
+        "fixed_vs_none": best_fixed.tokens_per_s / better.tokens_per_s,
         "stall_share": auto.mean(lambda each: each.stall_share),
         "stall_share_synchronous": served[2].mean(lambda each: each.stall_share),
         "latency_vs_none": auto.normalized_s / better.normalized_s,
@@ -53,12 +60,29 @@ def room(arena: Arena) -> Outcome:
     }
     title = f"room: {arena.ground.bandwidth / 1e9:g} GB/s each way"
     note = (
-        "throughput_vs_none: against the better of recompute and swap, median over turns, with the interval "
-        "that holds it with 95 % (bootstrap of turns); …_whole: tokens of all turns"
+        "throughput_vs_none: against the better of recompute and swap, all tokens over all turns' time, with "
+        "the interval that holds it with 95 % (bootstrap of turns)"
     )
     return Outcome(
         figures, _failures(served), [_table(title, served, layers)], [note], headline=list(figures)
     )
+
+
+def best(arena: Arena) -> Outcome:
+    """The expansion found while running against the best fixed one, on the same answers in each turn."""
+    length, pace = (arena.context.arguments.lengths or [most_fifo_layers(layers_of(arena))])[0], arena.pace
+    with arena.sides([fixed(length), AUTO], arena.ground, pace.best_settle_answers) as sides:
+        one_slice = partial(measure_work, answers=pace.best_answers)
+        served = arena.measure("best", sides, pace.best_rounds, one_slice)
+    held, auto = served
+    figures = {
+        **spread("same_work_vs_fixed", auto, held),
+        "same_work_fifo_layers": auto.mean(lambda each: each.fifo_layers),
+        "same_work_stall_share": auto.mean(lambda each: each.stall_share),
+    }
+    table = _table(f"best: {length} layers, and found", served, layers_of(arena))
+    note = f"best: each turn is the same {pace.best_answers} answers; the fixed queue has {length} layers"
+    return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
 
 
 def _best_two(rates: dict[int, float]) -> list[int]:
@@ -95,8 +119,8 @@ def narrow(arena: Arena) -> Outcome:
     better = max(recompute, swap, key=lambda each: each.tokens_per_s)
     figures = {
         **spread("narrow_vs_none", auto, better),
-        "narrow_vs_recompute": compared(auto, recompute).median,
-        "narrow_vs_swap": compared(auto, swap).median,
+        "narrow_vs_recompute": auto.tokens_per_s / recompute.tokens_per_s,
+        "narrow_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
         "narrow_stall_share": auto.mean(lambda each: each.stall_share),
         "narrow_latency_vs_none": auto.normalized_s / better.normalized_s,
         "narrow_fifo_layers": auto.mean(lambda each: each.fifo_layers),

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.pie.confidence import interval, median_of_ratios
+from bench.pie.confidence import Work, interval, ratio_of_wholes
 from bench.pie.sides import Side
 from bench.ratios import Ratio, order_of, ratio_of
 
@@ -40,9 +40,14 @@ class Served:
     failures: int
 
     @property
+    def work(self) -> list[Work]:
+        """Of each turn."""
+        return [(each.tokens_per_s * each.took_s, each.took_s) for each in self.slices]
+
+    @property
     def tokens_per_s(self) -> float:
-        """Median over the turns."""
-        return statistics.median(each.tokens_per_s for each in self.slices)
+        """All tokens over all turns' time."""
+        return sum(tokens for tokens, _ in self.work) / sum(took_s for _, took_s in self.work)
 
     def mean(self, what: Callable[[Slice], float]) -> float:
         return statistics.fmean(what(each) for each in self.slices)
@@ -99,23 +104,15 @@ def compared(ours: Served, theirs: Served) -> Ratio:
 
 
 def spread(name: str, ours: Served, theirs: Served) -> dict[str, float]:
-    """Figures of a comparison: the median over the rounds and its 95 % interval, the worst, all together."""
-    rates, others = ([each.tokens_per_s for each in one.slices] for one in (ours, theirs))
-    found, (low, high) = compared(ours, theirs), interval(rates, others, median_of_ratios)
-    whole = _overall(ours) / _overall(theirs)
+    """Figures of a comparison: of the whole, with its 95 % interval; the median and worst round."""
+    found, (low, high) = compared(ours, theirs), interval(ours.work, theirs.work, ratio_of_wholes)
     return {
-        name: found.median,
+        name: ratio_of_wholes(ours.work, theirs.work),
         f"{name}_low": low,
         f"{name}_high": high,
+        f"{name}_median": found.median,
         f"{name}_worst": found.worst,
-        f"{name}_whole": whole,
     }
-
-
-def _overall(served: Served) -> float:
-    """Tokens per second of all rounds together."""
-    times = [each.took_s for each in served.slices]
-    return sum(each.tokens_per_s * each.took_s for each in served.slices) / sum(times)
 
 
 def _served(side: Side, slices: tuple[Slice, ...], ended_before: int) -> Served:

@@ -8,6 +8,7 @@ memory (the prefix cache's host tier, block by block, its copies as fast as the 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from bench.pie.loop import Loop, Request
 from services.scheduler.policy.contract import PolicySettings
@@ -59,17 +60,26 @@ class Ground:
     bandwidth: float
     clients: int
     window_iterations: int = 32
+    ramp_s: float = 0.0
+    """In which the clients join, one after the other."""
 
 
 class Side:
     """One engine that serves its clients; to be closed."""
 
     def __init__(self, kind: Kind, ground: Ground, requests: Iterator[Request]) -> None:
-        self.kind = kind
+        self.kind, self.clients = kind, ground.clients
         self.engine = _engine(kind, ground)
         self._store = _store(self.engine, ground) if kind.is_swapping else None
         settings = PolicySettings(max_batch_sequences=MOST_SEQUENCES, max_steps=1)
-        self.loop = Loop(self.engine, requests, clients=ground.clients, settings=settings, store=self._store)
+        self.loop = Loop(
+            self.engine,
+            requests,
+            clients=ground.clients,
+            settings=settings,
+            store=self._store,
+            ramp_s=ground.ramp_s,
+        )
 
     @property
     def stall_s(self) -> tuple[float, float]:
@@ -84,6 +94,25 @@ class Side:
     @property
     def fifo_layers(self) -> int:
         return 0 if self.engine.pie is None else self.engine.pie.growth.expansion().fifo_layers
+
+    def settle(self, still_s: float, most_s: float, answers: float = 2.0) -> None:
+        """Until the queue has kept its length for `still_s`, then for so many mean answers' durations.
+
+        The same for every side; the first part takes `most_s` at most.
+        """
+        ends_s, look_s = self.loop.ran_s + most_s, min(1.0, still_s / 4)
+        length, since_s = self.fifo_layers, self.loop.ran_s
+        while self.loop.ran_s < min(ends_s, since_s + still_s):
+            self.loop.run(look_s)
+            if self.fifo_layers != length:
+                length, since_s = self.fifo_layers, self.loop.ran_s
+        self.loop.run(answers * self.mean_answer_s)
+
+    @property
+    def mean_answer_s(self) -> float:
+        """From sending a request to the end of its answer, of as many latest ones as there are clients."""
+        latest = self.loop.answers[-self.clients :]
+        return fmean(each.ended_s - each.sent_s for each in latest) if latest else 0.0
 
     def serve(self, answers: int) -> None:
         """Until so many more are answered, or for a long time."""

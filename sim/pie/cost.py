@@ -3,7 +3,8 @@ controller.
 
 A step's layers take equal times; a swap takes the bytes of the step's context over the link's bandwidth.
 Waits come from running the controller at that ratio (`timeline.settle`), not from a formula; where the
-queue is back in time there are none, which a test compares with the controller.
+queue is back in time there are none, which a test compares with the controller. As in the paper a swap takes
+as many bytes out as in; the worker's own sends out only what was written since the last time.
 """
 
 import math

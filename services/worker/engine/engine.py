@@ -167,7 +167,9 @@ class TorchEngine:
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         if self.pie is None:
             return self._step_in_order(rows)
-        self.pie.store.step_begins(row.blocks for row in rows)
+        self.pie.store.step_begins(
+            (row.blocks for row in rows), (_written(row, self.block_tokens) for row in rows)
+        )
         sampled = self._step_in_order(rows)
         is_decoding = all(len(row.tokens) == 1 for row in rows)
         self.pie.store.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
@@ -199,6 +201,12 @@ class TorchEngine:
             return drawn
         following = iter(drawn)
         return [None if row.point is None else next(following) for row in rows]
+
+
+def _written(row: Row, block_tokens: int) -> Sequence[int]:
+    """The blocks that the row's keys and values go to."""
+    end = row.first_position + len(row.tokens)
+    return row.blocks[row.first_position // block_tokens : -(-end // block_tokens)]
 
 
 def pack(rows: Sequence[Row], decodes: int, sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -56,11 +56,12 @@ def assemble(
     arena = make_pools(layers[0], count * device_blocks, block_tokens, dtype, device)
     memory = LayerMemory(shape, partition, device, *arena)
     copier, links = _make_copier(settings, memory, clock)
-    controller = SwapController(count, settings.fifo_layers)
+    is_growing = settings.expansion == "auto" and most > 0
+    longest = most if is_growing else settings.fifo_layers
+    kept_layers = sizes.kept_layers(count, longest, device_blocks, host_blocks)
+    controller = SwapController(count, settings.fifo_layers, kept_layers)
     store = LayerStore(controller, memory, copier, clock, wait_timeout_s=settings.wait_timeout_s)
-    expansion = None
-    if settings.expansion == "auto" and most:
-        expansion = ExpansionController(count, most, fifo_layers=settings.fifo_layers)
+    expansion = ExpansionController(count, most, fifo_layers=settings.fifo_layers) if is_growing else None
     growth = Growth(
         store, device_blocks, expansion, settings.window_iterations, clock, notice_s=settings.notice_s
     )

@@ -32,8 +32,8 @@ class Copier(Protocol):
 
     def start(self, done: Done) -> None: ...
 
-    def submit(self, transfer: Transfer, used: Runs) -> None:
-        """`used`: the blocks that count (for a copy out)."""
+    def submit(self, transfer: Transfer, runs: Runs) -> None:
+        """`runs`: the blocks to be copied; a copy out goes to a place that was reserved."""
         ...
 
     def before_layer(self) -> None:
@@ -73,8 +73,8 @@ class ThreadCopier:
             thread.start()
             self._threads.append(thread)
 
-    def submit(self, transfer: Transfer, used: Runs) -> None:
-        self._queues[transfer.direction].put_nowait((transfer, used, self._clock()))
+    def submit(self, transfer: Transfer, runs: Runs) -> None:
+        self._queues[transfer.direction].put_nowait((transfer, runs, self._clock()))
 
     def before_layer(self) -> None:
         """Nothing: a completed copy is visible."""
@@ -96,18 +96,18 @@ class ThreadCopier:
         if hasattr(os, "sched_setaffinity"):  # Not on the engine's core, if it has one for itself.
             os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
         while (work := self._queues[direction].get()) is not None:
-            transfer, used, began_s = work  # The thread's waking is part of what a swap takes.
+            transfer, runs, began_s = work  # The thread's waking is part of what a swap takes.
             sent = 0
             failure: BaseException | None = None
             try:
-                sent = self._copy(transfer, used)
+                sent = self._copy(transfer, runs)
             except Exception as error:
                 _log.exception("%s failed", transfer)
                 failure = error
             done(transfer, sent, self._clock() - began_s, failure)
 
-    def _copy(self, transfer: Transfer, used: Runs) -> int:
-        return copied(self._memory, self._links[transfer.direction], transfer, used)
+    def _copy(self, transfer: Transfer, runs: Runs) -> int:
+        return copied(self._memory, self._links[transfer.direction], transfer, runs)
 
 
 class InlineCopier:
@@ -125,11 +125,11 @@ class InlineCopier:
     def start(self, done: Done) -> None:
         self._done = done
 
-    def submit(self, transfer: Transfer, used: Runs) -> None:
+    def submit(self, transfer: Transfer, runs: Runs) -> None:
         """Copies, and reports at once: `done` may submit the next before this returns."""
         assert self._done is not None
         began_s = self._clock()
-        sent = copied(self._memory, self._links[transfer.direction], transfer, used)
+        sent = copied(self._memory, self._links[transfer.direction], transfer, runs)
         self._done(transfer, sent, self._clock() - began_s, None)
 
     def before_layer(self) -> None:
@@ -145,9 +145,8 @@ class InlineCopier:
         return True
 
 
-def copied(memory: LayerMemory, link: Link, transfer: Transfer, used: Runs) -> int:
-    """Copy a layer over a link of RAM, at its pace; the bytes."""
+def copied(memory: LayerMemory, link: Link, transfer: Transfer, runs: Runs) -> int:
+    """Copy blocks of a layer over a link of RAM, at its pace; the bytes."""
     link.open()
-    if transfer.direction is Direction.OUT:
-        return memory.copy_out(transfer.device_slot, transfer.host_slot, used, link.pace)
-    return memory.copy_in(transfer.device_slot, transfer.host_slot, link.pace)
+    copy = memory.copy_out if transfer.direction is Direction.OUT else memory.copy_in
+    return copy(transfer.device_slot, transfer.host_slot, runs, link.pace)

@@ -65,7 +65,10 @@ class SwapMeter:
 
     def pace(self) -> tuple[float, tuple[float, ...]] | None:
         """One swap, the slower direction, and the latest steps' computation, in seconds; None before two
-        swaps in each direction."""
+        swaps in each direction.
+
+        Where out is shorter a layer is back after as many swaps in as there are layers in the queue, for the
+        next one begins with the last one's end; where in is shorter, the same holds of those out."""
         if min(len(times) for times in self._latest_s.values()) < _ENOUGH_SWAPS:
             return None
         return max(median(times) for times in self._latest_s.values()), tuple(self._latest_steps_s)

@@ -17,7 +17,12 @@ class PieSettings(BaseModel):
     fifo_layers: int = Field(
         default=0, ge=0, description="layers in the swap queue at the start: 0, or 3 and more"
     )
-    host_mb: int = Field(default=1024, ge=1, description="host memory for swapped layers at most, in MiB")
+    host_mb: int = Field(
+        default=1024,
+        ge=1,
+        description="host memory for layers at most, in MiB; with room for all, not the swapped ones alone, "
+        "only what was written goes out again",
+    )
     bandwidth_limit: float = Field(
         default=0.0, ge=0, description="bytes per second of the link, in each direction; 0: as fast as memory"
     )

@@ -43,6 +43,14 @@ def lower(fifo_layers: int) -> int:
     return 0 if fifo_layers <= LEAST_FIFO_LAYERS else fifo_layers - 1
 
 
+def kept_layers(layers: int, most: int, device_blocks: int, host_blocks: int) -> int:
+    """Layers whose copies may stay on the host while they are on the device, beside a queue of `most`."""
+    if not most:
+        return 0
+    places = host_blocks // slot_blocks(layers, most, device_blocks)
+    return layers if places >= layers else max(0, places - most)
+
+
 def most_within_host(layers: int, device_blocks: int, host_blocks: int) -> int:
     """The longest FIFO whose layers fit `host_blocks` blocks of one layer on the host."""
     fits = 0

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from services.worker.pie.copier import Copier
+from services.worker.pie.copies import HostCopies
 from services.worker.pie.memory import LayerMemory
 from services.worker.pie.meter import SwapMeter
-from services.worker.pie.runs import Runs
-from services.worker.pie.swap import SwapController, Transfer
+from services.worker.pie.runs import Runs, set_of
+from services.worker.pie.swap import Direction, SwapController, Transfer
 from shared.errors import InternalError
 
 Pools = tuple[torch.Tensor, torch.Tensor]
@@ -38,6 +39,7 @@ class LayerStore:
         self.controller, self.memory, self.meter = controller, memory, SwapMeter(controller.table.layers)
         self.version = 0
         """Changes whenever a layer's pools do, while everything is static."""
+        self.copies = HostCopies(controller.table.layers)
         self._copier, self._clock, self._wait_timeout_s = copier, clock, wait_timeout_s
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
@@ -45,8 +47,10 @@ class LayerStore:
         self._source: Callable[[], Sequence[int]] = lambda: sorted(self._seen)
         self._count: Callable[[], int] = lambda: len(self._seen)
         self._is_attached = False
-        self._used: Runs | None = None
-        """Blocks in use when this step began; None until a copy needs them."""
+        self._used: int | None = None
+        """Set of the blocks in use when this step began; None until a copy needs them."""
+        self._written = 0
+        """Set of the blocks that this step writes to, in every layer."""
         self._began_s = self._stalled_s = 0.0
         copier.start(self._on_done)
 
@@ -63,12 +67,20 @@ class LayerStore:
         self._source, self._is_attached = used_blocks, True
         self._count = count or (lambda: len(used_blocks()))
 
-    def step_begins(self, blocks: Iterable[Sequence[int]]) -> None:
-        """`blocks` of each row of the step; what `attach` was given has them, too."""
+    def step_begins(
+        self, blocks: Iterable[Sequence[int]], written: Iterable[Sequence[int]] | None = None
+    ) -> None:
+        """`blocks` of each row of the step; what `attach` was given has them, too.
+
+        `written`: those of them that the step writes to; None: any block in use. Nobody else may write.
+        """
         if not self._is_attached:
             for each in blocks:
                 self._seen.update(each)
-        self._used = None if self.is_static else self.memory.runs_of(self._source())
+        self._used, self._written = None, 0  # While it is static both are nobody's business: `set_fifo`.
+        if not self.is_static:
+            self._used = set_of(self._source())
+            self._written = self._used if written is None else _joined(written)
         self._began_s, self._stalled_s = self._clock(), 0.0
 
     def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
@@ -84,6 +96,7 @@ class LayerStore:
             if not self.controller.table.is_present(layer):
                 self._wait(layer)
             self.controller.on_started(layer)
+            self.copies.on_written(layer, self._written)
             slot = self.controller.table.entries[layer].device_slot
         assert slot is not None
         self._copier.before_layer()
@@ -102,7 +115,10 @@ class LayerStore:
         return self.memory.views(slot)
 
     def set_fifo(self, fifo_layers: int) -> None:
+        """A new length of the queue. Between two steps only."""
         with self._condition:
+            if self.is_static:  # Nobody has told what was written since it became so.
+                self.copies.forget_all()
             self._submit(self.controller.set_fifo(fifo_layers, self._clock()))
 
     def resize(self) -> bool:
@@ -128,18 +144,22 @@ class LayerStore:
     def move_blocks(self, moves: Mapping[int, int]) -> None:
         """The contents of blocks to others, in all layers, wherever each is. Between two steps only.
 
-        Waits for transfers in flight.
+        Waits for transfers in flight. To lower ids, as older copies on the host do not have all higher ones:
+        else ValueError.
         """
+        if any(to > block for block, to in moves.items()):
+            raise ValueError(f"blocks can be moved down only: {dict(moves)}")
         controller, began_s = self.controller, self._clock()
         with self._condition:
             controller.pause()
             try:
                 self._quiesce()
-                for entry in controller.table.entries:
+                for layer, entry in enumerate(controller.table.entries):
                     if entry.device_slot is not None:
                         self.memory.move_blocks(entry.device_slot, moves)
+                        self.copies.on_moved(layer, moves)
                     elif entry.host_slot is not None:
-                        self.memory.rename_blocks(entry.host_slot, moves)
+                        self.memory.rename_blocks(entry.host_slot, self.copies.on_renamed(layer, moves))
                 self._copier.after_layer()
             finally:
                 self._used = None
@@ -156,6 +176,7 @@ class LayerStore:
         entries = controller.table.entries
         occupied = frozenset(entry.device_slot for entry in entries if entry.device_slot is not None)
         self.memory.shift(partition.resize(controller.table.slots + added), occupied)
+        self.copies.cut(partition.slot_blocks)
         self._copier.after_layer()
         for _ in range(added):
             controller.add_slot()
@@ -164,6 +185,8 @@ class LayerStore:
         """AssertionError unless the controller's books are sound; copies may be under way."""
         with self._condition:
             self.controller.check_integrity()
+            for layer, entry in enumerate(self.controller.table.entries):
+                assert entry.host_slot is not None or not self.copies.fresh(layer), "a copy that is nowhere"
 
     def close(self, deadline_s: float) -> bool:
         """End the copier; False when that took longer."""
@@ -197,9 +220,18 @@ class LayerStore:
         if not transfers:
             return
         if self._used is None:  # Between two steps; within one they are known.
-            self._used = self.memory.runs_of(self._source())
+            self._used = set_of(self._source())
         for transfer in transfers:
-            self._copier.submit(transfer, self._used)
+            self._copier.submit(transfer, self._runs(transfer, self._used))
+
+    def _runs(self, transfer: Transfer, used: int) -> Runs:
+        """What has to be copied."""
+        layer, copies = transfer.layer, self.copies
+        if transfer.direction is Direction.IN:
+            return self.memory.runs_in(copies.arrive(layer, used), copies.fresh(layer))
+        if self.memory.reserve(transfer.host_slot):
+            copies.forget(layer)
+        return self.memory.runs_out(copies.leave(layer, used))
 
     def _on_done(
         self, transfer: Transfer, sent_bytes: int, took_s: float, error: BaseException | None
@@ -209,5 +241,17 @@ class LayerStore:
                 self._failure = error
             else:
                 self.meter.on_copied(transfer.direction, sent_bytes, took_s)
-                self._submit(self.controller.on_completed(transfer, self._clock()))
+                following = self.controller.on_completed(transfer, self._clock())
+                if transfer.direction is Direction.IN and not self.controller.table.is_kept(transfer.layer):
+                    self.copies.forget(transfer.layer)
+                self._submit(following)
             self._condition.notify_all()
+
+
+def _joined(blocks: Iterable[Sequence[int]]) -> int:
+    """The set of them all."""
+    found = 0
+    for each in blocks:
+        for block in each:
+            found |= 1 << block
+    return found

@@ -62,17 +62,15 @@ class StreamCopier:
     def start(self, done: Done) -> None:
         self._done = done
 
-    def submit(self, transfer: Transfer, used: Runs) -> None:
+    def submit(self, transfer: Transfer, runs: Runs) -> None:
         stream = self._streams[transfer.direction]
         began, ended = (self._cuda.Event(enable_timing=True) for _ in range(2))
         if self._computed:
             stream.wait_event(self._computed[-1])
         with self._cuda.stream(stream):
             began.record(stream)
-            if transfer.direction is Direction.OUT:
-                sent = self._memory.copy_out(transfer.device_slot, transfer.host_slot, used, _unpaced)
-            else:
-                sent = self._memory.copy_in(transfer.device_slot, transfer.host_slot, _unpaced)
+            copy = self._memory.copy_out if transfer.direction is Direction.OUT else self._memory.copy_in
+            sent = copy(transfer.device_slot, transfer.host_slot, runs, _unpaced)
             ended.record(stream)
         self._flights[transfer.direction] = _Flight(transfer, sent, began, ended)
 

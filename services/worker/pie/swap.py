@@ -41,8 +41,8 @@ class Relocation:
 class SwapController:
     """Drives one `MappingTable`. Whoever calls carries the transfers out and reports each completion once."""
 
-    def __init__(self, layers: int, fifo_layers: int = 0) -> None:
-        self.table = MappingTable(layers, fifo_layers)
+    def __init__(self, layers: int, fifo_layers: int = 0, kept_layers: int = 0) -> None:
+        self.table = MappingTable(layers, fifo_layers, kept_layers)
         self.fifo_layers = fifo_layers
         self.position = 0
         """The layer that is awaited, computed or next to be; never swapped out."""

@@ -33,11 +33,13 @@ class Entry:
 class MappingTable:
     """Layers 0 … n-1 to slots of the device and of the host; slot numbers are dense from 0.
 
-    Made for a FIFO of `fifo_layers`: what has no slot begins on the host.
+    Made for a FIFO of `fifo_layers`: what has no slot begins on the host. The first `kept_layers` layers keep
+    their place on the host while they are on the device, so that what was not written need not go out again.
     """
 
-    def __init__(self, layers: int, fifo_layers: int = 0) -> None:
+    def __init__(self, layers: int, fifo_layers: int = 0, kept_layers: int = 0) -> None:
         self.layers = layers
+        self.kept_layers = kept_layers
         self.slots = device_slots(layers, fifo_layers)
         """On the device, held or free."""
         self.entries = [
@@ -68,11 +70,16 @@ class MappingTable:
         """Whether the layer can be computed."""
         return layer in self.present
 
+    def is_kept(self, layer: int) -> bool:
+        """Whether the layer keeps its place on the host."""
+        return layer < self.kept_layers
+
     def begin_leaving(self, layer: int, now_s: float) -> Entry:
         entry = self._take(layer, Place.DEVICE)
         self.present.remove(layer)
-        entry.host_slot = min(self._free_host)
-        self._free_host.remove(entry.host_slot)
+        if entry.host_slot is None:
+            entry.host_slot = min(self._free_host)
+            self._free_host.remove(entry.host_slot)
         entry.place, entry.since_s = Place.LEAVING, now_s
         return entry
 
@@ -94,9 +101,11 @@ class MappingTable:
     def end_arriving(self, layer: int, now_s: float) -> None:
         entry = self._take(layer, Place.ARRIVING)
         assert entry.host_slot is not None
-        self._free_host.add(entry.host_slot)
+        if not self.is_kept(layer):
+            self._free_host.add(entry.host_slot)
+            entry.host_slot = None
         self.present.add(layer)
-        entry.place, entry.host_slot, entry.since_s = Place.DEVICE, None, now_s
+        entry.place, entry.since_s = Place.DEVICE, now_s
 
     def add_slot(self) -> int:
         """One more slot, free; its number."""
@@ -143,6 +152,7 @@ class MappingTable:
         )
         assert self.present == set(self.layers_at(Place.DEVICE))
         assert self.on_host == set(self.layers_at(Place.HOST))
-        for entry in self.entries:
+        for layer, entry in enumerate(self.entries):
             assert (entry.device_slot is None) == (entry.place is Place.HOST)
-            assert (entry.host_slot is None) == (entry.place is Place.DEVICE)
+            assert entry.host_slot is not None or entry.place is Place.DEVICE
+            assert entry.host_slot is None or entry.place is not Place.DEVICE or self.is_kept(layer)

@@ -4,11 +4,18 @@ from random import Random
 
 import pytest
 
-from bench.pie.confidence import interval, median_of_ratios
+from bench.pie.confidence import interval, median_of_ratios, ratio_of_wholes
 
 
 def test_what_is_the_same_in_every_round_is_certain() -> None:
     assert interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], median_of_ratios) == (2.0, 2.0)
+
+
+def test_wholes_weigh_rounds_by_their_time() -> None:
+    ours, theirs = [(10.0, 1.0), (90.0, 4.0)], [(10.0, 1.0), (30.0, 3.0)]
+    assert ratio_of_wholes(ours, theirs) == 2.0
+    low, high = interval(ours, theirs, ratio_of_wholes)
+    assert low == 1.0 and high == 2.25
 
 
 def test_rounds_pair_up() -> None:

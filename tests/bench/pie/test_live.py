@@ -34,6 +34,6 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, quick: bool 
 
 
 def test_all_parts_or_those_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert run(monkeypatch, tmp_path, quick=False) == ["room", "narrow", "reaction", "stack"]
-    assert run(monkeypatch, tmp_path) == ["room", "narrow", "reaction"]
+    assert run(monkeypatch, tmp_path, quick=False) == ["step", "room", "best", "narrow", "reaction", "stack"]
+    assert run(monkeypatch, tmp_path) == ["step", "room", "best", "narrow", "reaction"]
     assert run(monkeypatch, tmp_path, "--part", "stack", "room") == ["room", "stack"]

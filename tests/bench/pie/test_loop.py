@@ -87,3 +87,16 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
     assert texts(loop) == expected
     assert len(seen) >= 3 and loop.resyncs <= 5
     assert pie.store.close(5.0)
+
+
+def test_clients_join_one_after_the_other(llama: Any) -> None:
+    engine = TorchEngine(describe(llama), kv_blocks=DEVICE_BLOCKS, block_tokens=4)
+    settings = PolicySettings(max_batch_sequences=16)
+    loop = Loop(engine, requests(), clients=10, settings=settings, ramp_s=20.0)
+    loop.run(0.02)
+    assert len(loop._open) <= 1
+    loop.ran_s = 10.0
+    loop.run(0.001)
+    assert 4 <= len(loop._open) <= 6
+    loop.ran_s = 20.0
+    finish(loop)

@@ -30,9 +30,9 @@ def test_ratios_are_taken_within_a_round() -> None:
     versus = compared(served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
     assert (versus.median, versus.worst, versus.highest) == (3, 1, 4)
     found = spread("x", served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
-    assert (found["x"], found["x_worst"], found["x_whole"]) == (3, 1, 60 / 25)
-    assert 1 <= found["x_low"] <= 3 <= found["x_high"] <= 4
-    assert served("x", 3, 1, 2).tokens_per_s == 2
+    assert (found["x"], found["x_median"], found["x_worst"]) == (60 / 25, 3, 1)
+    assert 1 <= found["x_low"] <= 60 / 25 <= found["x_high"] <= 4
+    assert served("x", 3, 1, 5).tokens_per_s == 3
     assert served("x", 1).mean(lambda one: one.batch) == 4
 
 

@@ -36,3 +36,19 @@ def test_a_side_serves_on_the_bytes_it_has(kind: Kind) -> None:
         assert side.engine.kv_blocks == (BLOCKS * 2 if kind.fifo_layers == 6 else BLOCKS)
     finally:
         side.close()
+
+
+def test_it_settles_for_a_time_and_then_for_the_length_of_answers() -> None:
+    workload = Workload(str(TINY_CHAT), 1)
+    side = Side(RECOMPUTE, Ground(TINY_CHAT, BLOCKS, 1e9, clients=6), workload.requests(6))
+    try:
+        assert side.mean_answer_s == 0.0
+        side.loop.run(60.0, until=lambda: len(side.loop.answers) >= 6)
+        began_s, answer_s = side.loop.ran_s, side.mean_answer_s
+        side.settle(0.2, 5.0)
+        assert answer_s > 0 and side.loop.ran_s - began_s >= 0.2 + 1.9 * min(answer_s, side.mean_answer_s)
+        began_s = side.loop.ran_s
+        side.settle(1e9, 0.1, answers=0.0)
+        assert side.loop.ran_s - began_s < 30
+    finally:
+        side.close()

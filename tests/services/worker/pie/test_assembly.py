@@ -17,6 +17,7 @@ from services.worker.engine.native.library import AttentionMode
 from services.worker.kv.pool import BlockPool
 from services.worker.pie.pool import ElasticPool
 from services.worker.pie.settings import PieSettings
+from services.worker.pie.swap import Direction
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.engine.test_engine import BLOCK_TOKENS, GREEDY, Sequences
@@ -89,6 +90,22 @@ def test_the_text_is_the_same_with_a_fixed_queue(llama: Any, mode: AttentionMode
         meter = swapped.pie.store.meter
         assert (min(meter.moved_bytes.values()) > 0) == (fifo_layers > 0)
         assert (sum(meter.stall_s) > 0) or fifo_layers < 5
+
+
+@pytest.mark.parametrize(("host_mb", "kept_layers"), [(1, 0), (2, LAYERS)])
+def test_the_text_is_the_same_where_the_host_has_room_for_the_queue_alone(
+    llama: Any, host_mb: int, kept_layers: int
+) -> None:
+    with engine_of(llama, "native", 256) as plain:
+        expected = answers(plain, plain.make_pool(), 34)
+    settings = {"expansion": "fixed", "fifo_layers": 3, "bandwidth_limit": BANDWIDTH, "host_mb": host_mb}
+    with engine_of(llama, "native", 256, **settings) as swapped:
+        assert swapped.pie is not None
+        store = swapped.pie.store
+        assert store.controller.table.kept_layers == kept_layers
+        assert answers(swapped, swapped.make_pool(), 34) == expected
+        moved_in, moved_out = (store.meter.moved_bytes[each] for each in (Direction.IN, Direction.OUT))
+        assert (moved_out < 0.7 * moved_in) == (kept_layers > 0)
 
 
 @pytest.mark.parametrize("mode", MODES)

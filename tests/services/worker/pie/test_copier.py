@@ -34,6 +34,7 @@ class Reports:
 @pytest.mark.parametrize("kind", [ThreadCopier, InlineCopier])
 def test_a_layer_goes_out_and_comes_back_elsewhere(kind: type[ThreadCopier] | type[InlineCopier]) -> None:
     memory, reports = make_memory(4, 6), Reports()
+    memory.reserve(0)
     links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
     copier = kind(memory, links, monotonic_s)
     copier.start(reports.on_done)
@@ -49,6 +50,7 @@ def test_a_layer_goes_out_and_comes_back_elsewhere(kind: type[ThreadCopier] | ty
 
 def test_a_failed_copy_is_reported_and_the_thread_goes_on() -> None:
     memory, reports = make_memory(4, 6), Reports()
+    memory.reserve(0)
     links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
     copier = ThreadCopier(memory, links, monotonic_s)
     copier.start(reports.on_done)
@@ -62,6 +64,7 @@ def test_a_failed_copy_is_reported_and_the_thread_goes_on() -> None:
 
 def test_the_end_waits_no_longer_than_it_may() -> None:
     memory, held = make_memory(4, 6), threading.Event()
+    memory.reserve(0)
 
     def sleep(_: float) -> None:
         held.wait(5.0)

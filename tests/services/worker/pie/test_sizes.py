@@ -34,3 +34,10 @@ def test_the_hosts_memory_bounds_the_queue() -> None:
     assert sizes.most_within_host(9, 100, 4 * 128) == 4
     assert sizes.most_within_host(9, 100, 4 * 128 - 1) == 3
     assert sizes.most_within_host(9, 100, 10) == 0
+
+
+def test_layers_that_keep_their_place_on_the_host() -> None:
+    assert sizes.kept_layers(9, 4, 100, 9 * 128) == 9
+    assert sizes.kept_layers(9, 4, 100, 9 * 128 - 1) == 4, "eight places, four of them for the queue"
+    assert sizes.kept_layers(9, 4, 100, 4 * 128) == 0
+    assert sizes.kept_layers(9, 0, 100, 10_000) == 0

@@ -136,11 +136,7 @@ def test_no_layer_is_computed_without_its_kv_whatever_changes(
                 store.resize()
             elif dice.random() < 0.2:
                 gone = dice.choice(blocks)
-                free = (
-                    next(block for block in range(BLOCKS) if block not in blocks)
-                    if len(blocks) < BLOCKS
-                    else None
-                )
+                free = next((block for block in range(gone) if block not in blocks), None)
                 blocks.remove(gone)
                 if free is not None:
                     blocks.append(free)

@@ -44,3 +44,16 @@ def test_the_last_slot_is_given_up_and_its_layer_moves_to_the_free_one() -> None
     assert table.add_slot() == 4 and table.free_slots == 1
     assert table.retire_slot() is None and table.slots == 4
     table.check_integrity()
+
+
+def test_a_layer_that_is_kept_has_its_place_on_the_host_for_good() -> None:
+    table = MappingTable(5, kept_layers=2)
+    for layer in (1, 3):
+        table.begin_leaving(layer, 0.0)
+        table.end_leaving(layer, 0.0)
+        table.begin_arriving(layer, 0.0)
+        table.end_arriving(layer, 0.0)
+        table.check_integrity()
+    assert table.entries[1].host_slot == 0 and table.entries[3].host_slot is None
+    assert table.begin_leaving(3, 0.0).host_slot == 1 and table.begin_leaving(1, 0.0).host_slot == 0
+    table.check_integrity()
