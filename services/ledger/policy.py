@@ -1,12 +1,14 @@
 """Whom a debtor should ask for memory. Source: papers/001 §4.4, `algorithms.md` §4.
 
-Candidates are sorted by (distance, −free, id). Free memory that was just pointed out to another debtor counts
-as taken, which spreads debtors that ask at the same time; a worker with nothing left unpromised comes last,
-not never. It knows no bus and no clock, and grants nothing: the creditor decides.
+Candidates are sorted by (distance, −free, id), device memory before host memory. Free memory that was just
+pointed out to another debtor counts as taken, which spreads debtors that ask at the same time; a worker with
+nothing left unpromised comes last, not never. It knows no bus and no clock, and grants nothing: the creditor
+decides.
 """
 
 from services.ledger.state import Account, Table
 from shared.messages.commands import Creditor
+from shared.messages.lending import KvTier
 
 OFFERED_CREDITORS = 3
 SAME_HOST, OTHER_HOST = 0, 1
@@ -22,28 +24,35 @@ def candidates(
     debtor_id: str,
     tokens: int,
     refused_by: tuple[str, ...] = (),
+    refused_host_by: tuple[str, ...] = (),
     *,
     limit: int = OFFERED_CREDITORS,
 ) -> list[Creditor]:
-    """Up to `limit` workers to ask, best first, and notes in `table` what the first of them is asked for."""
+    """Up to `limit` workers to ask, best first, and for which tier of their memory.
+
+    Notes in `table` what the first of them is asked for.
+    """
     table.on_refused(refused_by)
+    table.on_refused(refused_host_by, KvTier.HOST)
     table.withdraw_offer(debtor_id)
     debtor = table.get(debtor_id)
     host = debtor.host if debtor is not None else ""
-    chosen: list[Account] = []
-    for account in table.best(host):
+    chosen: list[tuple[Account, KvTier]] = []
+    for account, tier in table.best(host):
         if len(chosen) == limit:
             break
         fits = debtor is None or debtor.fingerprint == account.fingerprint
         if account.worker_id != debtor_id and fits:
-            chosen.append(account)
+            chosen.append((account, tier))
     if chosen:
-        table.on_offered(chosen[0].worker_id, debtor_id, min(tokens, chosen[0].own_free_tokens))
+        account, tier = chosen[0]
+        table.on_offered(account.worker_id, debtor_id, min(tokens, account.offers[tier].free_tokens), tier)
     return [
         Creditor(
             worker_id=account.worker_id,
-            free_tokens=account.own_free_tokens,
+            free_tokens=account.offers[tier].free_tokens,
             distance=distance(host, account.host),
+            tier=tier,
         )
-        for account in chosen
+        for account, tier in chosen
     ]

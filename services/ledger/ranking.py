@@ -49,13 +49,18 @@ class Ranking:
 
     def best(self, host: str) -> Iterator[str]:
         """Neighbours at `host` that have something left, others that have, then those without, likewise."""
+        yield from self.within(host, has_left=True)
+        yield from self.within(host, has_left=False)
+
+    def within(self, host: str, *, has_left: bool) -> Iterator[str]:
+        """Neighbours, then others: those of them that have something left, or that have not."""
         near = self._at.get(host) if host else None
-        for bounds in ({"max_key": _POSITIVE, "inclusive": (True, False)}, {"min_key": _POSITIVE}):
-            if near is not None:
-                yield from (worker for _, worker in near.irange_key(**bounds))
-            for _, worker in self._all.irange_key(**bounds):
-                if near is None or self._hosts[worker] != host:
-                    yield worker
+        bounds = {"max_key": _POSITIVE, "inclusive": (True, False)} if has_left else {"min_key": _POSITIVE}
+        if near is not None:
+            yield from (worker for _, worker in near.irange_key(**bounds))
+        for _, worker in self._all.irange_key(**bounds):
+            if near is None or self._hosts[worker] != host:
+                yield worker
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the orders disagree."""

@@ -20,7 +20,7 @@ from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import Creditor, CreditorCandidates, FindCreditors
-from shared.messages.lending import CreditorOffered, LedgerAnnounced
+from shared.messages.lending import CreditorOffered, KvTier, LedgerAnnounced
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
@@ -60,7 +60,8 @@ class Ledger:
         """Another ledger pointed a debtor to a creditor."""
         if offered.ledger_id != self._bus.instance:
             self.table.on_refused(offered.refused_by)
-            self.table.on_offered(offered.creditor_id, offered.debtor_id, offered.tokens)
+            self.table.on_refused(offered.refused_host_by, KvTier.HOST)
+            self.table.on_offered(offered.creditor_id, offered.debtor_id, offered.tokens, offered.tier)
 
     def on_announced(self, announced: LedgerAnnounced) -> None:
         """A ledger is there: another one, or this one."""
@@ -70,7 +71,8 @@ class Ledger:
         """Whom to ask, best first; nobody when no worker has anything to lend."""
         self.table.on_tick(self._clock())
         self.asked += 1
-        found = candidates(self.table, asked.debtor_id, asked.tokens, asked.refused_by)
+        refused = asked.refused_by, asked.refused_host_by
+        found = candidates(self.table, asked.debtor_id, asked.tokens, *refused)
         await self._tell(asked, found)
         return CreditorCandidates(candidates=tuple(found))
 
@@ -82,7 +84,9 @@ class Ledger:
             debtor_id=asked.debtor_id,
             creditor_id="" if first is None else first.worker_id,
             tokens=0 if first is None else min(asked.tokens, first.free_tokens),
+            tier=KvTier.DEVICE if first is None else first.tier,
             refused_by=asked.refused_by,
+            refused_host_by=asked.refused_host_by,
         )
         await self._publish(subjects.LEDGER_OFFERED, event)
 
@@ -140,6 +144,8 @@ class Ledger:
                         "borrowed": account.borrowed_tokens,
                         "lent_to": account.lent_to_tokens,
                         "borrowed_from": account.borrowed_from_tokens,
+                        "host_lent_to": account.host_lent_to_tokens,
+                        "host_borrowed_from": account.host_borrowed_from_tokens,
                         "seq": account.seq,
                         "heard_s_ago": round(now_s - account.heard_s, 2),
                     }

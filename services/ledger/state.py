@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.ledger.ranking import Ranking
+from shared.messages.lending import KvTier
 from shared.messages.reports import WorkerReported
 
 
@@ -18,6 +19,20 @@ class Promise:
 
     debtor_id: str
     tokens: int
+
+
+@dataclass
+class Offer:
+    """What a worker would lend of one tier."""
+
+    free_tokens: int
+    promises: dict[str, Promise] = field(default_factory=dict)
+    refused: bool = False
+    """A debtor was turned down since this heartbeat."""
+
+    @property
+    def unpromised_tokens(self) -> int:
+        return self.free_tokens - sum(promise.tokens for promise in self.promises.values())
 
 
 @dataclass
@@ -31,21 +46,22 @@ class Account:
     block_tokens: int
     fingerprint: bytes
     total_tokens: int
-    own_free_tokens: int
-    """What it would lend: free or evictable, within its cap; borrowed memory does not count, nobody re-lends
-    it."""
+    offers: dict[KvTier, Offer]
+    """What it would lend: of the device what is free or evictable, within its cap, of the host what is kept
+    for that; borrowed memory does not count, nobody re-lends it."""
     lent_tokens: int
     borrowed_tokens: int
     lent_to_tokens: dict[str, int]
     borrowed_from_tokens: dict[str, int]
+    """Of devices' memory, as `lent_to_tokens`: what a settlement could bring home."""
+    host_lent_to_tokens: dict[str, int]
+    host_borrowed_from_tokens: dict[str, int]
     heard_s: float
-    promises: dict[str, Promise] = field(default_factory=dict)
-    refused: bool = False
-    """A debtor was turned down since this heartbeat."""
 
     @property
-    def unpromised_tokens(self) -> int:
-        return self.own_free_tokens - sum(promise.tokens for promise in self.promises.values())
+    def own_free_tokens(self) -> int:
+        """On its device."""
+        return self.offers[KvTier.DEVICE].free_tokens
 
 
 class Table:
@@ -54,9 +70,9 @@ class Table:
     def __init__(self, *, silence_s: float = 2.0) -> None:
         self.silence_s = silence_s
         self._accounts: dict[str, Account] = {}
-        self._ranking = Ranking()
-        self._pointed_to: dict[str, str] = {}
-        """Debtor → creditor that has a promise for it."""
+        self._rankings = {tier: Ranking() for tier in KvTier}
+        self._pointed_to: dict[str, tuple[str, KvTier]] = {}
+        """Debtor → creditor, and tier of it, that has a promise for it."""
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -67,14 +83,20 @@ class Table:
     def get(self, worker_id: str) -> Account | None:
         return self._accounts.get(worker_id)
 
-    def promises_of(self, worker_id: str) -> dict[str, Promise]:
+    def promises_of(self, worker_id: str, tier: KvTier = KvTier.DEVICE) -> dict[str, Promise]:
         """What of a worker is pointed out to whom."""
         account = self._accounts.get(worker_id)
-        return {} if account is None else dict(account.promises)
+        return {} if account is None else dict(account.offers[tier].promises)
 
-    def best(self, host: str) -> Iterator[Account]:
-        """In the order in which they should be asked; the table must not change meanwhile."""
-        return (self._accounts[worker_id] for worker_id in self._ranking.best(host))
+    def best(self, host: str) -> Iterator[tuple[Account, KvTier]]:
+        """In the order in which they should be asked, and for what; the table must not change meanwhile.
+
+        Device memory before host memory, but what is promised to others already comes after both.
+        """
+        for has_left in (True, False):
+            for tier in (KvTier.DEVICE, KvTier.HOST):
+                for worker_id in self._rankings[tier].within(host, has_left=has_left):
+                    yield self._accounts[worker_id], tier
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in; one that is older than what is known is ignored."""
@@ -82,50 +104,52 @@ class Table:
         if known is not None and (report.incarnation, report.seq) <= (known.incarnation, known.seq):
             return
         if known is not None:
-            self._forget_promises(known)
+            self._forget_promises(*known.offers.values())
         account = self._accounts[report.worker_id] = _account(report, now_s)
-        self._rank(account)
+        self._rank(account, *KvTier)
 
-    def on_refused(self, creditor_ids: tuple[str, ...]) -> None:
-        """These turned a debtor down; they are left out until their next heartbeat."""
+    def on_refused(self, creditor_ids: tuple[str, ...], tier: KvTier = KvTier.DEVICE) -> None:
+        """These turned a debtor down; they are left out, for that tier, until their next heartbeat."""
         for creditor_id in creditor_ids:
             account = self._accounts.get(creditor_id)
             if account is not None:
-                account.refused = True
-                self._forget_promises(account)
-                self._ranking.remove(creditor_id)
+                account.offers[tier].refused = True
+                self._forget_promises(account.offers[tier])
+                self._rank(account, tier)
 
-    def on_offered(self, creditor_id: str, debtor_id: str, tokens: int) -> None:
+    def on_offered(self, creditor_id: str, debtor_id: str, tokens: int, tier: KvTier = KvTier.DEVICE) -> None:
         """`tokens` of a creditor were pointed out to a debtor: taken, until the creditor's next heartbeat.
 
         What the debtor was pointed to before did not serve it.
         """
         self.withdraw_offer(debtor_id)
         account = self._accounts.get(creditor_id)
-        if account is not None and not account.refused and creditor_id != debtor_id:
-            account.promises[debtor_id] = Promise(debtor_id, tokens)
-            self._pointed_to[debtor_id] = creditor_id
-            self._rank(account)
+        if account is not None and not account.offers[tier].refused and creditor_id != debtor_id:
+            account.offers[tier].promises[debtor_id] = Promise(debtor_id, tokens)
+            self._pointed_to[debtor_id] = creditor_id, tier
+            self._rank(account, tier)
 
     def withdraw_offer(self, debtor_id: str) -> None:
         """The debtor asks again."""
-        creditor_id = self._pointed_to.pop(debtor_id, None)
-        if creditor_id is not None:
+        pointed_to = self._pointed_to.pop(debtor_id, None)
+        if pointed_to is not None:
+            creditor_id, tier = pointed_to
             account = self._accounts[creditor_id]
-            del account.promises[debtor_id]
-            self._rank(account)
+            del account.offers[tier].promises[debtor_id]
+            self._rank(account, tier)
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and returns their ids."""
         silent = [a.worker_id for a in self._accounts.values() if now_s - a.heard_s > self.silence_s]
         for worker_id in silent:
-            self._forget_promises(self._accounts.pop(worker_id))
-            self._ranking.remove(worker_id)
+            self._forget_promises(*self._accounts.pop(worker_id).offers.values())
+            for ranking in self._rankings.values():
+                ranking.remove(worker_id)
         return silent
 
     def debts(self) -> dict[tuple[str, str], int]:
-        """Tokens by (debtor, creditor), of living workers. Where the two disagree, one of them has not heard
-        of a change yet and the smaller amount is safe."""
+        """Tokens of devices' memory by (debtor, creditor), of living workers. Where the two disagree, one of
+        them has not heard of a change yet and the smaller amount is safe."""
         found: dict[tuple[str, str], int] = {}
         for debtor in self._accounts.values():
             for creditor_id, tokens in debtor.borrowed_from_tokens.items():
@@ -141,39 +165,47 @@ class Table:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
-        self._ranking.check_integrity()
         promised = 0
         for worker_id, account in self._accounts.items():
             assert worker_id == account.worker_id
             assert 0 <= account.own_free_tokens <= account.total_tokens
-            assert worker_id not in account.promises, "a worker was offered its own memory"
-            assert not (account.refused and account.promises)
-            promised += len(account.promises)
-            assert all(self._pointed_to[debtor] == worker_id for debtor in account.promises)
+            for tier, offer in account.offers.items():
+                assert worker_id not in offer.promises, "a worker was offered its own memory"
+                assert not (offer.refused and offer.promises)
+                promised += len(offer.promises)
+                assert all(self._pointed_to[debtor] == (worker_id, tier) for debtor in offer.promises)
         assert promised == len(self._pointed_to), "a debtor is pointed to a promise that is not there"
-        assert len(self._ranking) == sum(
-            not account.refused and account.own_free_tokens > 0 for account in self._accounts.values()
-        )
+        for tier, ranking in self._rankings.items():
+            ranking.check_integrity()
+            offers = [account.offers[tier] for account in self._accounts.values()]
+            assert len(ranking) == sum(not offer.refused and offer.free_tokens > 0 for offer in offers)
         net: dict[str, int] = {}
         for (debtor_id, creditor_id), tokens in self.debts().items():
             net[debtor_id] = net.get(debtor_id, 0) - tokens
             net[creditor_id] = net.get(creditor_id, 0) + tokens
         assert sum(net.values()) == 0 and set(net) <= set(self._accounts)
 
-    def _forget_promises(self, account: Account) -> None:
-        for debtor_id in account.promises:
-            del self._pointed_to[debtor_id]
-        account.promises.clear()
+    def _forget_promises(self, *offers: Offer) -> None:
+        for offer in offers:
+            for debtor_id in offer.promises:
+                del self._pointed_to[debtor_id]
+            offer.promises.clear()
 
-    def _rank(self, account: Account) -> None:
-        if account.refused or account.own_free_tokens <= 0:
-            self._ranking.remove(account.worker_id)
-        else:
-            self._ranking.put(account.worker_id, account.host, account.unpromised_tokens)
+    def _rank(self, account: Account, *tiers: KvTier) -> None:
+        for tier in tiers:
+            offer = account.offers[tier]
+            if offer.refused or offer.free_tokens <= 0:
+                self._rankings[tier].remove(account.worker_id)
+            else:
+                self._rankings[tier].put(account.worker_id, account.host, offer.unpromised_tokens)
 
 
 def _account(report: WorkerReported, now_s: float) -> Account:
     size, capacity = report.block_tokens, report.capacity
+
+    def tokens(blocks: dict[str, int]) -> dict[str, int]:
+        return {peer: count * size for peer, count in blocks.items()}
+
     own_free_blocks = min(capacity.plannable_blocks - capacity.borrowed_free_blocks, capacity.total_blocks)
     if capacity.lendable_blocks is not None:
         own_free_blocks = min(own_free_blocks, capacity.lendable_blocks)
@@ -185,10 +217,15 @@ def _account(report: WorkerReported, now_s: float) -> Account:
         block_tokens=size,
         fingerprint=report.fingerprint,
         total_tokens=capacity.total_blocks * size,
-        own_free_tokens=max(0, own_free_blocks) * size,
-        lent_tokens=capacity.lent_blocks * size,
+        offers={
+            KvTier.DEVICE: Offer(max(0, own_free_blocks) * size),
+            KvTier.HOST: Offer(capacity.host_lendable_blocks * size),
+        },
+        lent_tokens=(capacity.lent_blocks + capacity.host_lent_blocks) * size,
         borrowed_tokens=capacity.borrowed_blocks * size,
-        lent_to_tokens={peer: blocks * size for peer, blocks in report.lent_to_blocks.items()},
-        borrowed_from_tokens={peer: blocks * size for peer, blocks in report.borrowed_from_blocks.items()},
+        lent_to_tokens=tokens(report.lent_to_blocks),
+        borrowed_from_tokens=tokens(report.borrowed_from_blocks),
+        host_lent_to_tokens=tokens(report.host_lent_to_blocks),
+        host_borrowed_from_tokens=tokens(report.host_borrowed_from_blocks),
         heard_s=now_s,
     )

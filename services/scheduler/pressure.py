@@ -151,7 +151,7 @@ def _neighbour(report: WorkerReported, target: Lane | None) -> Neighbour:
         return Neighbour()
     is_linked = bool(report.kv_block_bytes) and report.fingerprint == target.report.fingerprint
     return Neighbour(
-        lendable_blocks=target.report.capacity.lendable_blocks or 0,
+        lendable_blocks=target.report.capacity.loanable_blocks,
         room_blocks=_room(target),
         is_linked=is_linked,
     )

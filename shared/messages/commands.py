@@ -1,6 +1,7 @@
 """Control commands and their replies. An error is never a field of a reply: see `shared.errors.to_wire`."""
 
 from shared.messages.base import Message
+from shared.messages.lending import KvTier
 from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
 
@@ -96,13 +97,18 @@ class FindCreditors(Message, frozen=True, kw_only=True):
     debtor_id: str
     tokens: int
     refused_by: tuple[str, ...] = ()
+    refused_host_by: tuple[str, ...] = ()
+    """As to their host memory."""
 
 
 class Creditor(Message, frozen=True, kw_only=True):
     worker_id: str
     free_tokens: int
+    """Of that tier."""
     distance: int
     """0 same host, 1 elsewhere."""
+    tier: KvTier = KvTier.DEVICE
+    """What to ask for."""
 
 
 class CreditorCandidates(Message, frozen=True, kw_only=True):

@@ -62,6 +62,8 @@ class Grant(Message, frozen=True, kw_only=True):
     """Physical numbers at the creditor."""
     lease_s: float
     """From the debtor's sending of what this answers; the creditor waits a while longer."""
+    attends: bool = True
+    """The creditor computes attention over them; else they are only written and fetched."""
 
 
 class BorrowReply(Message, frozen=True, kw_only=True):
@@ -164,7 +166,10 @@ class CreditorOffered(Message, frozen=True, kw_only=True):
     debtor_id: str
     creditor_id: str = ""
     tokens: int = 0
+    tier: KvTier = KvTier.DEVICE
+    """Of what was pointed out."""
     refused_by: tuple[str, ...] = ()
+    refused_host_by: tuple[str, ...] = ()
 
 
 class LedgerAnnounced(Message, frozen=True, kw_only=True):

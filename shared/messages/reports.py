@@ -24,14 +24,25 @@ class Capacity(Message, frozen=True, kw_only=True):
     borrowed_free_blocks: int = 0
     """Of `free_blocks`: borrowed, so not to be lent on."""
     most_lent_blocks: int = 0
-    """It never lends more than this, whatever is free."""
+    """It never lends more than this, whatever is free; host memory included."""
     lendable_blocks: int | None = None
     """What it would lend now, within its cap; None: it says nothing of that."""
+    host_blocks: int = 0
+    """Of host memory, kept for others and for nothing else; outside every other figure here."""
+    host_lent_blocks: int = 0
+    """Of `host_blocks`."""
+    host_lendable_blocks: int = 0
+    """Of `host_blocks`, what it would lend now."""
 
     @property
     def plannable_blocks(self) -> int:
         """What a plan may count on being able to allocate now."""
         return max(0, self.free_blocks + self.evictable_blocks - self.doomed_blocks)
+
+    @property
+    def loanable_blocks(self) -> int:
+        """What it would lend now, of both tiers."""
+        return (self.lendable_blocks or 0) + self.host_lendable_blocks
 
 
 class SequenceState(StrEnum):
@@ -89,6 +100,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Of `capacity.lent_blocks`: what each debtor holds, by worker id."""
     borrowed_from_blocks: dict[str, int] = msgspec.field(default_factory=dict)
     """Of `capacity.borrowed_blocks`: what each creditor lends, by worker id."""
+    host_lent_to_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    """`capacity.host_lent_blocks` by debtor."""
+    host_borrowed_from_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    """Of `capacity.borrowed_blocks`, those in creditors' host memory. Device and host together are all."""
     prefill_tokens_per_s: float = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
     decode_step_s: float = 0.0

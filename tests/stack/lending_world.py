@@ -16,11 +16,14 @@ from services.worker.lending.debts import Debts, Renewal, Repayment
 from services.worker.lending.grants import Freed, Grants, Terms
 from services.worker.lending.lendable import lend
 from services.worker.lending.table import BlockState, RBlockTable
+from services.worker.lending.telling import annotated
 from shared.messages.commands import CreditorCandidates, FindCreditors
-from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, ReturnBlocks
+from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
 from shared.messages.reports import Capacity, WorkerReported
 
 BLOCKS, CAP, KEEP, LEASE_S, GRACE_S = 12, 8, 1, 4.0, 0.5
+HOST_BLOCKS = 5
+"""Of host memory, where a world has any."""
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Member:
 
     worker_id: str
     incarnation: int
+    host_blocks: int = 0
     pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS, 16))
     beats: int = 0
     own: list[int] = field(default_factory=list)
@@ -46,14 +50,23 @@ class Member:
     on_lost: Callable[[list[int]], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.table = RBlockTable(self.worker_id, BLOCKS)
-        self.grants = Grants(self.table, self.incarnation, Terms(CAP, LEASE_S, GRACE_S))
+        self.host = BlockPool(max(1, self.host_blocks), 16)
+        self.table = RBlockTable(self.worker_id, BLOCKS, self.host_blocks)
+        terms = Terms(CAP, LEASE_S, GRACE_S, most_host_blocks=self.host_blocks)
+        self.grants = Grants(self.table, self.incarnation, terms)
         self.debts = Debts(self.table, self.incarnation)
         self.search = Borrowing(self.worker_id, self.incarnation, 16, manners=Manners(rest_s=0.0))
 
     def free(self, freed: list[Freed]) -> None:
         for part in freed:
-            self.pool.readmit(part.blocks)
+            self.pool_of(part.tier).readmit(part.blocks)
+
+    def pool_of(self, tier: KvTier) -> BlockPool:
+        return self.pool if tier is KvTier.DEVICE else self.host
+
+    def held_of(self, tier: KvTier) -> list[int]:
+        """Own blocks in use."""
+        return [*self.own, *self.kept] if tier is KvTier.DEVICE else []
 
     def lose(self, logical: list[int]) -> None:
         self.used = [number for number in self.used if number not in set(logical)]
@@ -61,8 +74,7 @@ class Member:
 
     def report(self) -> WorkerReported:
         self.beats += 1
-        spare = max(0, min(self.pool.free_blocks - KEEP, CAP - self.grants.lent_blocks))
-        return WorkerReported(
+        report = WorkerReported(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             seq=self.beats,
@@ -75,24 +87,22 @@ class Member:
             capacity=Capacity(
                 total_blocks=self.pool.total_blocks,
                 free_blocks=self.pool.free_blocks,
-                lent_blocks=self.pool.withdrawn_blocks,
-                borrowed_blocks=self.debts.borrowed_blocks,
-                lendable_blocks=spare,
             ),
-            lent_to_blocks=self.table.lent_to(),
-            borrowed_from_blocks=self.table.borrowed_from(),
         )
+        host_free = self.host.free_blocks if self.host_blocks else 0
+        return annotated(report, self.table, self.grants, self.pool.free_blocks - KEEP, host_free)
 
 
 class LendingWorld:
     """`letters` holds what is on its way."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, host_blocks: int = 0) -> None:
         self.now_s = 0.0
+        self.host_blocks = host_blocks
         self.letters: list[Letter] = []
         self.ledger = Table(silence_s=2.0)
         self.names = [f"w{number}" for number in range(workers)]
-        self.members = {name: Member(name, 1) for name in self.names}
+        self.members = {name: Member(name, 1, host_blocks) for name in self.names}
 
     # --- what a test does
 
@@ -136,7 +146,7 @@ class LendingWorld:
             member.own += member.pool.allocate(min(blocks, member.pool.free_blocks))
 
     def kill(self, name: str) -> None:
-        self.members[name] = Member(name, self.members[name].incarnation + 1)
+        self.members[name] = Member(name, self.members[name].incarnation + 1, self.host_blocks)
 
     def restart_ledger(self) -> None:
         self.ledger = Table(silence_s=2.0)
@@ -229,9 +239,9 @@ class LendingWorld:
         answer = creditor.grants.answer(asked)
         if isinstance(answer, BorrowReply):
             return answer
-        return creditor.grants.lend(
-            asked, lend(creditor.pool, answer, asked.least_blocks, self.keeps(creditor)), self.now_s
-        )
+        keep = self.keeps(creditor) if asked.tier is KvTier.DEVICE else 0
+        taken = lend(creditor.pool_of(asked.tier), answer, asked.least_blocks, keep)
+        return creditor.grants.lend(asked, taken, self.now_s)
 
     def _tick(self, member: Member) -> None:
         now_s = self.now_s
@@ -275,8 +285,10 @@ class LendingWorld:
             member.grants.check_integrity()
             member.debts.check_integrity()
             member.search.check_integrity()
-            member.pool.check_integrity([*member.own, *member.kept])
-            assert member.pool.withdrawn_blocks == member.grants.lent_blocks
+            for tier in KvTier:
+                pool = member.pool_of(tier)
+                pool.check_integrity(member.held_of(tier))
+                assert pool.withdrawn_blocks == member.table.lent_blocks(tier)
             frozen = member.table.in_state(BlockState.FROZEN)
             orphans = {number for number in frozen if member.table.borrowed(number).is_orphan}
             in_use = {*member.table.in_state(BlockState.USED), *frozen} - orphans
@@ -293,8 +305,11 @@ class LendingWorld:
             ]
             if creditor.incarnation != key.creditor_incarnation or not in_hand:
                 continue
+            tiers = {debtor.table.resolve(n).tier for n in states}
+            assert len(tiers) == 1, "a grant is of one tier"
             for block in in_hand:
-                assert block not in creditor.own, "a lent block was given to the creditor's own request"
+                taken = creditor.own if tiers == {KvTier.DEVICE} else ()
+                assert block not in taken, "a lent block was given to the creditor's own request"
             generation = debtor.table.generation(key)
             lent = creditor.grants.generation(key.grant_id)
             assert lent is not None, "the creditor ended a lease before the debtor did"
@@ -305,7 +320,9 @@ class LendingWorld:
 
 def _found(table: Table, asked: FindCreditors) -> CreditorCandidates:
     return CreditorCandidates(
-        candidates=tuple(candidates(table, asked.debtor_id, asked.tokens, asked.refused_by))
+        candidates=tuple(
+            candidates(table, asked.debtor_id, asked.tokens, asked.refused_by, asked.refused_host_by)
+        )
     )
 
 

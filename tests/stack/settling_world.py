@@ -8,7 +8,7 @@ from itertools import count
 from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
 from services.ledger.state import Table
 from services.worker.lending.settling import Copy, Settling, Swap
-from shared.messages.lending import Settled
+from shared.messages.lending import KvTier, Settled
 from tests.stack.lending_world import BLOCKS, LendingWorld, Member
 
 BOUNCE = 2
@@ -19,8 +19,8 @@ class Life:
     """What settling adds to one life of a worker."""
 
     settling: Settling
-    memory: dict[int, int] = field(default_factory=dict)
-    """Own block → what is written there."""
+    memory: dict[tuple[KvTier, int], int] = field(default_factory=dict)
+    """Own block, by tier → what is written there."""
     expected: dict[int, int] = field(default_factory=dict)
     """Logical block in use, own ones that came home included → what its sequence wrote."""
 
@@ -28,8 +28,8 @@ class Life:
 class SettlingWorld(LendingWorld):
     """`settle` looks for cycles in what the ledger knows."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__(workers)
+    def __init__(self, workers: int, host_blocks: int = 0) -> None:
+        super().__init__(workers, host_blocks)
         self.coordinator = Coordinator("l", SettleRules(threshold_tokens=16, interval_s=0.0))
         self._lives: dict[tuple[str, int], Life] = {}
         self._values = count(1)
@@ -90,7 +90,7 @@ class SettlingWorld(LendingWorld):
             creditor = self.members[place.worker_id]
             assert place.grant is not None
             if creditor.incarnation == place.grant.creditor_incarnation:
-                self.life(creditor).memory[place.physical] = value
+                self.life(creditor).memory[place.tier, place.physical] = value
 
     # --- how it is connected
 
@@ -142,7 +142,8 @@ class SettlingWorld(LendingWorld):
             return False
         if not creditor.grants.enter(key.grant_id, generation, [place.physical], self.now_s):
             return False
-        self.life(member).memory[own] = self.life(creditor).memory[place.physical]
+        assert place.tier is KvTier.DEVICE, "debts of host memory are not settled"
+        self.life(member).memory[KvTier.DEVICE, own] = self.life(creditor).memory[place.tier, place.physical]
         creditor.grants.leave(key.grant_id)
         return True
 
@@ -175,12 +176,14 @@ class SettlingWorld(LendingWorld):
             life.settling.check_integrity()
             for number, value in life.expected.items():
                 if number < BLOCKS:
-                    assert life.memory[number] == value, "a block that came home is not what it was"
+                    assert life.memory[KvTier.DEVICE, number] == value, (
+                        "a block that came home is not what it was"
+                    )
                 elif number in member.used:
                     place = member.table.resolve(number)
                     creditor = self.members[place.worker_id]
                     if place.grant is not None and creditor.incarnation == place.grant.creditor_incarnation:
-                        assert self.life(creditor).memory[place.physical] == value
+                        assert self.life(creditor).memory[place.tier, place.physical] == value
 
     def remote_blocks(self) -> int:
         """In use on another worker."""

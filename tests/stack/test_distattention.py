@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 
@@ -38,9 +39,18 @@ SETTINGS = (
     f"worker.lending.lease_s={LEASE_S}",
     f"worker.lending.grace_s={GRACE_S}",
 )
+BEAT_S, REST_S = 0.25, 0.1
+Debts = dict[tuple[str, str], int]
 POOL_TOKENS = WORKERS * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
 NAMES = [f"worker-{index}" for index in range(WORKERS)]
-SHAPES = {1: (3.02, ANSWER_TOKENS), 2: (3.02, 200), 3: (2.02, 120), 4: (2.02, 200)}
+SHAPES = {
+    1: (3.02, ANSWER_TOKENS),
+    2: (3.02, 200),
+    3: (2.02, 120),
+    4: (2.02, 200),
+    5: (1.52, 300),
+    6: (1.3, ANSWER_TOKENS),
+}
 """By seed: the prompt in workers' KV, the answer in tokens."""
 
 
@@ -213,6 +223,62 @@ async def test_a_killed_creditor_costs_time_and_no_token(
     assert killed
     assert answer.complete, f"{answer}\n{four.logs()}"
     assert answer.text == expected[2].text
+
+
+async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_heartbeats(
+    four: RunningStack, expected: dict[int, Answer]
+) -> None:
+    """And a request that needs memory meanwhile borrows as soon as it is back."""
+    late: list[asyncio.Task[list[Answer]]] = []
+
+    async def strike() -> None:
+        async with watching(four) as watch, heartbeats(four) as heard:
+            before: Debts = {}
+            while not before:
+                before = debts_of(await watch.ask("ledger", 1))
+            restarts = four.child("ledger-0")["restarts"]
+            four.signal("ledger-0", signal.SIGKILL)
+            late.append(asyncio.create_task(four.client().ask_all([long_question(6)])))
+            while not await watch.ask("ledger", 1):
+                await asyncio.sleep(0.02)
+            heard.reports.clear()
+            knows_s = await watch.until(
+                lambda seen: includes(debts_of(seen), before), service="ledger", expected=1
+            )
+            assert knows_s <= 2 * BEAT_S + SLACK_S
+            assert most_beats(heard.reports) <= 2
+            (debtor,) = {name for name, _ in before}
+            lends_s = await watch.until(
+                lambda seen: any(row["borrowed_blocks"] for name, row in seen.items() if name != debtor),
+                expected=WORKERS,
+            )
+            assert knows_s + lends_s <= 2 * BEAT_S + REST_S + SLACK_S
+            await asyncio.to_thread(four.until_restarted, "ledger-0", restarts=restarts + 1)
+
+    (answer,) = await four.client().ask_all([long_question(5)], midway=strike, after=10)
+    (other,) = await late[0]
+    assert answer.complete and other.complete, f"{answer}\n{other}\n{four.logs()}"
+    assert [answer.text, other.text] == [expected[5].text, expected[6].text]
+
+
+def debts_of(seen: Seen) -> Debts:
+    """Tokens by (debtor, creditor), as both have told the ledger."""
+    rows = {row["worker"]: row for details in seen.values() for row in details["tokens"]}
+    return {
+        (debtor, creditor): tokens
+        for debtor, row in rows.items()
+        for creditor, tokens in row["borrowed_from"].items()
+        if creditor in rows and rows[creditor]["lent_to"].get(debtor) == tokens
+    }
+
+
+def includes(found: Debts, known: Debts) -> bool:
+    return all(found.get(pair, 0) >= tokens for pair, tokens in known.items())
+
+
+def most_beats(reports: list[WorkerReported]) -> int:
+    """Of one worker."""
+    return max(Counter(report.worker_id for report in reports).values(), default=0)
 
 
 def nobody_lends(seen: Seen) -> bool:

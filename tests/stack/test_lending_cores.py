@@ -1,9 +1,10 @@
-"""Lending and the ledger together: whatever is late, lost or killed, no block is in two hands."""
+"""Lending of both tiers and the ledger together: whatever is late, lost or killed, no block has two hands."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stack.lending_world import CAP, GRACE_S, LEASE_S, LendingWorld
+from shared.messages.lending import KvTier
+from tests.stack.lending_world import BLOCKS, CAP, GRACE_S, HOST_BLOCKS, KEEP, LEASE_S, LendingWorld
 
 WORKERS = 4
 names = st.integers(0, WORKERS - 1)
@@ -40,7 +41,7 @@ def carry_out(world: LendingWorld, move: tuple[str, *tuple[float, ...]]) -> None
 @settings(max_examples=80, deadline=None)
 @given(st.lists(moves, max_size=80))
 def test_no_block_is_in_two_hands(moves: list[tuple[str, *tuple[float, ...]]]) -> None:
-    world = LendingWorld(WORKERS)
+    world = LendingWorld(WORKERS, HOST_BLOCKS)
     for name in world.names:
         world.beat(name)
     world.deliver_all()
@@ -54,7 +55,7 @@ def test_no_block_is_in_two_hands(moves: list[tuple[str, *tuple[float, ...]]]) -
 def test_what_the_dead_held_comes_back_and_living_debts_stay(
     moves: list[tuple[str, *tuple[float, ...]]], killed: int
 ) -> None:
-    world = LendingWorld(WORKERS)
+    world = LendingWorld(WORKERS, HOST_BLOCKS)
     for name in world.names:
         world.beat(name)
     world.deliver_all()
@@ -83,7 +84,7 @@ def test_a_ledger_with_old_news_never_over_commits(
     needs: list[tuple[int, int]], busy: list[tuple[int, int]], order: list[int]
 ) -> None:
     """Creditors fill up after their heartbeats; debtors ask together on what the ledger still believes."""
-    world = LendingWorld(WORKERS)
+    world = LendingWorld(WORKERS, HOST_BLOCKS)
     for name in world.names:
         world.beat(name)
     world.deliver_all()
@@ -99,4 +100,27 @@ def test_a_ledger_with_old_news_never_over_commits(
     lent = sum(member.grants.lent_blocks for member in world.members.values())
     borrowed = sum(member.debts.borrowed_blocks for member in world.members.values())
     assert lent == borrowed
-    assert all(member.grants.lent_blocks <= CAP for member in world.members.values())
+    for member in world.members.values():
+        assert member.table.lent_blocks(KvTier.DEVICE) <= CAP
+        assert member.table.lent_blocks(KvTier.HOST) <= HOST_BLOCKS
+
+
+def test_host_memory_is_lent_where_no_device_has_anything_left_and_comes_back_with_the_lease() -> None:
+    world = LendingWorld(3, HOST_BLOCKS)
+    for name in world.names:
+        world.compute(name, BLOCKS - KEEP - (2 if name == "w1" else 0))
+        world.beat(name)
+    world.deliver_all()
+    world.borrow("w0", 9)
+    table = world.members["w0"].table
+    assert table.borrowed_from(KvTier.DEVICE) == {"w1": 2}, "what a device has left goes first"
+    assert table.borrowed_from(KvTier.HOST) == {"w1": 5, "w2": 2}
+    world.need("w2", 9)
+    world.deliver_all()
+    assert world.members["w2"].table.borrowed_from() == {"w0": 5}, "none of what it borrowed"
+    world.kill("w0")
+    world.silence(int((LEASE_S + GRACE_S) / 0.5) + 1)
+    for name in ("w1", "w2"):
+        member = world.members[name]
+        assert member.table.lent_to() == {} and member.host.free_blocks == HOST_BLOCKS
+    assert world.members["w1"].pool.free_blocks == KEEP + 2

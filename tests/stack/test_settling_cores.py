@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stack.lending_world import LendingWorld
+from tests.stack.lending_world import HOST_BLOCKS, LendingWorld
 from tests.stack.settling_world import SettlingWorld
 from tests.stack.test_lending_cores import carry_out, few, names
 from tests.stack.test_lending_cores import moves as lending_moves
@@ -99,9 +99,9 @@ def test_a_disturbed_settlement_leaves_whole_recalls_only(
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(moves, max_size=80))
-def test_any_history_keeps_contents_and_frees_what_it_froze(moves: list[Move]) -> None:
-    world = SettlingWorld(WORKERS)
+@given(st.lists(moves, max_size=80), st.sampled_from([0, HOST_BLOCKS]))
+def test_any_history_keeps_contents_and_frees_what_it_froze(moves: list[Move], host_blocks: int) -> None:
+    world = SettlingWorld(WORKERS, host_blocks)
     for name in world.names:
         world.beat(name)
     world.deliver_all()

@@ -18,10 +18,10 @@ from services.worker.runner import Runner
 from services.worker.steps import Effects, StepCore
 from shared.errors import CreditorLost, KvasirError
 from shared.log import get_logger
-from shared.messages.lending import Grant
+from shared.messages.lending import Grant, KvTier
 
-Life = tuple[str, int]
-"""A creditor's worker id and incarnation."""
+Lender = tuple[str, int, KvTier]
+"""A creditor's worker id and incarnation, and which memory of its."""
 
 T = TypeVar("T")
 _log = get_logger("worker.borrower")
@@ -39,9 +39,9 @@ class Borrower:
         self._on_failed = on_failed
         self._homecoming = Homecoming(debtor, pool, self._forget)
         self._runner: Runner | None = None
-        self._holders: dict[Life, int] = {}
-        self._of_block: dict[int, tuple[Life, int]] = {}
-        """Creditor and grant."""
+        self._holders: dict[Lender, int] = {}
+        self._of_block: dict[int, tuple[Lender, int]] = {}
+        """Lender and grant."""
 
     def attach(self, runner: Runner) -> None:
         """The engine's thread is this one's."""
@@ -51,13 +51,13 @@ class Borrower:
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
         """Blocks of a grant may be used from now on. False when their creditor cannot be reached."""
-        life = (grant.creditor_id, grant.creditor_incarnation)
+        lender = (grant.creditor_id, grant.creditor_incarnation, grant.tier)
         assert self._runner is not None
         link: Link | None = None
         try:
-            if life not in self._holders:
-                link = await self._plane.dial(*life)
-            entered = self._runner.ask(lambda core, _: self._enter(life, link, grant, logical))
+            if lender not in self._holders:
+                link = await self._plane.dial(grant.creditor_id, grant.creditor_incarnation)
+            entered = self._runner.ask(lambda core, _: self._enter(lender, link, grant, logical))
             return await asyncio.wrap_future(entered)
         except KvasirError as error:
             _log.warning("blocks of %s cannot be used: %s", grant.creditor_id, error)
@@ -130,22 +130,23 @@ class Borrower:
 
     def lose_creditor(self, error: CreditorLost) -> set[int]:
         """It failed in the middle of a step: which blocks are gone."""
-        gone = {block for block, (life, _) in self._of_block.items() if life[0] == error.creditor_id}
+        gone = {block for block, (lender, _) in self._of_block.items() if lender[0] == error.creditor_id}
         self._forget(gone)
         self._on_failed(error.creditor_id)
         return gone
 
-    def _enter(self, life: Life, link: Link | None, grant: Grant, logical: Sequence[int]) -> bool:
-        holder = self._holders.get(life)
+    def _enter(self, lender: Lender, link: Link | None, grant: Grant, logical: Sequence[int]) -> bool:
+        holder = self._holders.get(lender)
         if holder is None:
             if link is None:
                 return False
-            holder = self._holders[life] = self._debtor.add(link, ())
+            holder = self._debtor.add(link, (), grant.tier, attends=grant.attends)
+            self._holders[lender] = holder
         elif link is not None:
             link.close()
-        self._of_block.update(dict.fromkeys(logical, (life, grant.grant_id)))
+        self._of_block.update(dict.fromkeys(logical, (lender, grant.grant_id)))
         self._debtor.homes.place(logical, holder, grant.blocks)
-        self._name_grants(life)
+        self._name_grants(lender)
         self._pool.admit(logical)
         return True
 
@@ -155,19 +156,19 @@ class Borrower:
         return retired
 
     def _forget(self, blocks: Iterable[int]) -> None:
-        lives: set[Life] = set()
+        lenders: set[Lender] = set()
         for block in list(blocks):
             found = self._of_block.pop(block, None)
             if found is not None:
-                lives.add(found[0])
+                lenders.add(found[0])
                 self._debtor.homes.forget([block])
-        for life in lives:
-            self._name_grants(life)
+        for lender in lenders:
+            self._name_grants(lender)
 
-    def _name_grants(self, life: Life) -> None:
+    def _name_grants(self, lender: Lender) -> None:
         """A grant without blocks here may end there, and must not be named any more."""
-        grants = sorted({grant for owner, grant in self._of_block.values() if owner == life})
+        grants = sorted({grant for owner, grant in self._of_block.values() if owner == lender})
         if grants:
-            self._debtor.set_grants(self._holders[life], [GrantRef(grant, 0) for grant in grants])
+            self._debtor.set_grants(self._holders[lender], [GrantRef(grant, 0) for grant in grants])
         else:
-            self._debtor.remove(self._holders.pop(life))
+            self._debtor.remove(self._holders.pop(lender))

@@ -1,8 +1,9 @@
 """The creditor: attends to lent blocks, writes and reads them, for other workers' engines.
 
 Runs on the threads that serve links, beside the worker's own steps: lent blocks are no sequence's here, so
-nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Knows
-grants and pools; no sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
+nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Blocks
+in host memory are worked on like those on the device, by the same operator. Knows grants and pools; no
+sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
 """
 
 import threading
@@ -19,6 +20,7 @@ from services.worker.bulk.base import Buffer, Peer, Receiver, Reply
 from services.worker.bulk.buffers import bytes_of
 from services.worker.dist.budget import ComputeBudget
 from services.worker.dist.grants import Grants
+from services.worker.dist.memory import LentMemory, device_memory
 from services.worker.dist.messages import (
     ATTEND,
     FETCH,
@@ -33,6 +35,7 @@ from services.worker.engine.attention import PagedAttention
 from services.worker.engine.paged import Shape
 from shared.clock import Clock
 from shared.errors import InvalidMessage, StaleEpoch
+from shared.messages.lending import KvTier
 
 _STEPS_KEPT = 4
 """Descriptions kept of one debtor: its latest steps."""
@@ -41,7 +44,8 @@ _MAX_BUFFER_BYTES = 1 << 30
 
 
 class Creditor:
-    """One worker's. `receivers` are for its bulk desk; `is_busy`: its own engine has steps to run."""
+    """One worker's. `receivers` are for its bulk desk; `is_busy`: its own engine has steps to run; `host`:
+    what it lends of host memory."""
 
     def __init__(
         self,
@@ -52,16 +56,18 @@ class Creditor:
         block_tokens: int,
         clock: Clock = time.monotonic,
         is_busy: Callable[[], bool] = lambda: False,
+        host: LentMemory | None = None,
     ) -> None:
-        self.pools = attention.pools
-        self.backend = attention.partial_backend(attention.pools)
+        self._memory = {KvTier.DEVICE: device_memory(attention)}
+        if host is not None:
+            self._memory[KvTier.HOST] = host
         self.block_tokens = block_tokens
         self.grants = grants
         self.budget = budget
         self.clock = clock
         self.is_busy = is_busy
         self.computing = threading.Lock()
-        self._described: dict[Peer, OrderedDict[int, Described]] = {}
+        self._described: dict[tuple[Peer, KvTier], OrderedDict[int, Described]] = {}
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
             ATTEND: _Questions(self),
@@ -75,19 +81,22 @@ class Creditor:
         Raises InvalidMessage; StaleEpoch when a grant is not the debtor's, or no longer.
         """
         request = read_request(header)
-        if not 0 <= request.layer < len(self.pools):
-            raise InvalidMessage(f"layer {request.layer} of {len(self.pools)}")
+        memory = self._memory.get(request.tier)
+        if memory is None:
+            raise InvalidMessage(f"this worker lends no {request.tier} memory")
+        if not 0 <= request.layer < len(memory.pools):
+            raise InvalidMessage(f"layer {request.layer} of {len(memory.pools)}")
         if not self.grants.enter(peer, request.grants):
             raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
         try:
-            return Visit(self, peer, request, self._understand(peer, request))
+            return Visit(self, memory, peer, request, self._understand(peer, request))
         except BaseException:
             self.grants.leave(peer, request.grants)
             raise
 
     def _understand(self, peer: Peer, request: Request) -> Described:
         with self._lock:
-            known = self._described.setdefault(peer, OrderedDict())
+            known = self._described.setdefault((peer, request.tier), OrderedDict())
             if request.part is not None:
                 known[request.step] = self._checked(peer, request)
                 while len(known) > _STEPS_KEPT:
@@ -100,13 +109,13 @@ class Creditor:
     def forget(self, worker_id: str) -> None:
         """A debtor is gone."""
         with self._lock:
-            for peer in [peer for peer in self._described if peer.worker_id == worker_id]:
-                del self._described[peer]
+            for key in [key for key in self._described if key[0].worker_id == worker_id]:
+                del self._described[key]
 
     def _checked(self, peer: Peer, request: Request) -> Described:
         assert request.part is not None
         described = from_wire(request.part, self.block_tokens)
-        if not self.grants.covers(peer, request.grants, described.spans.blocks):
+        if not self.grants.covers(peer, request.grants, request.tier, described.spans.blocks):
             raise StaleEpoch("blocks that none of these grants covers: borrow anew")
         return described
 
@@ -116,6 +125,7 @@ class Visit:
     """One message of a debtor while it is worked on."""
 
     creditor: Creditor
+    memory: LentMemory
     peer: Peer
     request: Request
     described: Described
@@ -148,7 +158,7 @@ class _Question:
 
     def __init__(self, visit: Visit, layer: int, q_heads: int, sizes_bytes: Sequence[int]) -> None:
         self._visit, self._layer, self._q_heads = visit, layer, q_heads
-        k_pool, v_pool = visit.creditor.pools[layer]
+        k_pool, v_pool = visit.memory.pools[layer]
         kv_heads, head_dim, value_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
         kept = len(visit.described.kept)
         if q_heads % kv_heads or not 0 <= q_heads <= _MAX_Q_HEADS:
@@ -173,20 +183,22 @@ class _Question:
 
     def run(self) -> Reply:
         """Write, and attend where there are queries."""
-        creditor, described = self._visit.creditor, self._visit.described
+        described = self._visit.described
         keys, values = self._tensors[-2:]
-        with creditor.computing:
+        with self._visit.creditor.computing:
             if len(described.kept):
-                creditor.backend.write(self._layer, keys, values, torch.from_numpy(described.kept_slots))
+                self._visit.memory.backend.write(
+                    self._layer, keys, values, torch.from_numpy(described.kept_slots)
+                )
             return self._attend(self._tensors[0]) if self._q_heads else Reply()
 
     def _attend(self, queries: torch.Tensor) -> Reply:
         creditor, request, spans = self._visit.creditor, self._visit.request, self._visit.described.spans
-        is_busy, began_s = creditor.is_busy(), creditor.clock()
-        if not creditor.budget.may_compute(began_s, is_busy=is_busy):
+        memory, is_busy, began_s = self._visit.memory, creditor.is_busy(), creditor.clock()
+        if not memory.attends or not creditor.budget.may_compute(began_s, is_busy=is_busy):
             return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
         shape = Shape(request.scaling, request.softcap)
-        output, lse = creditor.backend.attend_part(self._layer, spans, queries, shape)
+        output, lse = memory.backend.attend_part(self._layer, spans, queries, shape)
         compute_s = creditor.clock() - began_s
         creditor.budget.on_computed(compute_s, is_busy=is_busy)
         header = msgspec.msgpack.encode(Attended(compute_s=compute_s))
@@ -216,7 +228,7 @@ class _Fetch:
         indices = np.frombuffer(request.indices, dtype=np.int32)
         if not len(indices) or indices.min() < 0 or indices.max() >= len(blocks):
             raise InvalidMessage("a fetch names blocks of its part")
-        if request.write_layer >= len(visit.creditor.pools) or (sizes_bytes and request.write_layer < 0):
+        if request.write_layer >= len(visit.memory.pools) or (sizes_bytes and request.write_layer < 0):
             raise InvalidMessage(f"keys and values for layer {request.write_layer}")
         self._visit, self._blocks = visit, torch.from_numpy(blocks[indices])
         self._write = _Question(visit, request.write_layer, 0, sizes_bytes) if sizes_bytes else None
@@ -227,7 +239,7 @@ class _Fetch:
         try:
             if self._write is not None:
                 self._write.run()
-            pools = self._visit.creditor.pools[self._visit.request.layer]
+            pools = self._visit.memory.pools[self._visit.request.layer]
             found = [pool.index_select(0, self._blocks) for pool in pools]
         finally:
             self._visit.leave()

@@ -36,6 +36,7 @@ from services.worker.engine.partition import ELSEWHERE, Homes, Part
 from services.worker.engine.remote import Partial
 from shared.clock import Clock, monotonic_s
 from shared.errors import CreditorLost, KvasirError, Overloaded
+from shared.messages.lending import KvTier
 
 T = TypeVar("T")
 Chooser = Callable[[Work, Speeds], Mode]
@@ -51,7 +52,8 @@ class _Active:
 
 
 class Debtor:
-    """One engine's. `homes` says which ids are whose; holders are numbered from 1 by `add`."""
+    """One engine's. `homes` says which ids are whose; holders are numbered from 1 by `add`, and a worker that
+    lends of both tiers is two: each has its own link, staging and measured speeds."""
 
     def __init__(
         self,
@@ -90,14 +92,25 @@ class Debtor:
         """Parts computed either way since the start."""
         attention.extend(self.homes, self)
 
-    def add(self, link: Link, grants: Sequence[GrantRef]) -> int:
-        """A creditor: the holder's number for `homes.place`. Raises Overloaded when there are many."""
+    def add(
+        self,
+        link: Link,
+        grants: Sequence[GrantRef],
+        tier: KvTier = KvTier.DEVICE,
+        *,
+        attends: bool = True,
+    ) -> int:
+        """A creditor's memory of one tier, over a link of its own: the holder's number for `homes.place`.
+
+        `attends`: whether it computes there. Raises Overloaded when there are many.
+        """
         if len(self._lendings) >= self._most_creditors:
-            raise Overloaded(f"{self._most_creditors} workers lend already")
+            raise Overloaded(f"{self._most_creditors} lend already")
         self._holders += 1
         staging = Staging(self._attention, self._staging_blocks)
-        lending = Lending(link, tuple(grants), Speeds(), staging, self._deadline_s, self._on_transfer)
-        self._lendings[self._holders] = lending
+        self._lendings[self._holders] = Lending(
+            link, tuple(grants), Speeds(), staging, self._deadline_s, tier, attends, self._on_transfer
+        )
         return self._holders
 
     def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
@@ -123,7 +136,7 @@ class Debtor:
         self._attended_s = None
         self.watch.on_step(parts)
         shares = [self._share(part) for part in parts]
-        modes = [self._choose(self._work(share), share.lending.speeds) for share in shares]
+        modes = [self._mode(share) for share in shares]
         for share, mode in zip(shares, modes, strict=True):
             self.modes[mode] += 1
             shipped = ShippedShare(share) if mode is Mode.SHIP else None
@@ -234,6 +247,11 @@ class Debtor:
     def _fetched(self, share: Share) -> FetchedShare:
         layers = len(self._attention.pools)
         return FetchedShare(share, self._block_tokens, layers)
+
+    def _mode(self, share: Share) -> Mode:
+        if not share.lending.attends:
+            return Mode.FETCH
+        return self._choose(self._work(share), share.lending.speeds)
 
     def _work(self, share: Share) -> Work:
         pools = self._attention.pools[0]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from services.worker.bulk.base import Peer
 from services.worker.dist.messages import GrantRef
+from shared.messages.lending import KvTier
 
 
 class Grants(Protocol):
@@ -23,8 +24,10 @@ class Grants(Protocol):
         """After an `enter` that said yes."""
         ...
 
-    def covers(self, debtor: Peer, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32]) -> bool:
-        """Whether each of the blocks belongs to one of these grants."""
+    def covers(
+        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
+    ) -> bool:
+        """Whether each of the tier's blocks belongs to one of these grants."""
         ...
 
 
@@ -32,13 +35,15 @@ class GrantBook:
     """Grants kept in a table, for a creditor that nobody leads: used from any thread."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, int], frozenset[int]] = {}
+        self._held: dict[tuple[str, int], tuple[KvTier, frozenset[int]]] = {}
         self._generations: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
-    def grant(self, debtor_id: str, ref: GrantRef, blocks: Iterable[int]) -> None:
+    def grant(
+        self, debtor_id: str, ref: GrantRef, blocks: Iterable[int], tier: KvTier = KvTier.DEVICE
+    ) -> None:
         with self._lock:
-            self._held[(debtor_id, ref.grant_id)] = frozenset(blocks)
+            self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
             self._generations[(debtor_id, ref.grant_id)] = ref.generation
 
     def revoke(self, debtor_id: str, grant_id: int) -> None:
@@ -56,9 +61,12 @@ class GrantBook:
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
         return
 
-    def covers(self, debtor: Peer, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32]) -> bool:
+    def covers(
+        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
+    ) -> bool:
         allowed: set[int] = set()
         with self._lock:
             for ref in grants:
-                allowed |= self._held.get((debtor.worker_id, ref.grant_id), frozenset())
+                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
+                allowed |= held if at is tier else frozenset()
         return allowed.issuperset(blocks.tolist())

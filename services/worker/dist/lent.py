@@ -102,11 +102,13 @@ class LentGrants:
             if freed is not None:
                 self._on_freed(freed)
 
-    def covers(self, debtor: Peer, grants: Sequence[GrantRef], blocks: npt.NDArray[np.int32]) -> bool:
+    def covers(
+        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
+    ) -> bool:
         allowed = {ref.grant_id for ref in grants}
         with self._grants.lock:
             for block in blocks.tolist():
-                row = self._table.lent_row(KvTier.DEVICE, block)
+                row = self._table.lent_row(tier, block)
                 if row is None or row.debtor_id != debtor.worker_id or row.grant_id not in allowed:
                     return False
         return True

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.partition import ELSEWHERE
 from shared.errors import InvalidMessage
+from shared.messages.lending import KvTier
 
 ATTEND, WRITE, FETCH = "kv.attend", "kv.write", "kv.fetch"
 MAX_ROWS = 1 << 16
@@ -47,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of the step, rising within one debtor's incarnation."""
     layer: int
     grants: tuple[GrantRef, ...]
+    tier: KvTier = KvTier.DEVICE
+    """Of the creditor's memory: the part's blocks, and the grants', are all of that one."""
     part: PartWire | None = None
     q_heads: int = 0
     scaling: float = 1.0
@@ -117,7 +120,8 @@ def from_wire(wire: PartWire, block_tokens: int) -> Described:
     kept_slots = slots[kept]
     if not np.isin(kept_slots // block_tokens, blocks).all():
         raise InvalidMessage("slots outside the part's blocks")
-    spans = PackedSpans(first_row, position, start, np.zeros_like(position), key_end, blocks, slots)
+    table = blocks.copy()  # torch wants memory that it could write to
+    spans = PackedSpans(first_row, position, start, np.zeros_like(position), key_end, table, slots)
     return Described(spans, kept, kept_slots)
 
 

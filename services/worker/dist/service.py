@@ -1,7 +1,8 @@
 """A worker among its neighbours: what it lends and borrows, its bulk plane, and the context it announces.
 
 Puts lending, distributed attention and the bulk plane together. Decides nothing. Where the engine cannot
-attend to parts of keys (a GPU, sliding windows, a peer's engine) the worker neither lends nor borrows.
+attend to parts of keys (a GPU, sliding windows, a peer's engine) the worker neither lends nor borrows; on a
+GPU it lends host memory still.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from services.worker.dist.budget import ComputeBudget
 from services.worker.dist.creditor import Creditor
 from services.worker.dist.debtor import Debtor
 from services.worker.dist.lent import LentGrants
+from services.worker.dist.memory import LentMemory, host_blocks, host_memory
 from services.worker.dist.plane import BulkPlane
 from services.worker.dist.reach import Reach
 from services.worker.dist.staging import HALVES
@@ -52,6 +54,19 @@ def staged_blocks(config: LendingConfig, layers: int) -> int:
     return -(-staged // layers)
 
 
+def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
+    """As far as the engine allows it."""
+    if isinstance(engine, TorchEngine) and engine.is_divisible:
+        return config
+    is_gpu = isinstance(engine, TorchEngine) and engine.pie is None and _device(engine) != "cpu"
+    allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
+    return config.model_copy(update={"borrow": False, **allowed})
+
+
+def _device(engine: TorchEngine) -> str:
+    return engine.pools[0][0].device.type
+
+
 class Neighbourhood:
     """One worker's. `pool` is what its sequences get their blocks from."""
 
@@ -73,7 +88,6 @@ class Neighbourhood:
         self.pool: Pool = own
         own_tokens = (engine.kv_blocks - self._bounce_blocks) * engine.block_tokens
         self._reach = Reach(bus.instance, config.served_name, own_tokens, engine.max_positions)
-        self._can_divide = isinstance(engine, TorchEngine) and engine.is_divisible
         if self._config.borrow and isinstance(engine, TorchEngine) and engine.is_divisible:
             extended = ExtendedPool(own, engine.kv_blocks)
             self.pool = extended
@@ -107,15 +121,16 @@ class Neighbourhood:
 
     def attach(self, runner: Runner, own: LendablePool, fingerprint: bytes) -> None:
         """The engine's thread. To be called once, before `serve`."""
-        engine, config = self._engine, self._config
-        if not self._can_divide:
-            config = config.model_copy(update={"lend": False, "borrow": False})
+        engine, config = self._engine, possible(self._config, self._engine)
+        host = self._host_memory(config)
         owner = Owner(
             worker_id=self._bus.instance,
             incarnation=self._bus.incarnation,
             blocks=engine.kv_blocks,
             block_tokens=engine.block_tokens,
             fingerprint=fingerprint,
+            host_blocks=0 if host is None else host.blocks,
+            host_attends=host is None or host.attends,
         )
         self._is_busy = lambda: runner.is_busy
         if self._borrower is not None:
@@ -137,9 +152,21 @@ class Neighbourhood:
                 block_tokens=engine.block_tokens,
                 clock=self._clock,
                 is_busy=self._is_busy,
+                host=host,
             )
             for kind, receiver in creditor.receivers.items():
                 self._plane.serve(kind, receiver)
+
+    def _host_memory(self, config: LendingConfig) -> LentMemory | None:
+        """None where none is lent. Raises ConfigError where the settings grant less than a block."""
+        engine = self._engine
+        if not config.lend or not isinstance(engine, TorchEngine):
+            return None
+        blocks = host_blocks(config, engine.attention)
+        if not blocks:
+            return None
+        attends = config.host_attention.attends(_device(engine))
+        return host_memory(engine.attention, blocks, attends=attends)
 
     async def listen(self) -> None:
         """Takes commands from now on: before a heartbeat says where to dial."""

@@ -31,6 +31,7 @@ from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
 from services.worker.engine.remote import Partial
 from shared.clock import Clock
+from shared.messages.lending import KvTier
 
 OnTransfer = Callable[[Link, int, float], None]
 """A link, bytes that it moved, seconds."""
@@ -38,7 +39,7 @@ OnTransfer = Callable[[Link, int, float], None]
 
 @dataclass(slots=True)
 class Lending:
-    """A creditor as its debtor knows it."""
+    """A creditor's memory of one tier, as its debtor knows it."""
 
     link: Link
     grants: tuple[GrantRef, ...]
@@ -46,6 +47,9 @@ class Lending:
     staging: Staging
     deadline_s: float
     """For one layer's answer."""
+    tier: KvTier = KvTier.DEVICE
+    attends: bool = True
+    """It computes there; else blocks travel, whatever that costs."""
     on_transfer: OnTransfer = lambda link, size_bytes, took_s: None
     """Told of fetches with nothing else done meanwhile."""
 
@@ -79,7 +83,8 @@ class Share:
         return self.lending.link.begin(kind, header, buffers, into=into, deadline_s=deadline_s)
 
     def request(self, layer: int) -> Request:
-        return Request(step=self.step, layer=layer, grants=self.lending.grants)
+        lending = self.lending
+        return Request(step=self.step, layer=layer, grants=lending.grants, tier=lending.tier)
 
 
 class ShippedShare:

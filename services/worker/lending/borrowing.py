@@ -1,7 +1,8 @@
 """How a worker that is short finds a creditor: the ledger's candidates in turn, then the ledger again. Pure.
 
-One search at a time. A part that is granted counts, the rest is asked of the next candidate; after
-`most_rounds` rounds of candidates, or none at all, the search rests for `rest_s`. Sends nothing itself.
+One search at a time. Each candidate is asked for memory of the tier that the ledger names. A part that is
+granted counts, the rest is asked of the next one; after `most_rounds` rounds of candidates, or none at all,
+the search rests for `rest_s`. Sends nothing itself.
 Source: papers/001 §4.4; `algorithms.md` §4.
 """
 
@@ -28,6 +29,8 @@ class AskCreditor:
 
 
 Question = AskLedger | AskCreditor
+Lender = tuple[str, KvTier]
+"""A worker's memory of one tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,10 @@ class Borrowing:
         self._fingerprint = fingerprint
         self._manners = manners or Manners()
         self._missing_blocks = 0
+        self._candidates: deque[Lender] = deque()
+        self._refused: dict[Lender, None] = {}
         self._tier = KvTier.DEVICE
-        self._candidates: deque[str] = deque()
-        self._refused: list[str] = []
+        """Asked for last."""
         self._rounds = 0
         self._requests = 0
         self._rests_until_s = 0.0
@@ -73,11 +77,11 @@ class Borrowing:
     def may_start(self, now_s: float) -> bool:
         return not self.is_busy and now_s >= self._rests_until_s
 
-    def start(self, blocks: int, tier: KvTier = KvTier.DEVICE) -> Question:
+    def start(self, blocks: int) -> Question:
         """Begins a search for that many blocks. Raises ValueError when one is on, or for none."""
         if self.is_busy or blocks < 1:
             raise ValueError(f"{blocks} blocks wanted, {self._missing_blocks} being looked for")
-        self._missing_blocks, self._tier, self._rounds = blocks, tier, 0
+        self._missing_blocks, self._rounds = blocks, 0
         self._refused.clear()
         return self._ask_ledger()
 
@@ -85,7 +89,7 @@ class Borrowing:
         """The ledger's answer; None ends the search."""
         self._rounds += 1
         self._candidates.extend(
-            one.worker_id for one in answer.candidates if one.worker_id != self._debtor_id
+            (one.worker_id, one.tier) for one in answer.candidates if one.worker_id != self._debtor_id
         )
         self._refused.clear()
         return self._next(now_s)
@@ -98,7 +102,7 @@ class Borrowing:
         """A creditor's answer, None where none came in time; None ends the search."""
         granted = 0 if reply is None or reply.grant is None else len(reply.grant.blocks)
         if granted < self._missing_blocks:  # it has nothing more to lend
-            self._refused.append(creditor_id)
+            self._refused[creditor_id, self._tier] = None
         self.refusals += not granted
         self._missing_blocks = max(0, self._missing_blocks - granted)
         if self._missing_blocks == 0:
@@ -114,8 +118,9 @@ class Borrowing:
     def _next(self, now_s: float) -> Question | None:
         if self._candidates:
             self._requests += 1
+            creditor_id, self._tier = self._candidates.popleft()
             return AskCreditor(
-                self._candidates.popleft(),
+                creditor_id,
                 BorrowBlocks(
                     debtor_id=self._debtor_id,
                     debtor_incarnation=self._incarnation,
@@ -135,7 +140,8 @@ class Borrowing:
             FindCreditors(
                 debtor_id=self._debtor_id,
                 tokens=self._missing_blocks * self._block_tokens,
-                refused_by=tuple(dict.fromkeys(self._refused)),
+                refused_by=tuple(name for name, tier in self._refused if tier is KvTier.DEVICE),
+                refused_host_by=tuple(name for name, tier in self._refused if tier is KvTier.HOST),
             )
         )
 

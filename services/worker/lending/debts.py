@@ -8,11 +8,12 @@ creditor does. Sends nothing itself; knows neither sequences nor bytes. Source: 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.worker.lending.table import BlockState, GrantKey, RBlockTable
+from services.worker.lending.table import BlockState, GrantKey, Place, RBlockTable
 from shared.messages.lending import (
     BlocksReturned,
     Grant,
     HeldGrant,
+    KvTier,
     LeasesRenewed,
     RenewLeases,
     ReturnBlocks,
@@ -55,7 +56,7 @@ class Debts:
         self._leases: dict[GrantKey, Lease] = {}
         self._free: dict[int, None] = {}
         self._wanted_back: dict[str, int] = {}
-        """Blocks by creditor that is short itself."""
+        """Blocks by creditor that is short itself: of its device memory."""
 
     @property
     def free_blocks(self) -> int:
@@ -131,13 +132,21 @@ class Debts:
                     self.release([number])
 
     def give_back(self, blocks: int, creditors: Iterable[str] = ()) -> list[Repayment]:
-        """Returns up to so many unused blocks: to creditors that are short first, then to `creditors` in
-        order, then to whoever lent last."""
-        order = {name: at for at, name in enumerate([*self._pressing(), *creditors])}
-        ranked = sorted(
-            self._free, key=lambda number: (order.get(self._creditor_of(number), len(order)), -number)
-        )
-        return self._return(ranked[: max(0, blocks)])
+        """Returns up to so many unused blocks: device memory to creditors that are short first, then to
+        `creditors` in order, then host memory, then to whoever lent last."""
+        pressing = self._pressing()
+        order = {name: at for at, name in enumerate([*pressing, *creditors])}
+
+        def rank(number: int) -> tuple[int, bool, int]:
+            place = self._table.resolve(number)
+            helps = place.tier is KvTier.DEVICE or place.worker_id not in pressing
+            return (
+                order.get(place.worker_id, len(order)) if helps else len(order),
+                not _is_host(place),
+                -number,
+            )
+
+        return self._return(sorted(self._free, key=rank)[: max(0, blocks)])
 
     def recalled(self, logical: Iterable[int]) -> list[Repayment]:
         """The KV of these (frozen) blocks is at home now: returns them."""
@@ -157,7 +166,8 @@ class Debts:
         held = set(self._table.of_grant(key))
         gone = [n for n in held if self._table.resolve(n).physical in set(asked.blocks)]
         returning = [n for n in gone if self._table.borrowed(n).state is BlockState.RETURNING]
-        wanted = self._wanted_back.get(sent.creditor_id, 0) - len(returning)
+        eased = sum(self._table.resolve(n).tier is KvTier.DEVICE for n in returning)
+        wanted = self._wanted_back.get(sent.creditor_id, 0) - eased
         self._wanted_back[sent.creditor_id] = max(0, wanted)
         self._table.set_generation(key, reply.generation)
         self._table.remove(returning)
@@ -226,9 +236,6 @@ class Debts:
             return False
         return True
 
-    def _creditor_of(self, logical: int) -> str:
-        return self._table.resolve(logical).worker_id
-
     def _pressing(self) -> list[str]:
         short = [(-blocks, name) for name, blocks in self._wanted_back.items() if blocks > 0]
         return [name for _, name in sorted(short)]
@@ -279,6 +286,10 @@ class Debts:
         self._table.remove(numbers)
         del self._leases[key]
         return numbers
+
+
+def _is_host(place: Place) -> bool:
+    return place.tier is KvTier.HOST
 
 
 def _lease(sent_s: float, lease_s: float) -> Lease:

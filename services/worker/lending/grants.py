@@ -1,7 +1,8 @@
 """The creditor's side: what this worker lends to whom, until when, and who may touch it. Pure.
 
 First come, first served, out of its own free memory up to a cap; a part is granted where there is no more.
-The caller takes blocks out of its pool and gives back those that the methods here return as freed. This
+Device and host memory are lent by separate grants, each up to a cap of its own. The caller takes blocks out
+of the tier's pool and gives back those that the methods here return as freed. This
 worker's clock alone decides when a lease ends; it waits `grace_s` longer than the debtor was told.
 Source: papers/001 §4.4; `algorithms.md` §4.
 """
@@ -35,6 +36,12 @@ class Terms:
     grace_s: float = 0.5
     fingerprint: bytes = b""
     most_host_blocks: int = 0
+    host_attends: bool = True
+    """Attention over host memory is computed here; else it is only written and fetched."""
+
+    def most(self, tier: KvTier) -> int:
+        """Blocks lent at most."""
+        return self.most_blocks if tier is KvTier.DEVICE else self.most_host_blocks
 
 
 @dataclass(slots=True)
@@ -98,7 +105,7 @@ class Grants:
                 return BorrowReply(grant=self._grant(lent))
         if asked.fingerprint != self.terms.fingerprint:
             return BorrowReply(refusal=Refusal.OTHER_KV)
-        cap = self.terms.most_blocks if asked.tier is KvTier.DEVICE else self.terms.most_host_blocks
+        cap = self.terms.most(asked.tier)
         if cap == 0 or self.frozen or asked.debtor_id == self._table.worker_id:
             return BorrowReply(refusal=Refusal.NOT_LENDING)
         room = min(cap - self._table.lent_blocks(asked.tier), asked.blocks, MOST_GRANT_BLOCKS)
@@ -128,7 +135,7 @@ class Grants:
     def renew(self, asked: RenewLeases, now_s: float, *, short_blocks: int = 0) -> LeasesRenewed:
         """What is named, and has not ended by this worker's clock, lasts a lease longer.
 
-        `short_blocks` is what this worker lacks itself; a debtor is told its part of it.
+        `short_blocks` is what this worker lacks itself, on the device: a debtor is told its part of it.
         """
         held: list[HeldGrant] = []
         mine = asked.creditor_incarnation == self._incarnation
@@ -137,8 +144,12 @@ class Grants:
             if lent is not None and now_s < lent.ends_s:
                 lent.ends_s = self._end_s(now_s)
                 held.append(HeldGrant(grant_id=lent.grant_id, generation=lent.generation))
-        owed = sum(len(lent.blocks) for lent in self._by_debtor.get(asked.debtor_id, {}).values())
-        share = -(-short_blocks * owed // max(1, self.lent_blocks))
+        owed = sum(
+            len(lent.blocks)
+            for lent in self._by_debtor.get(asked.debtor_id, {}).values()
+            if lent.tier is KvTier.DEVICE
+        )
+        share = -(-short_blocks * owed // max(1, self._table.lent_blocks(KvTier.DEVICE)))
         return LeasesRenewed(
             creditor_incarnation=self._incarnation,
             lease_s=self.terms.lease_s,
@@ -209,8 +220,7 @@ class Grants:
         assert len(rows) == sum(len(lent.blocks) + len(lent.parting) for lent in self._grants.values())
         assert all(self._table.lent_row(*at) == row for at, row in rows.items()), "lent to somebody else"
         assert len(rows) == self.lent_blocks, "a lent block belongs to no grant"
-        assert self._table.lent_blocks(KvTier.DEVICE) <= self.terms.most_blocks
-        assert self._table.lent_blocks(KvTier.HOST) <= self.terms.most_host_blocks
+        assert all(self._table.lent_blocks(tier) <= self.terms.most(tier) for tier in KvTier)
         for grant_id, lent in self._grants.items():
             assert grant_id == lent.grant_id and self._by_debtor[lent.debtor[0]][grant_id] is lent
             assert lent.blocks or lent.users, "an empty grant was kept"
@@ -234,6 +244,7 @@ class Grants:
             tier=lent.tier,
             blocks=tuple(lent.blocks),
             lease_s=self.terms.lease_s,
+            attends=lent.tier is KvTier.DEVICE or self.terms.host_attends,
         )
 
     def _end(self, ended: Iterable[Lent]) -> list[Freed]:

@@ -60,3 +60,7 @@ class Owner:
     blocks: int
     block_tokens: int
     fingerprint: bytes
+    host_blocks: int = 0
+    """Of host memory, for others only."""
+    host_attends: bool = True
+    """It computes attention over them."""

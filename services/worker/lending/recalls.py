@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from services.worker.lending.debts import Debts, Repayment
 from services.worker.lending.grants import Grants
 from services.worker.lending.parties import Borrower, Vault
-from services.worker.lending.repayment import Pressure, ranked
+from services.worker.lending.repayment import Pressure, in_order
 from services.worker.lending.settling import Copy, Settling, Swap
 from services.worker.lending.table import RBlockTable
 from shared import subjects
@@ -19,7 +19,7 @@ from shared.bus import Endpoint, Handler
 from shared.clock import Clock
 from shared.errors import CreditorLost, Overloaded
 from shared.log import canonical, get_logger
-from shared.messages.lending import Settle, Settled, SettlePhase
+from shared.messages.lending import KvTier, Settle, Settled, SettlePhase
 
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_settle, Settle, "settle", concurrency=1),)
 _BOUNCE_S = 1.0
@@ -129,7 +129,7 @@ class Recalls:
         chosen: list[int] = []
         await self._await_readiness()
         if self.may_recall():
-            used = self._table.used_at(asked.creditor_id)
+            used = self._table.used_at(asked.creditor_id, KvTier.DEVICE)
             chosen = await self._borrower.set_apart(used, asked.blocks)
         answer = self._core.on_settle(asked, self._clock(), chosen)
         assert isinstance(answer, Settled)
@@ -195,8 +195,8 @@ class Recalls:
         """Brings home what fits into own memory that is free, from the creditors under most pressure.
 
         Offers all that is borrowed: which blocks a sequence uses is known on the engine's thread only."""
-        order = ranked(self._table.borrowed_from(), pressures)
-        chosen = [number for creditor in order for number in self._table.used_at(creditor)]
+        order = in_order(self._table.lenders(), pressures)
+        chosen = [number for lender in order for number in self._table.used_at(*lender)]
         most = min(MOST_RECALLED_BLOCKS, free_blocks - keep_blocks)
         if not chosen or most < 1:
             return

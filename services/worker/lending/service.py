@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import msgspec
-
 from services.worker.dist.lent import SharedGrants
 from services.worker.lending.appetite import Marks
 from services.worker.lending.balance import Balance
@@ -23,7 +21,9 @@ from services.worker.lending.recalls import Recalls
 from services.worker.lending.repayment import Pressures
 from services.worker.lending.search import ANSWER_DEADLINE_S, Search
 from services.worker.lending.settings import LendingConfig
+from services.worker.lending.stock import Stock
 from services.worker.lending.table import RBlockTable
+from services.worker.lending.telling import annotated, loans
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock, monotonic_s
@@ -33,7 +33,6 @@ from shared.messages.lending import (
     BlocksReturned,
     BorrowBlocks,
     BorrowReply,
-    KvTier,
     LeasesRenewed,
     RenewLeases,
     ReturnBlocks,
@@ -67,11 +66,11 @@ class Lending:
     ) -> None:
         self._bus = bus
         self._config = config
-        self._vault = vault
         self._clock = clock
         self._on_lost = on_lost
         self._borrower = borrower
-        self.table = RBlockTable(owner.worker_id, owner.blocks)
+        host_blocks = owner.host_blocks if config.lend else 0
+        self.table = RBlockTable(owner.worker_id, owner.blocks, host_blocks)
         marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
         capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
         self._balance = Balance(marks, capacity)
@@ -80,7 +79,9 @@ class Lending:
         """Who lent away what it then has to borrow would only move debts around."""
         usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
         most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
-        terms = Terms(most_lent, config.lease_s, config.grace_s, owner.fingerprint)
+        lease = config.lease_s, config.grace_s, owner.fingerprint
+        terms = Terms(most_lent, *lease, most_host_blocks=host_blocks, host_attends=owner.host_attends)
+        self._stock = Stock(vault, self._keep_blocks, host_blocks, owner.block_tokens)
         self.grants = SharedGrants(self.table, owner.incarnation, terms)
         self.debts = Debts(self.table, owner.incarnation)
         manners = Manners(config.most_rounds, config.rest_s)
@@ -93,9 +94,7 @@ class Lending:
             parts = self.table, self.debts, self.grants
             self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
         self.pressures = Pressures(owner.worker_id)
-        self._owner = owner
-        self._unreadmitted: list[int] = []
-        self._parted: list[int] = []
+        self._parted: list[Freed] = []
         """Returned, and left by the last who was at work on them."""
         self._open: set[str] = set()
         """Creditors with an unanswered question of the tick's."""
@@ -124,33 +123,13 @@ class Lending:
     def annotate(self, report: WorkerReported) -> WorkerReported:
         """The heartbeat with what is lent and borrowed; its capacity is what the next tick goes by."""
         self._balance.on_report(report.capacity)
-        spare = self._balance.own_blocks - self._keep_blocks
-        room = self.grants.terms.most_blocks - self.table.lent_blocks(KvTier.DEVICE)
-        capacity = msgspec.structs.replace(
-            report.capacity,
-            lent_blocks=self.table.lent_blocks(),
-            borrowed_blocks=self.debts.borrowed_blocks,
-            most_lent_blocks=self.grants.terms.most_blocks,
-            lendable_blocks=0 if self.grants.frozen else max(0, min(spare, room)),
-        )
-        return msgspec.structs.replace(
-            report,
-            capacity=capacity,
-            lent_to_blocks=self.table.lent_to(),
-            borrowed_from_blocks=self.table.borrowed_from(),
-        )
+        spare_blocks = self._balance.own_blocks - self._keep_blocks
+        return annotated(report, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
-        lent_to, borrowed_from = self.table.lent_to(), self.table.borrowed_from()
-        loans = [
-            {"peer": peer, "lent_blocks": lent_to.get(peer, 0), "borrowed_blocks": borrowed_from.get(peer, 0)}
-            for peer in sorted({*lent_to, *borrowed_from})
-        ]
         return {
-            "lent_blocks": self.table.lent_blocks(),
-            "borrowed_blocks": self.debts.borrowed_blocks,
-            "loans": loans,
+            **loans(self.table),
             **({} if self._recalls is None else self._recalls.details()),
         }
 
@@ -162,9 +141,10 @@ class Lending:
         answer = self.grants.answer(asked)
         if not isinstance(answer, int):
             return answer
-        blocks = await self._vault.lend(answer, asked.least_blocks, self._keep_blocks)
+        blocks = await self._stock.take(asked.tier, answer, asked.least_blocks)
         reply = self.grants.lend(asked, blocks, self._clock())
-        canonical(_log, "asked to lend", debtor=asked.debtor_id, asked=asked.blocks, granted=len(blocks))
+        counts = {"asked": asked.blocks, "granted": len(blocks), "tier": str(asked.tier)}
+        canonical(_log, "asked to lend", debtor=asked.debtor_id, **counts)
         return reply
 
     async def renew(self, asked: RenewLeases) -> LeasesRenewed:
@@ -178,20 +158,14 @@ class Lending:
 
     async def _free(self, freed: Sequence[Freed]) -> None:
         parted, self._parted = self._parted, []
-        back = [*parted, *(block for part in freed for block in part.blocks)]
-        if self._recalls is not None:
-            back = self._recalls.keep(back) + self._recalls.take_spare()
-        self._unreadmitted += back
-        if self._unreadmitted:
-            blocks, self._unreadmitted = self._unreadmitted, []
-            try:
-                await self._vault.readmit(blocks)
-            except Overloaded:
-                self._unreadmitted += blocks
+        await self._stock.put_back([*parted, *freed], list if self._recalls is None else self._kept)
+
+    def _kept(self, blocks: Sequence[int]) -> list[int]:
+        return [] if self._recalls is None else self._recalls.keep(blocks) + self._recalls.take_spare()
 
     def free_later(self, freed: Freed) -> None:
         """Somebody was still at work on these when they were returned, or their grant ended."""
-        self._parted += freed.blocks
+        self._parted.append(freed)
         self._spawn("free", self._free([]))
 
     # --- as debtor

@@ -1,6 +1,23 @@
 """Settings of what a worker lends and borrows."""
 
+from enum import StrEnum
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class HostAttention(StrEnum):
+    """Who attends to keys in a creditor's host memory."""
+
+    AUTO = "auto"
+    """The creditor where its engine runs on the CPU, else the debtor."""
+    COMPUTE = "compute"
+    """The creditor, on its CPU, as to keys on its device."""
+    FETCH = "fetch"
+    """The debtor: the creditor only keeps the blocks."""
+
+    def attends(self, device: str) -> bool:
+        """Whether a creditor whose engine runs on that type of device computes."""
+        return self is HostAttention.COMPUTE or (self is HostAttention.AUTO and device == "cpu")
 
 
 class LendingConfig(BaseModel):
@@ -10,6 +27,14 @@ class LendingConfig(BaseModel):
 
     lend: bool = Field(default=True, description="let other workers use KV that is free here")
     max_lent_fraction: float = Field(default=0.5, ge=0, le=1, description="lent at most")
+    host_mb: int = Field(
+        default=0, ge=0, description="host memory, beside its own KV, for blocks of other workers, in MiB"
+    )
+    host_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: host_mb counts")
+    host_attention: HostAttention = Field(
+        default=HostAttention.AUTO,
+        description="who attends to keys in lent host memory: this worker, or who fetches",
+    )
     keep_free_fraction: float = Field(default=0.1, ge=0, le=1, description="never lent, kept for itself")
     borrow: bool = Field(
         default=False, description="ask other workers for KV when little is free; needs distributed attention"

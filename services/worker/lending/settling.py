@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from services.worker.lending.debts import Debts, Repayment
 from services.worker.lending.grants import Grants
 from services.worker.lending.table import BlockState, RBlockTable
-from shared.messages.lending import Settle, Settled, SettlePhase
+from shared.messages.lending import KvTier, Settle, Settled, SettlePhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Settling:
         part = self._part
         if part is not None and part.name == asked.settlement:
             return _answer(asked, len(part.frozen), len(self.bounce))
-        owing = self._table.lent_to().get(asked.debtor_id, 0)
-        used = self._table.used_at(asked.creditor_id)
+        owing = self._table.lent_to(KvTier.DEVICE).get(asked.debtor_id, 0)
+        used = self._table.used_at(asked.creditor_id, KvTier.DEVICE)
         if among is not None:
             used = [number for number in among if number in set(used)]
         chosen = used[: min(asked.blocks, owing)]

@@ -1,7 +1,8 @@
 """The rBlock table: where each logical block of this worker's KV is, and who has what of its own memory.
 
 Logical numbers below `local_blocks` are this worker's own memory and mean themselves; those above are
-borrowed and mean a block of a creditor's, under a grant. Knows no bytes and no lease's end.
+borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant. Own host memory
+(`host_blocks`) has no logical numbers: it is for others. Knows no bytes and no lease's end.
 Source: papers/001 §4.3 (Figure 3); `algorithms.md` §4.
 """
 
@@ -64,9 +65,10 @@ class LentRow:
 class RBlockTable:
     """One worker's. Logical numbers of borrowed blocks are never used again."""
 
-    def __init__(self, worker_id: str, local_blocks: int) -> None:
+    def __init__(self, worker_id: str, local_blocks: int, host_blocks: int = 0) -> None:
         self.worker_id = worker_id
         self.local_blocks = local_blocks
+        self.host_blocks = host_blocks
         self._borrowed: dict[int, Borrowed] = {}
         self._by_grant: dict[GrantKey, dict[int, int]] = {}
         """Physical → logical."""
@@ -131,33 +133,45 @@ class RBlockTable:
     def grants(self) -> list[GrantKey]:
         return list(self._by_grant)
 
-    def borrowed_from(self) -> dict[str, int]:
-        """Blocks by creditor."""
+    def borrowed_from(self, tier: KvTier | None = None) -> dict[str, int]:
+        """Blocks by creditor, of one tier of theirs, or of both."""
         counts: dict[str, int] = {}
         for key, numbers in self._by_grant.items():
-            counts[key.creditor_id] = counts.get(key.creditor_id, 0) + len(numbers)
+            count = len(numbers) if tier is None or self._tier_of(numbers) is tier else 0
+            if count:
+                counts[key.creditor_id] = counts.get(key.creditor_id, 0) + count
         return counts
 
     def in_state(self, state: BlockState) -> list[int]:
         return [number for number, block in self._borrowed.items() if block.state is state]
 
-    def used_at(self, creditor_id: str) -> list[int]:
-        """Logical numbers, in use and not frozen, of what one creditor lends."""
+    def used_at(self, creditor_id: str, tier: KvTier | None = None) -> list[int]:
+        """Logical numbers, in use and not frozen, of what one creditor lends of one tier, or of both."""
         return [
             number
             for number, block in self._borrowed.items()
-            if block.state is BlockState.USED and block.place.worker_id == creditor_id
+            if block.state is BlockState.USED
+            and block.place.worker_id == creditor_id
+            and (tier is None or block.place.tier is tier)
         ]
+
+    def lenders(self) -> list[tuple[str, KvTier]]:
+        """Of whose memory something is borrowed."""
+        found = {(block.place.worker_id, block.place.tier) for block in self._borrowed.values()}
+        return sorted(found)
 
     # --- what is lent
 
     def lend(self, tier: KvTier, blocks: Iterable[int], row: LentRow) -> None:
         """Own memory goes to a debtor. Raises ValueError for what is not there, or lent already."""
         for block in blocks:
-            outside = block < 0 or (tier is KvTier.DEVICE and block >= self.local_blocks)
-            if outside or (tier, block) in self._lent:
+            if not 0 <= block < self.own_blocks(tier) or (tier, block) in self._lent:
                 raise ValueError(f"{tier} block {block} is not this worker's, or lent already")
             self._lent[tier, block] = row
+
+    def own_blocks(self, tier: KvTier) -> int:
+        """Of this worker's own memory."""
+        return self.local_blocks if tier is KvTier.DEVICE else self.host_blocks
 
     def take_back(self, tier: KvTier, blocks: Iterable[int]) -> None:
         """Raises KeyError for what is not lent."""
@@ -173,12 +187,17 @@ class RBlockTable:
             return len(self._lent)
         return sum(at is tier for at, _ in self._lent)
 
-    def lent_to(self) -> dict[str, int]:
-        """Blocks by debtor."""
+    def lent_to(self, tier: KvTier | None = None) -> dict[str, int]:
+        """Blocks by debtor, of one tier, or of both."""
         counts: dict[str, int] = {}
-        for row in self._lent.values():
-            counts[row.debtor_id] = counts.get(row.debtor_id, 0) + 1
+        for (at, _), row in self._lent.items():
+            if tier is None or at is tier:
+                counts[row.debtor_id] = counts.get(row.debtor_id, 0) + 1
         return counts
+
+    def _tier_of(self, numbers: dict[int, int]) -> KvTier:
+        """Of a grant's blocks: all are of one."""
+        return self._borrowed[next(iter(numbers.values()))].place.tier
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself, or lends what it borrows."""
@@ -193,4 +212,4 @@ class RBlockTable:
             assert self._by_grant[place.grant][place.physical] == number
             assert not block.is_orphan or block.state is BlockState.FROZEN
         for tier, block_id in self._lent:
-            assert tier is KvTier.HOST or block_id < self.local_blocks, "borrowed memory was lent on"
+            assert block_id < self.own_blocks(tier), "borrowed memory was lent on"

@@ -1,10 +1,13 @@
 """Candidates: order, exclusion, spreading."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.ledger.policy import OFFERED_CREDITORS, candidates, distance
 from services.ledger.state import Table
+from shared.messages.lending import KvTier
 from tests.services.ledger.test_state import report
 
 
@@ -51,6 +54,26 @@ def test_fully_promised_workers_come_last_but_are_offered() -> None:
     table = table_of(d0=0, d1=0, w1=10, w2=1)
     assert ids(table, "d0", tokens=160) == ["w1", "w2"]
     assert ids(table, "d1", tokens=160) == ["w2", "w1"]
+
+
+def tiers(table: Table, debtor: str, **asked: Any) -> list[tuple[str, KvTier]]:
+    found = [(one.worker_id, one.tier) for one in candidates(table, debtor, 16, **asked)]
+    table.check_integrity()
+    return found
+
+
+def test_device_memory_is_offered_before_host_memory() -> None:
+    device, host = KvTier.DEVICE, KvTier.HOST
+    table = Table()
+    for worker, free, host_free in (("w0", 0, 0), ("w1", 1, 9), ("w2", 0, 5)):
+        table.on_reported(report(worker, free=free, host_lendable=host_free), 0.0)
+    assert tiers(table, "w0") == [("w1", device), ("w1", host), ("w2", host)]
+    assert tiers(table, "w2") == [("w1", host), ("w1", device)], "what is promised comes after both tiers"
+    assert table.promises_of("w1", host).keys() == {"w2"}
+    assert tiers(table, "w0", refused_by=("w1",)) == [("w1", host), ("w2", host)], "a refusal is for a tier"
+    assert tiers(table, "w0", refused_host_by=("w2",)) == [("w1", host)]
+    table.on_reported(report("w1", free=2, host_lendable=9, seq=2), 0.25)
+    assert tiers(table, "w0") == [("w1", device), ("w1", host)]
 
 
 def test_workers_with_other_kv_are_not_offered() -> None:

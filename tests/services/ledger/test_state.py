@@ -1,6 +1,7 @@
 """The table of accounts."""
 
 from services.ledger.state import Table
+from shared.messages.lending import KvTier
 from shared.messages.reports import Capacity, WorkerReported
 
 
@@ -12,6 +13,7 @@ def report(
     borrowed: int = 0,
     borrowed_free: int = 0,
     lendable: int | None = None,
+    host_lendable: int = 0,
     seq: int = 1,
     incarnation: int = 1,
     host: str = "here",
@@ -36,6 +38,7 @@ def report(
             borrowed_blocks=borrowed,
             borrowed_free_blocks=borrowed_free,
             lendable_blocks=lendable,
+            host_lendable_blocks=host_lendable,
             lent_blocks=sum(lent.values()),
         ),
         host=host,
@@ -84,14 +87,14 @@ def test_a_refusal_and_a_promise_last_until_the_next_heartbeat() -> None:
     table.on_offered("w0", "w1", 64)
     account = table.get("w0")
     assert account is not None
-    assert account.unpromised_tokens == 96
+    assert account.offers[KvTier.DEVICE].unpromised_tokens == 96
     table.on_refused(("w0", "nobody"))
-    assert account.refused
+    assert account.offers[KvTier.DEVICE].refused
     table.on_reported(report("w0", seq=2), 0.25)
     account = table.get("w0")
     assert account is not None
-    assert not account.refused
-    assert account.unpromised_tokens == 160
+    assert not account.offers[KvTier.DEVICE].refused
+    assert account.offers[KvTier.DEVICE].unpromised_tokens == 160
     table.check_integrity()
 
 

@@ -1,6 +1,6 @@
 """Creditors on threads of this process, reached over real TCP, and debtors whose blocks they hold."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -14,13 +14,16 @@ from services.worker.dist.cost import Mode, choose_mode
 from services.worker.dist.creditor import Creditor
 from services.worker.dist.debtor import Chooser, Debtor
 from services.worker.dist.grants import GrantBook
+from services.worker.dist.memory import LentMemory, host_memory
 from services.worker.dist.messages import GrantRef
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
+from shared.messages.lending import KvTier
 
 DEBTOR = Peer("worker-debtor", 7)
-GRANT = GrantRef(1, 1)
+GRANT, HOST_GRANT = GrantRef(1, 1), GrantRef(2, 1)
+"""All of a lender's device memory, and all of its host memory."""
 BLOCK_TOKENS = 4
 _numbers = count()
 
@@ -34,6 +37,7 @@ class Lender:
     book: GrantBook
     desk: WorkerDesk
     listener: Listener
+    host: LentMemory | None = None
 
     def dial(self) -> Link:
         ticket = self.desk.issue(DEBTOR, valid_for_s=5.0)
@@ -46,19 +50,28 @@ def make_engine(model: Any, blocks: int, attention: AttentionMode = "auto") -> T
 
 @contextmanager
 def lender(
-    model: Any, blocks: int, *, fraction: float = 1.0, is_busy: Callable[[], bool] = lambda: False
+    model: Any,
+    blocks: int,
+    *,
+    fraction: float = 1.0,
+    is_busy: Callable[[], bool] = lambda: False,
+    host_blocks: int = 0,
+    host_attends: bool = True,
+    attention: AttentionMode = "auto",
 ) -> Iterator[Lender]:
-    engine = make_engine(model, blocks)
+    engine = make_engine(model, blocks, attention)
+    host = host_memory(engine.attention, host_blocks, attends=host_attends) if host_blocks else None
     book = GrantBook()
     budget = ComputeBudget(fraction)
-    creditor = Creditor(engine.attention, book, budget, block_tokens=BLOCK_TOKENS, is_busy=is_busy)
+    creditor = Creditor(engine.attention, book, budget, block_tokens=BLOCK_TOKENS, is_busy=is_busy, host=host)
     desk = WorkerDesk(Peer(f"worker-creditor-{next(_numbers)}", 1))
     for kind, receiver in creditor.receivers.items():
         desk.serve(kind, receiver)
     book.grant(DEBTOR.worker_id, GRANT, range(blocks))
+    book.grant(DEBTOR.worker_id, HOST_GRANT, range(host_blocks), KvTier.HOST)
     listener = TcpTransport().listen(desk)
     try:
-        yield Lender(engine, creditor, book, desk, listener)
+        yield Lender(engine, creditor, book, desk, listener, host)
     finally:
         assert listener.close(5.0)
 
@@ -99,6 +112,15 @@ def connect(
         holder = debtor.add(link, [GRANT])
         debtor.homes.place(range(first, first + blocks_each), holder, range(blocks_each))
     return debtor
+
+
+def add_host(
+    debtor: Debtor, owner: Lender, ids: Sequence[int], *, attends: bool = True, blocks: Sequence[int] = ()
+) -> int:
+    """These ids are blocks of the lender's host memory, its first ones unless told otherwise."""
+    holder = debtor.add(owner.dial(), [HOST_GRANT], KvTier.HOST, attends=attends)
+    debtor.homes.place(ids, holder, blocks or range(len(ids)))
+    return holder
 
 
 def always(mode: Mode) -> Chooser:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from services.worker.bulk.base import Link
 from services.worker.dist.borrower import Borrower
 from services.worker.dist.debtor import Debtor
@@ -17,10 +19,18 @@ from services.worker.sequences import SequenceTable
 from services.worker.steps import Identity, StepCore
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost, NoResponder
-from shared.messages.lending import Grant
+from shared.messages.lending import Grant, KvTier
 from tests.services.worker.builders import LIMITS
 from tests.services.worker.conftest import ModelFactory
-from tests.services.worker.dist.rig import BLOCK_TOKENS, DEBTOR, GRANT, Lender, lender, make_engine
+from tests.services.worker.dist.rig import (
+    BLOCK_TOKENS,
+    DEBTOR,
+    GRANT,
+    HOST_GRANT,
+    Lender,
+    lender,
+    make_engine,
+)
 
 OWN = 2
 
@@ -96,6 +106,27 @@ def test_borrowed_blocks_are_used_and_given_up(make_model: ModelFactory) -> None
         here.pool.release(blocks)
         assert sorted(asyncio.run(here.borrower.retire(5))) == [10, 11]
         assert here.pool.borrowed_blocks == 0
+
+
+def test_memory_of_both_tiers_of_a_creditor_is_lost_together(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    with lender(model, 6, host_blocks=3) as owner:
+        here = World(owner, make_engine(model, OWN))
+        here.runner.start()
+        owner.book.grant(DEBTOR.worker_id, GrantRef(HOST_GRANT.grant_id, 0), range(3), KvTier.HOST)
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4,)), [10]))
+        host = msgspec.structs.replace(here.grant(HOST_GRANT.grant_id, (2, 0)), tier=KvTier.HOST)
+        assert asyncio.run(here.borrower.admit(host, [11, 12]))
+        assert here.plane.dialled == 2, "each tier has a link of its own"
+        blocks = here.pool.allocate(OWN + 3)
+        here.engine.step([Row(list(range(5 * BLOCK_TOKENS)), 0, blocks, None)])
+        assert owner.host is not None
+        k_pool, _ = owner.host.pools[0]
+        assert k_pool[2].any() and k_pool[0].any() and not k_pool[1].any()
+        lost = CreditorLost("as told", creditor_id=owner.desk.own.worker_id)
+        assert here.borrower.lose_creditor(lost) == {10, 11, 12}
+        assert here.runner.stop(5.0)
+        here.debtor.close()
 
 
 def test_a_creditor_that_cannot_be_dialled_lends_nothing(make_model: ModelFactory) -> None:

@@ -7,12 +7,22 @@ import torch
 
 from services.worker.bulk.base import Peer
 from services.worker.bulk.buffers import bytes_of
-from services.worker.dist.messages import ATTEND, FETCH, WRITE, GrantRef, Request, request_encoder, to_wire
+from services.worker.dist.messages import (
+    ATTEND,
+    FETCH,
+    WRITE,
+    GrantRef,
+    Request,
+    read_answer,
+    request_encoder,
+    to_wire,
+)
 from services.worker.engine.layout import Span
 from services.worker.engine.partition import Homes, split
 from shared.errors import InvalidMessage, StaleEpoch
+from shared.messages.lending import KvTier
 from tests.services.worker.conftest import ModelFactory
-from tests.services.worker.dist.rig import BLOCK_TOKENS, DEBTOR, GRANT, Lender, lender
+from tests.services.worker.dist.rig import BLOCK_TOKENS, DEBTOR, GRANT, HOST_GRANT, Lender, lender
 
 HEADS, KV_HEADS, DIM, ROWS = 4, 2, 16, 5
 
@@ -104,6 +114,35 @@ def test_a_step_is_described_once_and_forgotten_with_its_debtor(make_model: Mode
         owner.creditor.forget(DEBTOR.worker_id)
         with pytest.raises(InvalidMessage, match="never described"):
             offer(owner, request(q_heads=0, part=None), writes, WRITE)
+
+
+def test_host_memory_is_refused_where_none_is_lent_and_described_by_itself(make_model: ModelFactory) -> None:
+    with lender(make_model("llama"), 6) as owner, pytest.raises(InvalidMessage, match="no host memory"):
+        offer(owner, request(tier=KvTier.HOST), SIZES)
+    with lender(make_model("llama"), 6, host_blocks=4) as owner:
+        with pytest.raises(StaleEpoch):
+            offer(owner, request(tier=KvTier.HOST), SIZES)
+        offer(owner, request(), SIZES)
+        with pytest.raises(InvalidMessage, match="never described"):
+            offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,), part=None), SIZES)
+        offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_host_memory_is_written_and_attended_to_where_that_is_agreed(
+    attends: bool, make_model: ModelFactory
+) -> None:
+    with lender(make_model("llama"), 6, host_blocks=4, host_attends=attends) as owner:
+        assert owner.host is not None
+        header = request(tier=KvTier.HOST, grants=(HOST_GRANT,))
+        reception = owner.creditor.receivers[ATTEND].admit(DEBTOR, header, SIZES)
+        for buffer in reception.buffers:
+            buffer[:] = np.ones(buffer.nbytes // 4, dtype=np.float32).tobytes()
+        reply = reception.commit()
+        assert read_answer(reply.header).over_budget is not attends
+        assert len(reply.buffers) == (2 if attends else 0)
+        assert owner.host.pools[0][0][3, :, :, 2:].eq(1).all(), "written in any case"
+        assert not any(bool(pool.any()) for pools in owner.engine.pools for pool in pools)
 
 
 def test_an_abandoned_question_writes_nothing(make_model: ModelFactory) -> None:

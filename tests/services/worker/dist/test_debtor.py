@@ -23,6 +23,7 @@ from tests.services.worker.dist.rig import (
     BLOCK_TOKENS,
     DEBTOR,
     GRANT,
+    add_host,
     always,
     connect,
     lender,
@@ -94,6 +95,52 @@ def test_text_is_that_of_one_big_engine(
     assert answers == expected
     for each, other in zip(logprobs, expected_logprobs, strict=True):
         assert torch.allclose(torch.tensor(each), torch.tensor(other), atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["native", "torch"])
+@pytest.mark.parametrize("way", ["ship", "fetch", "refused"])
+def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
+    way: str, attention: AttentionMode, make_model: ModelFactory
+) -> None:
+    """`refused`: the creditor keeps blocks in host memory and attends to none there."""
+    dice = random.Random(6)
+    model = make_model("llama")
+    prompt, count = [dice.randrange(VOCABULARY) for _ in range(70)], 12
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    own, device, host = 3, 6, needed - 9
+    expected, _ = generate(make_engine(model, needed, attention), [prompt], [list(range(needed))], 9, count)
+    attends = way != "refused"
+    lent = lender(model, device, host_blocks=host, host_attends=attends, attention=attention)
+    with lent as owner, ExitStack() as stack:
+        small = make_engine(model, own, attention)
+        choose = always(Mode.FETCH) if way == "fetch" else always(Mode.SHIP)
+        debtor = make_debtor(small, [owner], device, choose=choose)
+        stack.callback(debtor.close)
+        add_host(debtor, owner, range(own + device, needed), attends=attends)
+        ids = list(range(needed))
+        dice.shuffle(ids)
+        answers, _ = generate(small, [prompt], [ids], 9, count)
+        assert owner.host is not None and all(bool(pool.any()) for pool in owner.host.pools[0])
+        assert (debtor.modes[Mode.FETCH] > 0) is (way != "ship")
+        assert (debtor.modes[Mode.SHIP] > 0) is (way != "fetch"), "the device attends in any case"
+        homes = debtor.homes.locate(ids)[0].tolist()
+        assert sorted(set(homes)) == [0, 1, 2]
+    assert answers == expected
+
+
+def test_a_copy_comes_home_from_host_memory(make_model: ModelFactory) -> None:
+    with lender(make_model("llama"), 2, host_blocks=4) as owner:
+        small = make_engine(make_model("llama"), 3)
+        debtor = make_debtor(small, [owner], 2)
+        add_host(debtor, owner, [5, 6], blocks=[3, 1])
+        assert owner.host is not None
+        for layer, (k_pool, v_pool) in enumerate(owner.host.pools):
+            k_pool[1], v_pool[1] = layer + 1.0, layer + 2.0
+        debtor.bring_home([(6, 2), (5, 0)])
+        for layer, (k_pool, v_pool) in enumerate(small.pools):
+            assert k_pool[2].eq(layer + 1.0).all() and v_pool[2].eq(layer + 2.0).all()
+            assert not k_pool[0].any() and not k_pool[1].any()
+        debtor.close()
 
 
 def _long(dice_seed: int, tokens: int) -> list[int]:

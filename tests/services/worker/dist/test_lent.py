@@ -7,7 +7,7 @@ from services.worker.dist.lent import LentGrants, SharedGrants
 from services.worker.dist.messages import GrantRef
 from services.worker.lending.grants import Freed, Terms
 from services.worker.lending.table import RBlockTable
-from shared.messages.lending import BorrowBlocks, ReturnBlocks
+from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
 
 DEBTOR = Peer("debtor", 3)
 REF = GrantRef(1, 1)
@@ -19,15 +19,15 @@ class World:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.freed: list[Freed] = []
-        self.table = RBlockTable("creditor", 8)
-        self.grants = SharedGrants(self.table, 1, Terms(8, lease_s=4.0, grace_s=0.5))
+        self.table = RBlockTable("creditor", 8, 3)
+        self.grants = SharedGrants(self.table, 1, Terms(8, 4.0, 0.5, most_host_blocks=3))
         self.lent = LentGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
         asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=1, blocks=3)
         reply = self.grants.lend(asked, [2, 5, 6], 0.0)
         assert reply.grant is not None and reply.grant.grant_id == REF.grant_id
 
     def covers(self, *blocks: int) -> bool:
-        return self.lent.covers(DEBTOR, [REF], np.array(blocks, dtype=np.int32))
+        return self.lent.covers(DEBTOR, [REF], KvTier.DEVICE, np.array(blocks, dtype=np.int32))
 
     def give_back(self, *blocks: int) -> Freed | None:
         asked = ReturnBlocks(
@@ -53,8 +53,23 @@ def test_blocks_of_the_grant_and_no_others() -> None:
     world = World()
     assert world.covers(2, 6, 5) and world.covers()
     assert not world.covers(2, 3)
-    assert not world.lent.covers(DEBTOR, [GrantRef(7, 1)], np.array([2], dtype=np.int32))
-    assert not world.lent.covers(Peer("other", 1), [REF], np.array([2], dtype=np.int32))
+    assert not world.lent.covers(DEBTOR, [GrantRef(7, 1)], KvTier.DEVICE, np.array([2], dtype=np.int32))
+    assert not world.lent.covers(Peer("other", 1), [REF], KvTier.DEVICE, np.array([2], dtype=np.int32))
+
+
+def test_a_number_is_of_one_tier() -> None:
+    world = World()
+    asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=2, blocks=2, tier=KvTier.HOST)
+    world.grants.lend(asked, [0, 2], 0.0)
+    both = [REF, GrantRef(2, 1)]
+    for tier, blocks, is_covered in (
+        (KvTier.HOST, [0, 2], True),
+        (KvTier.HOST, [5], False),
+        (KvTier.DEVICE, [0], False),
+        (KvTier.DEVICE, [2, 5], True),
+    ):
+        assert world.lent.covers(DEBTOR, both, tier, np.array(blocks, dtype=np.int32)) is is_covered
+    assert not world.lent.covers(DEBTOR, [REF], KvTier.HOST, np.array([2], dtype=np.int32))
 
 
 def test_an_earlier_generation_is_served_for_blocks_that_are_left() -> None:

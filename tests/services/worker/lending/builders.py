@@ -31,12 +31,14 @@ def grant(
     generation: int = 1,
     incarnation: int = 1,
     lease_s: float = 4.0,
+    tier: KvTier = KvTier.DEVICE,
 ) -> Grant:
     return Grant(
         creditor_id=creditor,
         creditor_incarnation=incarnation,
         grant_id=grant_id,
         generation=generation,
+        tier=tier,
         blocks=blocks or (7, 8, 9),
         lease_s=lease_s,
     )

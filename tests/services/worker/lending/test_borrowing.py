@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Manners, Question
 from shared.messages.commands import Creditor, CreditorCandidates
-from shared.messages.lending import BorrowReply, Refusal
+from shared.messages.lending import BorrowReply, KvTier, Refusal
 from tests.services.worker.lending.builders import grant
 
 NO = BorrowReply(refusal=Refusal.AT_CAP)
@@ -56,6 +56,20 @@ def test_after_three_refusals_the_ledger_is_asked_again_and_told_who_refused() -
     assert asks(search.on_candidates(candidates("e"), 0.0)) == ("e", 4)
     assert search.on_reply("e", NO, 5.0) is None
     assert (search.may_start(5.9), search.may_start(6.0), search.refusals) == (False, True, 4)
+
+
+def test_each_candidate_is_asked_for_the_tier_that_the_ledger_names() -> None:
+    search = Borrowing("d", 1, 16)
+    search.start(4)
+    named = [("a", KvTier.DEVICE), ("a", KvTier.HOST), ("b", KvTier.HOST)]
+    found = tuple(Creditor(worker_id=name, free_tokens=1, distance=0, tier=tier) for name, tier in named)
+    question = search.on_candidates(CreditorCandidates(candidates=found), 0.0)
+    for name, tier in named:
+        assert isinstance(question, AskCreditor)
+        assert (question.creditor_id, question.question.tier) == (name, tier)
+        question = search.on_reply(name, lends(1) if tier is KvTier.HOST and name == "a" else NO, 0.0)
+    assert isinstance(question, AskLedger) and question.question.tokens == 3 * 16
+    assert (question.question.refused_by, question.question.refused_host_by) == (("a",), ("a", "b"))
 
 
 def test_without_candidates_or_a_ledger_it_rests() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from services.worker.lending.debts import Debts
 from services.worker.lending.table import BlockState, RBlockTable
-from shared.messages.lending import BlocksReturned, HeldGrant, LeasesRenewed
+from shared.messages.lending import BlocksReturned, HeldGrant, KvTier, LeasesRenewed
 from tests.services.worker.lending.builders import grant
 
 
@@ -91,6 +91,26 @@ def test_returns_go_to_creditors_in_need_first_and_are_retried() -> None:
     assert table.borrowed_from() == {"c": 1}
     debts.check_integrity()
     table.check_integrity()
+
+
+def test_host_memory_goes_back_before_device_memory_that_nobody_is_short_of() -> None:
+    debts, table = debtor()
+    debts.on_granted(grant("c", 5), 0.0)
+    debts.on_granted(grant("e", 3), 0.0)
+    debts.on_granted(grant("c", 0, grant_id=2, tier=KvTier.HOST), 0.0)
+    assert table.borrowed_from(KvTier.HOST) == {"c": 1}
+    assert table.lenders() == [("c", KvTier.DEVICE), ("c", KvTier.HOST), ("e", KvTier.DEVICE)]
+    at_c, _ = debts.renewals(1.0)
+    debts.on_renewed(at_c, renewed(1, 2, wanted_back=1), sent_s=1.0)
+    (to_c,) = debts.give_back(1)
+    assert (to_c.creditor_id, to_c.message.grant_id) == ("c", 1), "its device memory is what it lacks"
+    (host,) = debts.give_back(1)
+    assert (host.creditor_id, host.message.grant_id) == ("c", 2)
+    debts.on_returned(host, BlocksReturned(generation=2))
+    assert debts.wanted_back_blocks() == 1, "host memory is no help"
+    debts.on_returned(to_c, BlocksReturned(generation=2))
+    assert debts.wanted_back_blocks() == 0
+    debts.check_integrity()
 
 
 def test_grants_that_are_only_on_the_way_back_are_not_renewed() -> None:

@@ -1,11 +1,17 @@
 """The creditor: caps, parts, leases by its own clock, fencing, users that delay the return."""
 
-import pytest
+from typing import Any
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.kv.pool import BlockPool
 from services.worker.lending.grants import Freed, Grants, Terms
+from services.worker.lending.lendable import lend
 from services.worker.lending.table import RBlockTable
 from shared.messages.lending import BorrowReply, Grant, KvTier, Refusal
-from tests.services.worker.lending.builders import borrow, give_back, renew
+from tests.services.worker.lending.builders import borrow, give_back, grant, renew
 
 TERMS = Terms(most_blocks=6, lease_s=4.0, grace_s=0.5, fingerprint=b"")
 
@@ -111,6 +117,109 @@ def test_a_debtors_new_life_ends_what_the_old_one_held() -> None:
     lent(grants, "d", 0, 1)
     assert grants.on_incarnation("d", 1) == []
     assert grants.on_incarnation("d", 2) == [Freed(KvTier.DEVICE, (0, 1))]
+
+
+def test_each_tier_has_a_cap_and_numbers_of_its_own() -> None:
+    grants = Grants(RBlockTable("c", 20, 4), 1, Terms(2, 4.0, 0.5, most_host_blocks=4, host_attends=False))
+    device = lent(grants, "d", 0, 1)
+    assert refusal(grants.answer(borrow("d", request=2))) is Refusal.AT_CAP
+    asked = borrow("d", blocks=9, request=3, tier=KvTier.HOST)
+    assert grants.answer(asked) == 4, "a part"
+    host = grants.lend(asked, [0, 1, 2], 0.0).grant
+    assert host is not None and (host.tier, host.blocks) == (KvTier.HOST, (0, 1, 2))
+    assert (device.attends, host.attends) == (True, False)
+    assert grants.answer(borrow("d", blocks=9, request=4, tier=KvTier.HOST)) == 1
+    assert grants.renew(renew("d", 1, 2), 1.0, short_blocks=9).wanted_back_blocks == 2, "of the device"
+    assert grants.give_back(give_back("d", 2, 1))[1] == Freed(KvTier.HOST, (1,))
+    assert grants.give_back(give_back("d", 1, 1))[1] == Freed(KvTier.DEVICE, (1,))
+    assert grants.tick(9.0) == [Freed(KvTier.DEVICE, (0,)), Freed(KvTier.HOST, (0, 2))]
+    grants.check_integrity()
+
+
+two_tiers = st.sampled_from(list(KvTier))
+events = st.one_of(
+    *[st.tuples(st.just("borrow"), st.sampled_from("de"), two_tiers, st.integers(1, 9))] * 3,
+    st.tuples(st.just("return"), st.sampled_from("de"), st.integers(1, 12), st.integers(0, 7)),
+    st.tuples(st.just("renew"), st.sampled_from("de"), st.integers(1, 12)),
+    st.tuples(st.just("enter"), st.integers(1, 12)),
+    st.tuples(st.just("leave"), st.integers(1, 12)),
+    st.tuples(st.just("wait"), st.sampled_from([0.3, 2.0, 4.6])),
+    st.tuples(st.just("die"), st.sampled_from("de")),
+)
+
+
+class TwoPools:
+    """A creditor with the pools that it lends out of, and a debt of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pools = {KvTier.DEVICE: BlockPool(8, 16), KvTier.HOST: BlockPool(5, 16)}
+        self.table = RBlockTable("c", 8, 5)
+        self.grants = Grants(self.table, 1, Terms(6, 4.0, 0.5, most_host_blocks=5))
+        self.lives = {"d": 1, "e": 1}
+        self.requests = 0
+        self.inside: list[int] = []
+        self.borrowed = self.table.add(grant("x", 0, 1, 2, 3))
+
+    def free(self, *freed: Freed | None) -> None:
+        for part in freed:
+            if part is not None:
+                self.pools[part.tier].readmit(part.blocks)
+
+    def borrow(self, debtor: str, tier: KvTier, blocks: int) -> None:
+        self.requests += 1
+        life = self.lives[debtor]
+        asked = borrow(debtor, blocks=blocks, request=self.requests, incarnation=life, tier=tier)
+        most = self.grants.answer(asked)
+        if isinstance(most, int):
+            self.grants.lend(asked, lend(self.pools[tier], most, 1, 0), self.now_s)
+
+    def give_back(self, debtor: str, grant_id: int, block: int) -> None:
+        asked = give_back(debtor, grant_id, block, incarnation=self.lives[debtor])
+        self.free(self.grants.give_back(asked)[1])
+
+    def renew(self, debtor: str, grant_id: int) -> None:
+        self.grants.renew(renew(debtor, grant_id, incarnation=self.lives[debtor]), self.now_s)
+
+    def enter(self, grant_id: int) -> None:
+        generation = self.grants.generation(grant_id)
+        if generation is not None and self.grants.enter(grant_id, generation, [], self.now_s):
+            self.inside.append(grant_id)
+
+    def leave(self, grant_id: int) -> None:
+        if grant_id in self.inside:
+            self.inside.remove(grant_id)
+            self.free(self.grants.leave(grant_id))
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.free(*self.grants.tick(self.now_s))
+
+    def die(self, debtor: str) -> None:
+        self.lives[debtor] += 1
+        self.free(*self.grants.on_incarnation(debtor, self.lives[debtor]))
+
+    def check(self) -> None:
+        self.table.check_integrity()
+        self.grants.check_integrity()
+        for tier, pool in self.pools.items():
+            pool.check_integrity([])
+            assert pool.withdrawn_blocks == self.table.lent_blocks(tier) <= self.grants.terms.most(tier)
+            assert not any(self.table.lent_row(tier, number) for number in self.borrowed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(events, max_size=60))
+def test_neither_tier_is_over_committed_and_leases_free_both(events: list[tuple[Any, ...]]) -> None:
+    world = TwoPools()
+    for verb, *details in events:
+        getattr(world, "give_back" if verb == "return" else verb)(*details)
+        world.check()
+    for grant_id in list(world.inside):
+        world.leave(grant_id)
+    world.wait(9.0)
+    world.check()
+    assert {tier: pool.free_blocks for tier, pool in world.pools.items()} == {"device": 8, "host": 5}
 
 
 def test_a_creditor_in_need_tells_each_debtor_its_part() -> None:

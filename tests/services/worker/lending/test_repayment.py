@@ -1,6 +1,7 @@
 """Which creditor gets its blocks back first."""
 
-from services.worker.lending.repayment import Pressure, Pressures, recalls
+from services.worker.lending.repayment import Pressure, Pressures, in_order, recalls
+from shared.messages.lending import KvTier
 from tests.services.ledger.test_state import report
 
 
@@ -8,6 +9,19 @@ def test_the_creditor_under_most_pressure_first() -> None:
     pressures = {"a": Pressure(free_fraction=0.5), "b": Pressure(free_fraction=0.1), "c": Pressure(3, 0.9)}
     found = recalls({"a": 4, "b": 4, "c": 2}, pressures, free_blocks=9, keep_blocks=2)
     assert found == {"c": 2, "b": 4, "a": 1}
+
+
+def test_host_memory_before_device_memory_of_those_who_are_not_short() -> None:
+    device, host = KvTier.DEVICE, KvTier.HOST
+    pressures = {"a": Pressure(2), "b": Pressure(free_fraction=0.1), "c": Pressure(free_fraction=0.9)}
+    lenders = [("b", device), ("c", host), ("a", device), ("a", host), ("b", host)]
+    assert in_order(lenders, pressures) == [
+        ("a", device),
+        ("b", host),
+        ("c", host),
+        ("a", host),
+        ("b", device),
+    ]
 
 
 def test_far_before_near_and_nothing_without_room() -> None:

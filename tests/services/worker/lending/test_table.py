@@ -41,7 +41,7 @@ def test_a_grant_is_entered_once_and_forgotten_with_its_last_block() -> None:
 
 
 def test_lent_blocks_are_counted_by_debtor_and_are_own_memory() -> None:
-    table = RBlockTable("w", 10)
+    table = RBlockTable("w", 10, host_blocks=100)
     (borrowed,) = table.add(grant("c", 7))
     table.lend(KvTier.DEVICE, [0, 1], LentRow("d", 1))
     table.lend(KvTier.HOST, [0, 99], LentRow("e", 2))
@@ -50,6 +50,10 @@ def test_lent_blocks_are_counted_by_debtor_and_are_own_memory() -> None:
     for wrong in (1, borrowed, -1):
         with pytest.raises(ValueError, match="not this worker's"):
             table.lend(KvTier.DEVICE, [wrong], LentRow("e", 3))
+    for wrong in (0, 100, -1):
+        with pytest.raises(ValueError, match="not this worker's"):
+            table.lend(KvTier.HOST, [wrong], LentRow("e", 3))
+    assert (table.lent_to(KvTier.DEVICE), table.lent_to(KvTier.HOST)) == ({"d": 2}, {"e": 2})
     table.take_back(KvTier.DEVICE, [1])
     assert table.lent_row(KvTier.DEVICE, 1) is None
     with pytest.raises(KeyError):
