@@ -1,144 +1,181 @@
-"""`python -m bench ladder`: each rung of the ladder for full memory switched off in turn, live.
+"""`python -m bench ladder`: each rung of the ladder for full memory switched off in turn, live, by workload.
 
-Two workers with little KV, all requests at once, packed onto as few workers as will take them; some requests
-come again with the same beginning, and some are longer than one worker's KV. What a rung is worth is what is
-lost without it: tokens a second, time to the end, requests that nobody could serve.
+For each workload one stack of two workers for each variant, taking turns: while one is measured the others
+are stopped. What a rung is worth is what is lost without it, within one turn: tokens a second, time to the
+end, requests that nobody could serve.
 """
 
 import asyncio
 import statistics
 import time
 from argparse import ArgumentParser
+from contextlib import ExitStack
 from typing import Any
 
 from bench.context import Context
-from bench.engine.checkpoint import vocabulary
-from bench.http_load import Answer, Target, complete_all
+from bench.engine.checkpoint import checkpoint, vocabulary
+from bench.http_load import complete_all
 from bench.ladder.variants import VARIANTS, Variant
-from bench.latencies import percentile
+from bench.ladder.workloads import BLOCK_TOKENS, WORKLOADS, Workload
 from bench.outcome import Outcome, Table
 from bench.overhead.stack import Stack, start
+from bench.pie.confidence import interval, median_of_ratios
 from bench.provenance import ROOT
+from bench.ratios import order_of
 from shared.errors import InternalError
 
-KV_BLOCKS = 80
-BLOCK_TOKENS = 16
 WORKERS = 2
 MAX_SEQUENCES = 32
-PROMPT_TOKENS, ANSWER_TOKENS = (40, 200), (80, 240)
-COMMON_TOKENS = 96
-"""That every other prompt has in common."""
-LONG_PROMPT_TOKENS, LONG_ANSWER_TOKENS = KV_BLOCKS * BLOCK_TOKENS, 60
-_DEADLINE_S = 40.0
+_DEADLINE_S = 60.0
+_AWAKE_S = 1.5
+"""Between going on and the first request: heartbeats, lost leases, links."""
+_CHECKPOINTS = ROOT / "runs" / "bench" / "checkpoints"
+Row = dict[str, float]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, help="at once [48; --quick 16]")
-    parser.add_argument("--long", type=int, default=1, help="longer than one worker's KV [%(default)s]")
-    parser.add_argument("--rounds", type=int, help="of the same requests [2; --quick 1]")
-    names = [variant.name for variant in VARIANTS]
-    parser.add_argument("--variants", nargs="+", choices=names, default=names)
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--turns", type=int, help="of all variants [5; --quick 1]")
+    variants = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variants", nargs="+", choices=variants, default=variants, help="only these")
 
 
 def run(context: Context) -> Outcome:
     """Raises InternalError when a stack does not start."""
-    chosen = [variant for variant in VARIANTS if variant.name in context.arguments.variants]
-    rows: dict[str, dict[str, float]] = {}
-    with context.progress("variants", len(chosen)) as progress:
-        for variant in chosen:
-            progress.advance(0, now=variant.name)
-            rows[variant.name] = _measure(context, variant)
-            context.record({"variant": variant.name, **rows[variant.name]}, file="variants.jsonl")
-            progress.advance(1)
-    figures = {f"{name}_{variant}": value for variant, row in rows.items() for name, value in row.items()}
-    for variant in chosen:
-        base = rows.get(variant.against)
-        if base is not None and variant.name != variant.against:
-            figures[f"speed_of_{variant.name}"] = rows[variant.name]["tokens_per_s"] / base["tokens_per_s"]
-    headline = [name for name in figures if name.startswith(("tokens_per_s", "unserved", "speed_of"))]
-    notes = [
-        f"{WORKERS} workers of {KV_BLOCKS} blocks; {context.arguments.long} requests are longer than that",
-        "speed_of: tokens a second against the whole ladder (expand_only: against recompute_only)",
+    chosen = [workload for workload in WORKLOADS if workload.name in context.arguments.workloads]
+    turns = context.arguments.turns or (1 if context.quick else 5)
+    figures: Row = {}
+    tables: list[Table] = []
+    with context.progress("turns", len(chosen) * turns) as progress:
+        for workload in chosen:
+            variants = _variants(context, workload)
+            progress.advance(0, now=f"{workload.name}: {len(variants)} stacks")
+            with ExitStack() as ending:
+                stacks = [_start(context, workload, variant, ending) for variant in variants]
+                rows: dict[str, list[Row]] = {variant.name: [] for variant in variants}
+                for turn in range(turns):
+                    for at in order_of(turn, len(variants)):
+                        row = _measure(context, workload, stacks[at], turn)
+                        rows[variants[at].name].append(row)
+                        told = {"workload": workload.name, "variant": variants[at].name, "turn": turn, **row}
+                        context.record(told, file="turns.jsonl")
+                    progress.advance(1, now=workload.name)
+            figures |= _figures(workload, variants, rows)
+            tables.append(_table(workload, variants, rows, figures))
+    notes = [f"{workload.name}: {workload.about}, {workload.kv_blocks} blocks each" for workload in chosen]
+    notes += [
+        "speed_of: tokens a second against `all` in the same turn, the median over turns (expand_only: "
+        "against recompute_only); _low and _high: 95 % interval",
         "unserved: refused because no worker can hold them, or failed",
     ]
-    return Outcome(figures, 0, [_table(rows)], notes, headline=headline)
+    headline = [name for name in figures if name.startswith(("speed_of", "unserved"))]
+    return Outcome(figures, 0, tables, notes, headline=headline)
 
 
-def _measure(context: Context, variant: Variant) -> dict[str, float]:
-    model = ROOT / "models" / "tiny_chat"
-    folder = context.run_dir.resolve() / f"stack-{variant.name}"
+def _variants(context: Context, workload: Workload) -> list[Variant]:
+    wanted = set(workload.variants) & set(context.arguments.variants)
+    return [variant for variant in VARIANTS if variant.name in wanted]
+
+
+def _start(context: Context, workload: Workload, variant: Variant, ending: ExitStack) -> Stack:
+    """Warm by a turn that does not count, and stopped."""
     settings: dict[str, object] = {
         "placement.policy": "best_fit",
         "worker.cores": "[]",
         "worker.block_tokens": BLOCK_TOKENS,
         **variant.settings,
+        **workload.settings,
     }
-    stack = start(model, 0, KV_BLOCKS, MAX_SEQUENCES, folder, settings, WORKERS)
-    try:
-        return _load(context, stack)
-    finally:
-        stack.side.end()
-
-
-def _load(context: Context, stack: Stack) -> dict[str, float]:
-    bodies = _bodies(context, vocabulary(ROOT / "models" / "tiny_chat"))
-    warm = asyncio.run(complete_all(stack.target, bodies[:2], _DEADLINE_S))
-    if not any(answer.ok for answer in warm):
+    folder = context.run_dir.resolve() / f"{workload.name}-{variant.name}"
+    model = checkpoint(workload.model, _CHECKPOINTS)
+    stack = start(model, 0, workload.kv_blocks, MAX_SEQUENCES, folder, settings, WORKERS)
+    ending.callback(stack.side.end)
+    answers = asyncio.run(complete_all(stack.target, _bodies(context, workload, "warm"), _DEADLINE_S))
+    if not any(answer.ok for answer in answers):
         raise InternalError("a stack does not serve")
-    answers, took_s = asyncio.run(_rounds(context, stack.target, bodies))
+    stack.side.pause()
+    return stack
+
+
+def _measure(context: Context, workload: Workload, stack: Stack, turn: int) -> Row:
+    """One turn of one stack."""
+    bodies = _bodies(context, workload, str(turn))
+    stack.side.resume()
+    time.sleep(_AWAKE_S)
+    began_s = time.perf_counter()
+    answers = asyncio.run(complete_all(stack.target, bodies, _DEADLINE_S))
+    took_s = time.perf_counter() - began_s
+    told = stack.details("queued")
+    stack.side.pause()
     done = [answer for answer in answers if answer.ok]
     ends_s = [answer.ended_s - answer.sent_s for answer in done]
-    told = stack.details("queued")
+    counted = ("relief_", "preempted_", "moved")
     return {
         "tokens_per_s": sum(answer.completion_tokens for answer in done) / took_s,
         "end_s_mean": statistics.fmean(ends_s) if ends_s else 0.0,
-        "end_s_p95": percentile(ends_s, 95) if ends_s else 0.0,
         "unserved": float(len(answers) - len(done)),
-        "moved": float(told.get("moved", 0)),
-        **{name: float(count) for name, count in told.items() if name.startswith("relief_")},
+        **{name: float(count) for name, count in told.items() if name.startswith(counted)},
     }
 
 
-async def _rounds(
-    context: Context, target: Target, bodies: list[dict[str, Any]]
-) -> tuple[list[Answer], float]:
-    answers: list[Answer] = []
-    began_s = time.perf_counter()
-    for _ in range(context.arguments.rounds or (1 if context.quick else 2)):
-        answers += await complete_all(target, bodies, _DEADLINE_S)
-    return answers, time.perf_counter() - began_s
-
-
-def _bodies(context: Context, tokens: int) -> list[dict[str, Any]]:
-    """The same for every variant."""
-    dice = context.random("requests")
-
-    def drawn(count: int) -> list[int]:
-        return [dice.randrange(100, tokens - 1) for _ in range(count)]
-
-    common = drawn(COMMON_TOKENS)
-    count = context.arguments.requests or (16 if context.quick else 48)
-    sizes = [(dice.randint(*PROMPT_TOKENS), dice.randint(*ANSWER_TOKENS)) for _ in range(count)]
-    prompts = [((common if at % 2 else []) + drawn(size), limit) for at, (size, limit) in enumerate(sizes)]
-    prompts += [(drawn(LONG_PROMPT_TOKENS), LONG_ANSWER_TOKENS) for _ in range(context.arguments.long)]
+def _bodies(context: Context, workload: Workload, turn: str) -> list[dict[str, Any]]:
+    tokens = vocabulary(checkpoint(workload.model, _CHECKPOINTS))
     return [
-        {"prompt": prompt, "max_tokens": limit, "temperature": 0, "ignore_eos": True}
-        for prompt, limit in prompts
+        _body(prompt, limit)
+        for prompt, limit in workload.draw(context.random(f"{workload.name}/{turn}"), tokens)
     ]
 
 
-def _table(rows: dict[str, dict[str, float]]) -> Table:
-    columns = ("variant", "tok/s", "mean end", "p95 end", "unserved", "moved", "decisions")
-    lines = [
-        (
-            name,
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['end_s_mean']:.2f} s",
-            f"{row['end_s_p95']:.2f} s",
-            int(row["unserved"]),
-            int(row["moved"]),
-            ", ".join(f"{key[7:]} {int(row[key])}" for key in sorted(row) if key.startswith("relief_")),
+def _body(prompt: list[int], limit: int) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": limit, "temperature": 0, "ignore_eos": True}
+
+
+def _figures(workload: Workload, variants: list[Variant], rows: dict[str, list[Row]]) -> Row:
+    figures: Row = {}
+    for variant in variants:
+        own = rows[variant.name]
+        name = f"{workload.name}_{variant.name}"
+        for key in ("tokens_per_s", "end_s_mean"):
+            figures[f"{key}_{name}"] = statistics.median(row[key] for row in own)
+        figures[f"unserved_{name}"] = sum(row["unserved"] for row in own)
+        base = rows.get(variant.against)
+        if base is None or variant.against == variant.name:
+            continue
+        ours, theirs = ([row["tokens_per_s"] for row in side] for side in (own, base))
+        low, high = interval(ours, theirs, median_of_ratios)
+        figures[f"speed_of_{name}"] = median_of_ratios(ours, theirs)
+        figures[f"speed_of_{name}_low"], figures[f"speed_of_{name}_high"] = low, high
+        ends = [[row["end_s_mean"] for row in side] for side in (own, base)]
+        if min(*ends[0], *ends[1]) > 0:
+            figures[f"end_of_{name}"] = median_of_ratios(*ends)
+    return figures
+
+
+def _table(workload: Workload, variants: list[Variant], rows: dict[str, list[Row]], figures: Row) -> Table:
+    columns = ("variant", "tok/s", "speed", "95 %", "mean end", "unserved", "moved", "preempted", "decisions")
+    lines = []
+    for variant in variants:
+        name, last = f"{workload.name}_{variant.name}", rows[variant.name][-1]
+        speed = figures.get(f"speed_of_{name}")
+        low, high = figures.get(f"speed_of_{name}_low", 0.0), figures.get(f"speed_of_{name}_high", 0.0)
+        lines.append(
+            (
+                variant.name,
+                f"{figures[f'tokens_per_s_{name}']:.0f}",
+                "" if speed is None else f"{speed:.2f}",
+                "" if speed is None else f"{low:.2f}-{high:.2f}",
+                f"{figures[f'end_s_mean_{name}']:.2f} s",
+                int(figures[f"unserved_{name}"]),
+                int(last.get("moved", 0)),
+                _counts(last, "preempted_"),
+                _counts(last, "relief_"),
+            )
         )
-        for name, row in rows.items()
-    ]
-    return Table("the ladder, one rung less each time", columns, lines)
+    return Table(f"{workload.name}: {workload.about}", columns, lines)
+
+
+def _counts(row: Row, prefix: str) -> str:
+    """Since the stack's start."""
+    found = sorted(name for name in row if name.startswith(prefix))
+    return ", ".join(f"{name.removeprefix(prefix)} {row[name]:.0f}" for name in found)

@@ -1,8 +1,7 @@
 """The ladder of `algorithms.md` §7 with each rung switched off in turn: settings of whole stacks. Pure.
 
-Recomputing is the last rung and cannot be left out; a swap of a whole sequence to the host is weighed and not
-built, so it is in no variant. Pie excludes borrowing and leaves the prefix cache out, so its rung is measured
-against a ladder without both.
+Recomputing is the last rung and cannot be left out. Pie excludes borrowing and leaves the prefix cache out,
+so its rung is measured against a ladder without both.
 """
 
 from collections.abc import Mapping
@@ -39,10 +38,12 @@ class Variant:
 VARIANTS = (
     Variant("all", _ALL),
     Variant("no_evict", {**_ALL, "worker.prefix_cache.enabled": "false"}),
+    Variant("no_host", {**_ALL, "worker.prefix_cache.host_mb": 0}),
     Variant("no_reserve", {**_ALL, "scheduler.policy_options.reserve_ratio": 0}),
     Variant("no_borrow", {**_ALL, "worker.lending.borrow": "false"}),
     Variant("no_migrate", {**_ALL, "scheduler.relief_off": '["migrate"]'}),
     Variant("no_pause", {**_ALL, "scheduler.relief_off": '["pause"]'}),
+    Variant("no_swap", {**_ALL, "scheduler.relief_off": '["swap"]'}),
     Variant("recompute_only", _NONE),
     Variant("expand_only", {**_NONE, "worker.pie.enabled": "true"}, against="recompute_only"),
 )

@@ -5,6 +5,7 @@ again in heartbeats, snapshots and resubmissions. Batches are the policy's affai
 placement's.
 """
 
+from collections import Counter
 from typing import Any
 
 from services.scheduler.effects import Effect, StepDown
@@ -225,7 +226,10 @@ class SchedulerCore:
             for lane in lanes
         ]
         decisions = {f"relief_{rung}": count for rung, count in sorted(self._pressure.decisions.items())}
-        moves = {**self._moves.describe(), **decisions}
+        preempted: Counter[str] = Counter()
+        for lane in lanes:
+            preempted.update({f"preempted_{mode}": count for mode, count in lane.preempting.counts.items()})
+        moves = {**self._moves.describe(), **decisions, **preempted}
         return {
             "epoch": self.epoch,
             "snapshots": self._fleet.snapshots,

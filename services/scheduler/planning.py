@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 
-from services.scheduler.effects import AskPrediction, Effect, SendPlan
+from services.scheduler.effects import AskPrediction, Effect, NoteRelief, SendPlan
 from services.scheduler.outstanding import OutstandingPlans, Progress, SentPlan, Trouble
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
+from services.scheduler.preempting import Preempting
 from services.scheduler.rules import Rules
 from services.scheduler.state import Phase, Sequence
 from shared.errors import ModelMismatch
@@ -61,6 +62,7 @@ class Lane:
     """Why it is refused."""
     strangers: dict[SequenceRef, int] = field(default_factory=dict)
     """Alive there by so many heartbeats, yet not known to be there."""
+    preempting: Preempting = field(default_factory=Preempting)
     _outstanding: OutstandingPlans = field(init=False)
     _plan_seq: int = field(default=0, init=False)
     _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
@@ -156,10 +158,10 @@ class Lane:
             if batch is None:
                 break
             supersedes = cut and bool(batch.prefills) and not batch.preemptions
-            effects.append(self._send(batch, now_s, supersedes=supersedes))
+            effects += self._send(batch, now_s, supersedes=supersedes)
             effects += self._questions(batch)
         if policy is not None and self._drops and not len(outstanding):
-            effects.append(self._send(PlannedBatch(), now_s))
+            effects += self._send(PlannedBatch(), now_s)
         return effects
 
     def _steps_ahead(self) -> int:
@@ -172,8 +174,9 @@ class Lane:
             return steps
         return max(steps, min(self.rules.settings.max_steps, ceil(self.rules.ahead_s / step_s)))
 
-    def _send(self, batch: PlannedBatch, now_s: float, *, supersedes: bool = False) -> SendPlan:
+    def _send(self, batch: PlannedBatch, now_s: float, *, supersedes: bool = False) -> list[Effect]:
         starts = self._starts(batch)
+        preemptions, notes = self._preemptions(batch)
         self._project(batch, now_s)
         self._plan_seq += 1
         ref = self._ref
@@ -185,7 +188,7 @@ class Lane:
             valid_for_s=self.rules.valid_for_s,
             supersedes=supersedes,
             drops=tuple(self._drops),
-            preemptions=tuple(Preemption(ref=ref(item.key), mode=item.mode) for item in batch.preemptions),
+            preemptions=preemptions,
             starts=starts,
             prefills=tuple(
                 PrefillChunk(
@@ -202,7 +205,14 @@ class Lane:
         )
         self._drops.clear()
         self._outstanding.add(batch, plan, now_s)
-        return SendPlan(self.worker_id, plan)
+        return [*notes, SendPlan(self.worker_id, plan)]
+
+    def _preemptions(self, batch: PlannedBatch) -> tuple[tuple[Preemption, ...], list[Effect]]:
+        """What becomes of each one's KV; what that was weighed against, for the log."""
+        rules = self.rules.relief
+        decided = [(item, *self.preempting.decide(self.report, item, rules)) for item in batch.preemptions]
+        notes: list[Effect] = [NoteRelief(self.worker_id, relief) for _, _, relief in decided if relief]
+        return tuple(Preemption(ref=self._ref(item.key), mode=mode) for item, mode, _ in decided), notes
 
     def _ref(self, key: SequenceKey) -> SequenceRef:
         return self._lingering[key][0] if key in self._lingering else self.sequences[key].ref
@@ -286,6 +296,7 @@ class Lane:
                     self.sequences[key].faults = 0
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
+        self.preempting.on_heartbeat()
         return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
 
     def on_tick(self, now_s: float) -> Trouble | None:

@@ -7,11 +7,13 @@ nobody measures yet is not offered. Every decision is an effect, with its costs,
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from services.scheduler.effects import Effect, NoteRelief
 from services.scheduler.moves import Moves
 from services.scheduler.planning import Lane, Sync
 from services.scheduler.policy.relief import BY_KV, Neighbour, Pressure, Rung, Speeds, Victim, next_relief
+from services.scheduler.preempting import speeds_of
 from services.scheduler.roster import Roster
 from services.scheduler.rules import ReliefRules
 from services.scheduler.state import Phase, Sequence
@@ -46,7 +48,8 @@ class PressureWatch:
             for listed in lane.report.sequences
             if listed.state is SequenceState.DECODING and listed.gateway_id
         ]
-        needed_blocks = len(decoding) * self._growth_blocks(lane) - lane.report.capacity.plannable_blocks
+        plannable_blocks = lane.report.capacity.plannable_blocks  # evictable ones included: they go unasked
+        needed_blocks = len(decoding) * self._growth_blocks(lane) - plannable_blocks
         if lane.sync is not Sync.IN_STEP or needed_blocks <= 0 or len(decoding) < 2:
             return []
         self._next_s[lane.worker_id] = now_s + self._rules.interval_s
@@ -92,15 +95,15 @@ class PressureWatch:
             running=len(decoding),
             horizon_steps=self._rules.horizon_steps if within is None else within,
             speeds=_speeds(report, target),
-            evictable_blocks=report.capacity.evictable_blocks,
-            growable_blocks=report.capacity.growable_blocks,
-            neighbour=_neighbour(report, target),
+            host_tier_blocks=report.swap_room_blocks,
+            growable_blocks=0 if report.expand_stall_s is None else report.capacity.growable_blocks,
+            neighbour=self._neighbour(report, target),
             victim=None
             if victim is None
             else Victim(
                 blocks=victim[1].allocated_blocks,
                 tokens=victim[1].prompt_tokens + victim[1].generated_tokens,
-                remaining_tokens=victim[1].max_tokens - victim[1].generated_tokens,
+                remaining_tokens=self._remaining_tokens(victim[1]),
             ),
             frees_within_steps=within,
             frees_blocks=freed,
@@ -111,8 +114,16 @@ class PressureWatch:
         for listed in decoding:
             sequence = self._roster.find(listed.ref)
             if sequence is not None and sequence.prediction is not None:
-                steps = max(1, sequence.prediction.rl_tokens - listed.generated_tokens)
-                yield steps, listed.allocated_blocks
+                yield max(1, self._remaining_tokens(listed)), listed.allocated_blocks
+
+    def _remaining_tokens(self, listed: SequenceReport) -> int:
+        """Predicted, or as many as it may have. One that outlived its prediction is taken to be half way."""
+        most = listed.max_tokens - listed.generated_tokens
+        sequence = self._roster.find(listed.ref)
+        if sequence is None or sequence.prediction is None:
+            return most
+        left = sequence.prediction.rl_tokens - listed.generated_tokens
+        return min(most, left if left > 0 else listed.generated_tokens)
 
     def _victim(self, lane: Lane) -> tuple[Sequence, SequenceReport] | None:
         """The last to have come of those that can be moved."""
@@ -130,34 +141,37 @@ class PressureWatch:
         others = [
             other for other in self._roster.lanes.values() if other is not lane and other.sync is Sync.IN_STEP
         ]
-        return max(others, key=lambda other: (_room(other), other.worker_id), default=None)
+        return max(others, key=lambda other: (self._room(other), other.worker_id), default=None)
+
+    def _room(self, lane: Lane) -> int:
+        """Blocks for one more until it ends, beside what those there will grow by; none where somebody waits
+        for blocks."""
+        here = self._roster.of_worker(lane.worker_id)
+        if any(sequence.phase in (Phase.PLACED, Phase.WAITING) for sequence in here):
+            return 0
+        size = lane.report.block_tokens
+        growth = sum(self._remaining_tokens(listed) // size + 1 for listed in _running(lane.report))
+        return max(0, lane.report.capacity.plannable_blocks - growth)
+
+    def _neighbour(self, report: WorkerReported, target: Lane | None) -> Neighbour:
+        if target is None:
+            return Neighbour()
+        is_linked = bool(report.kv_block_bytes) and report.fingerprint == target.report.fingerprint
+        return Neighbour(
+            lendable_blocks=target.report.capacity.loanable_blocks,
+            room_blocks=self._room(target),
+            is_linked=is_linked,
+        )
 
 
 def _speeds(report: WorkerReported, target: Lane | None) -> Speeds:
     """As both workers measured; what nobody measured is 0."""
-    link_bytes_per_s = 0.0
-    if target is not None:
-        link_bytes_per_s = target.report.link_bytes_per_s.get(report.worker_id, 0.0)
-    return Speeds(
-        prefill_tokens_per_s=report.prefill_tokens_per_s,
-        decode_step_s=report.decode_step_s,
-        host_blocks_per_s=1.0 / report.host_block_s if report.host_block_s > 0 else 0.0,
-        link_blocks_per_s=link_bytes_per_s / report.kv_block_bytes if report.kv_block_bytes else 0.0,
-    )
+    speeds = speeds_of(report)
+    if target is None or not report.kv_block_bytes:
+        return speeds
+    bytes_per_s = target.report.link_bytes_per_s.get(report.worker_id, 0.0)
+    return replace(speeds, link_blocks_per_s=bytes_per_s / report.kv_block_bytes)
 
 
-def _neighbour(report: WorkerReported, target: Lane | None) -> Neighbour:
-    if target is None:
-        return Neighbour()
-    is_linked = bool(report.kv_block_bytes) and report.fingerprint == target.report.fingerprint
-    return Neighbour(
-        lendable_blocks=target.report.capacity.loanable_blocks,
-        room_blocks=_room(target),
-        is_linked=is_linked,
-    )
-
-
-def _room(lane: Lane) -> int:
-    """Blocks for one more, beside one for each that decodes there."""
-    decoding = sum(listed.state is SequenceState.DECODING for listed in lane.report.sequences)
-    return max(0, lane.report.capacity.plannable_blocks - 2 * decoding - 1)
+def _running(report: WorkerReported) -> list[SequenceReport]:
+    return [listed for listed in report.sequences if listed.state is not SequenceState.ENDED]

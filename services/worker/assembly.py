@@ -7,6 +7,7 @@ import gc
 import socket
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from services.worker.config import WorkerConfig
@@ -29,6 +30,7 @@ from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.log import canonical, get_logger
+from shared.messages.reports import WorkerReported
 
 _log = get_logger(__name__)
 
@@ -56,6 +58,20 @@ def expansion_of(engine: Engine) -> dict[str, float]:
     if not isinstance(engine, TorchEngine) or engine.pie is None:
         return {}
     return engine.pie.growth.expansion().details()
+
+
+def with_costs(report: WorkerReported, engine: Engine) -> WorkerReported:
+    """A heartbeat with what the engine measured of blocks that lie elsewhere, and of layers on the host."""
+    if not isinstance(engine, TorchEngine):
+        return report
+    stall_s: float | None = None
+    if engine.pie is not None:
+        expansion, meter = engine.pie.growth.expansion(), engine.pie.store.meter
+        if expansion.fifo_layers and meter.step_s:
+            stall_s = expansion.stall_share * meter.step_s / expansion.fifo_layers
+    return msgspec.structs.replace(
+        report, remote_block_s=engine.attention.remote_block_s, expand_stall_s=stall_s
+    )
 
 
 def transfers_of(

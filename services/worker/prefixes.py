@@ -31,6 +31,8 @@ class Prefixes:
         self.fingerprint = fingerprint
         self._expected: deque[list[BlockHash]] = deque(maxlen=lookahead_sequences)
         self._hits: list[PrefixHit] = []
+        self.swaps = 0
+        """That gave up their blocks and had them kept on the host, since the start."""
 
     def expect(self, specs: Iterable[SequenceSpec]) -> None:
         """These will start soon: what they need of the disk is read ahead, between the steps."""
@@ -78,6 +80,25 @@ class Prefixes:
             parent = sequence.names[at - 1] if at else None
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent)
         sequence.published_blocks = max(full, sequence.published_blocks)
+
+    def keep(self, sequence: HeldSequence) -> None:
+        """It is about to be taken off the device and comes back: what is computed of it by then is kept on
+        the host, as far as there is room; not what is borrowed, and not the unfinished last block."""
+        full = sequence.computed_tokens // self.cache.block_tokens
+        if full < len(sequence.kept):
+            return
+        sequence.published_blocks = 0  # others may have had a copy of the same name, and lost it
+        self.publish(sequence)
+        before = sequence.kept
+        own = min(full, first_borrowed(sequence.blocks, self._own_blocks))
+        sequence.kept = self.cache.keep(sequence.names[:own])
+        self.cache.unkeep(before)
+        self.swaps += bool(sequence.kept)
+
+    def let_be(self, sequence: HeldSequence) -> None:
+        """It came back, or never will."""
+        kept, sequence.kept = sequence.kept, []
+        self.cache.unkeep(kept)
 
     def on_prefilled(self, tokens: int, elapsed_s: float) -> None:
         """So many tokens of prompts were computed in that time."""

@@ -16,7 +16,15 @@ from services.worker.prefixes import Prefixes
 from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
-from shared.messages.plans import BatchPlan, Decode, PrefillChunk, SkippedItem, SkipReason
+from shared.messages.plans import (
+    BatchPlan,
+    Decode,
+    Preemption,
+    PreemptMode,
+    PrefillChunk,
+    SkippedItem,
+    SkipReason,
+)
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec
 
@@ -85,7 +93,7 @@ class SequenceTable:
         """What a plan does once, before its first step: drops, preemptions, starts."""
         for ref in plan.drops:
             self.cancel(ref, FinishReason.CANCELLED, now_s)
-        unknown = [preemption.ref for preemption in plan.preemptions if not self._preempt(preemption.ref)]
+        unknown = [preemption.ref for preemption in plan.preemptions if not self._preempt(preemption)]
         skipped = [SkippedItem(ref=ref, reason=SkipReason.UNKNOWN) for ref in unknown]
         for spec in plan.starts:
             reason = self._start(spec, now_s)
@@ -140,6 +148,8 @@ class SequenceTable:
             self.end(sequence, FinishReason.ERROR, now_s)
             return
         sequence.computed_tokens = item.end_token
+        if sequence.kept and item.end_token >= len(sequence.kept) * self._block_tokens:
+            self._let_be(sequence)
         if self.prefixes is not None and item.end_token // self._block_tokens > sequence.published_blocks:
             self.prefixes.publish(sequence)
         if sequence.state is SequenceState.WAITING:
@@ -159,6 +169,7 @@ class SequenceTable:
         A rehearsal is forgotten at once: its blocks are stored, or they are not.
         """
         self._free(sequence)
+        self._let_be(sequence)
         sequence.move_to(SequenceState.ENDED)
         sequence.finish_reason = reason
         sequence.ended_s = now_s
@@ -223,7 +234,7 @@ class SequenceTable:
             assert not self._tombstones.covers(held.ref), f"{held.ref} is held and buried"
             assert held.computed_tokens <= len(held.blocks) * self._block_tokens
             held.check_integrity()
-            assert held.alive or (held.finish_reason is not None and not held.blocks)
+            assert held.alive or (held.finish_reason is not None and not held.blocks and not held.kept)
             if held.state is SequenceState.DECODING:
                 late_tokens = len(held.tokens) - 1 - held.computed_tokens
                 assert late_tokens == 0 or (late_tokens > 0 and held.takes_late)
@@ -236,6 +247,11 @@ class SequenceTable:
     def _free(self, sequence: HeldSequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.forget_blocks()
+
+    def _let_be(self, sequence: HeldSequence) -> None:
+        """Nothing is kept on the host for it any more."""
+        if self.prefixes is not None and sequence.kept:
+            self.prefixes.let_be(sequence)
 
     def _follow(self, moves: Mapping[int, int]) -> None:
         """Blocks were moved: in place, as a step's rows have the same lists."""
@@ -255,10 +271,12 @@ class SequenceTable:
         sequence.blocks += self.pool.allocate(missing)
         return True
 
-    def _preempt(self, ref: SequenceRef) -> bool:
-        sequence = self.find(ref)
+    def _preempt(self, preemption: Preemption) -> bool:
+        sequence = self.find(preemption.ref)
         if sequence is None or not sequence.alive:
             return False
+        if self.prefixes is not None and preemption.mode is PreemptMode.SWAP:
+            self.prefixes.keep(sequence)
         self._free(sequence)
         if sequence.state is not SequenceState.WAITING:
             sequence.move_to(SequenceState.WAITING)

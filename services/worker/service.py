@@ -15,6 +15,7 @@ from services.worker.assembly import (
     pool_of,
     prefixes_of,
     transfers_of,
+    with_costs,
     work_ahead,
 )
 from services.worker.config import WorkerConfig
@@ -74,7 +75,7 @@ class Worker:
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
         self._store = open_cache(config, engine, bus.instance, self._wake)
         self._cache_metrics = CacheMetrics()
-        prefixes = prefixes_of(self._store, config)
+        prefixes = self._prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
         self._courier = Courier(self._outbox, self._on_loop)
         pool = pool_of(engine, self._store)
@@ -153,7 +154,7 @@ class Worker:
         return self._annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
 
     def _annotate(self, report: WorkerReported) -> WorkerReported:
-        annotated = self._neighbours.annotate(report)
+        annotated = self._neighbours.annotate(with_costs(report, self._engine))
         return annotated if self._transfers is None else self._transfers.annotate(annotated)
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
@@ -193,6 +194,7 @@ class Worker:
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
                 **({} if figures is None else figures.details()),
+                **({} if self._prefixes is None else {"swaps": self._prefixes.swaps}),
                 **expansion_of(self._engine),
             },
         )

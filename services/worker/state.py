@@ -5,6 +5,7 @@ Legal transitions are one table, `TRANSITIONS`; anything else is a bug here and 
 
 from dataclasses import dataclass, field
 
+from services.worker.kv.tree import Node
 from services.worker.sampling import Sampled
 from shared.blocks import BlockHash
 from shared.errors import InternalError
@@ -55,6 +56,8 @@ class HeldSequence:
     """Of its whole blocks, as far as they were asked for."""
     published_blocks: int = 0
     """So many of its blocks were offered to the prefix cache, or came from there."""
+    kept: list[Node] = field(default_factory=list)
+    """Its first blocks, while the host keeps them: it was taken off the device and is not back yet."""
     promised_tokens: int = 0
     """A chunk may begin up to here, wherever the computation stands: the scheduler was told that what
     precedes it is stored."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.worker.frames import AddressedFrame, assemble, fetched
 from services.worker.kv.extended import capacity_of
+from services.worker.kv.tree import Tier
 from services.worker.plans import GivenUpPlan, PlanQueue, QueuedPlan
 from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable, WorkItem
@@ -179,7 +180,7 @@ class StepCore:
 
     def report(self, now_s: float) -> WorkerReported:
         """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""
-        pool = self._table.pool
+        pool, prefixes = self._table.pool, self._table.prefixes
         return WorkerReported(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
@@ -196,7 +197,9 @@ class StepCore:
             weights=self._identity.weights,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_step_s=self._speed.decode_step_s,
-            fingerprint=b"" if self._table.prefixes is None else self._table.prefixes.fingerprint,
+            fingerprint=b"" if prefixes is None else prefixes.fingerprint,
+            host_block_s=0.0 if prefixes is None else prefixes.cache.gate.block_s(Tier.HOST),
+            swap_room_blocks=0 if prefixes is None else prefixes.cache.keepable_blocks,
         )
 
     def check_integrity(self) -> None:

@@ -15,6 +15,9 @@ class PreemptMode(StrEnum):
 
     RECOMPUTE = "recompute"
     """Freed; the sequence is prefilled again from its tokens."""
+    SWAP = "swap"
+    """Freed, and its whole blocks are kept on the worker's host until it comes back; it is prefilled as
+    ever, and finds them. A worker that cannot keep them recomputes."""
 
 
 class PrefillChunk(Message, frozen=True, kw_only=True):

@@ -117,7 +117,15 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     link_bytes_per_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Measured when it fetched KV from other workers, by their ids."""
     host_block_s: float = 0.0
-    """Measured: one block from host memory to the device; 0 before the first."""
+    """Measured: one block from host memory to the device; 0: there is no host tier."""
+    swap_room_blocks: int = 0
+    """More blocks of preempted sequences that it would keep on the host (`PreemptMode.SWAP`)."""
+    remote_block_s: float = 0.0
+    """Measured: how much longer a step takes for each block in use that lies at another worker; 0: not
+    known."""
+    expand_stall_s: float | None = None
+    """Measured: what a step waits for each layer of KV that Pie has on the host, and would for one more;
+    None where there is no Pie, or no such layer yet."""
     busy_share: float = 0.0
     """Of the last while, in which its engine computed."""
     bulk_addresses: dict[str, str] = msgspec.field(default_factory=dict)

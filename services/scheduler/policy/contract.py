@@ -16,7 +16,6 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from shared.messages.commands import LengthPrediction
-from shared.messages.plans import PreemptMode
 from shared.messages.sequence import SequenceKey
 
 
@@ -78,8 +77,12 @@ class PlannedDecode(msgspec.Struct, frozen=True):
 
 
 class PlannedPreemption(msgspec.Struct, frozen=True):
+    """It gives up all it holds. What becomes of its KV is not the policy's affair (`preempting`)."""
+
     key: SequenceKey
-    mode: PreemptMode = PreemptMode.RECOMPUTE
+    held_blocks: int = 0
+    computed_tokens: int = 0
+    """What it gives up."""
 
 
 class PlannedQuestion(msgspec.Struct, frozen=True):

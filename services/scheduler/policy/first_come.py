@@ -31,7 +31,7 @@ class Draft:
     """Blocks each holds after the batch."""
     prefills: dict[SequenceKey, tuple[int, int]]
     """End of the chunk, blocks held after the batch."""
-    preempted: list[SequenceKey]
+    preempted: dict[SequenceKey, PlannedPreemption]
     budget_tokens: int
     free_blocks: int
     start_tokens: int = 0
@@ -58,7 +58,7 @@ class FirstComePolicy(Projection, ABC):
 
     def _draft(self) -> Draft:
         """What runs already, as far as it gets into the next batch."""
-        draft = Draft({}, {}, [], self._settings.token_budget, self._capacity_blocks - self._used_blocks)
+        draft = Draft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
         self._shed(draft)
         for entry in [entry for entry in self._running if entry.stage is Stage.DECODING]:
             self._draft_decode(draft, entry)
@@ -133,7 +133,7 @@ class FirstComePolicy(Projection, ABC):
             draft.budget_tokens += 1
         elif key in draft.prefills:
             draft.budget_tokens += draft.prefills.pop(key)[0] - victim.computed_tokens
-        draft.preempted.append(key)
+        draft.preempted[key] = PlannedPreemption(key, victim.allocated_blocks, victim.computed_tokens)
         self._release(victim)
 
     def _admit(self, draft: Draft) -> None:
@@ -187,7 +187,7 @@ class FirstComePolicy(Projection, ABC):
             self._grow(entry, entry.computed_tokens + tokens, blocks, tokens)
         return PlannedBatch(
             steps=steps,
-            preemptions=tuple(PlannedPreemption(key) for key in draft.preempted),
+            preemptions=tuple(draft.preempted.values()),
             prefills=tuple(prefills),
             decodes=tuple(decodes),
         )

@@ -24,7 +24,7 @@ class RankedPolicy(FirstComePolicy):
     """One worker's batches, but for `_rank`. A subclass fulfils `contract.BatchPolicy`."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = Draft({}, {}, [], self._settings.token_budget, self._capacity_blocks - self._used_blocks)
+        draft = Draft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
         self._shed(draft)
         chosen = self._choose(draft)
         for entry in chosen:

@@ -201,7 +201,10 @@ def _borrow(p: Pressure) -> Iterator[Offer]:
 def _migrate(p: Pressure) -> Iterator[Offer]:
     """The victim goes on meanwhile: it waits for the switch, one step; what is computed twice, others wait
     for."""
-    if p.victim is None or p.victim.blocks > p.neighbour.room_blocks:
+    if p.victim is None:
+        return
+    growth_blocks = -(-p.victim.remaining_tokens // p.block_tokens)
+    if p.victim.blocks + growth_blocks > p.neighbour.room_blocks:
         return
     by_tokens_s = _per(p.victim.tokens, p.speeds.prefill_tokens_per_s)
     by_link_s = _per(p.victim.blocks, p.speeds.link_blocks_per_s) if p.neighbour.is_linked else inf

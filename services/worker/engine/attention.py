@@ -25,6 +25,7 @@ from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.partition import Homes, split
 from services.worker.engine.remote import RemoteAttention
+from services.worker.engine.remote_meter import MeteredRemote
 from shared.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class PagedAttention:
         self._device = device
         self._dtype = dtype
         self._threads = threads
-        self._remote: tuple[Homes, RemoteAttention] | None = None
+        self._remote: tuple[Homes, MeteredRemote] | None = None
         self._own: PackedSpans | None = None
         self.store = store
         if store is None:
@@ -139,7 +140,12 @@ class PagedAttention:
             raise ConfigError(
                 "attention over borrowed blocks runs on the CPU only, and without Pie", param="device"
             )
-        self._remote = homes, remote
+        self._remote = homes, MeteredRemote(remote)
+
+    @property
+    def remote_block_s(self) -> float:
+        """See `MeteredRemote.block_s`."""
+        return 0.0 if self._remote is None else self._remote[1].block_s
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
         """Raises ValueError for a block that nobody holds."""

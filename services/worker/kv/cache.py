@@ -39,6 +39,8 @@ class Tiers:
     disk_blocks: int = 0
     eviction: str = "frequent"
     seed: int = 0
+    kept_blocks: int = 0
+    """Of the host's, at most so many for sequences that were taken off the device."""
 
 
 class PrefixCache(LowerTiers):
@@ -58,7 +60,8 @@ class PrefixCache(LowerTiers):
     ) -> None:
         """`orders` instead of `tiers.eviction`: for experiments. Raises ConfigError for an unknown order."""
         make = orders or order_maker(tiers.eviction, tiers.seed)
-        super().__init__(Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make), mover, gate)
+        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make)
+        super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self._pool = pool
 
     @property
@@ -234,7 +237,7 @@ class PrefixCache(LowerTiers):
         assert node is not None, "nothing to evict although blocks were counted as evictable"
         stores: list[Store] = []
         if node.places[Tier.HOST] is None:
-            place = self._books.slot(Tier.HOST)
+            place = self._books.host_slot(node)
             if place is not None:
                 stores = [Store(node.name, _block_of(node), place)]
                 self._books.put(node, Tier.HOST, place)

@@ -45,6 +45,8 @@ class CacheFigures:
     loads_abandoned: int
     lost_unsaved: int
     prefetched: int
+    kept_blocks: int
+    """Of sequences that were taken off the device and are not back."""
 
     def details(self) -> dict[str, Any]:
         """What `python -m services status` shows."""
@@ -57,7 +59,12 @@ class CacheFigures:
             }
             for tier in self.tiers
         ]
-        return {"prefix_misses": self.misses, "prefetched_blocks": self.prefetched, "prefix_tiers": rows}
+        return {
+            "prefix_misses": self.misses,
+            "prefetched_blocks": self.prefetched,
+            "swapped_blocks": self.kept_blocks,
+            "prefix_tiers": rows,
+        }
 
 
 def read_figures(store: KvStore) -> CacheFigures:
@@ -87,6 +94,7 @@ def read_figures(store: KvStore) -> CacheFigures:
         loads_abandoned=counts["loads_abandoned"],
         lost_unsaved=counts["lost_unsaved"],
         prefetched=counts["prefetched"],
+        kept_blocks=store.cache.kept_blocks,
     )
 
 

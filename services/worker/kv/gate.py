@@ -45,6 +45,11 @@ class CostGate:
         """Measured for a block from there; 0 before the first."""
         return self._block_s.get(tier, 0.0)
 
+    def profile(self, tier: Tier, block_s: float) -> None:
+        """What was timed before anybody wanted a block from there; 0: nothing was."""
+        if block_s > 0:
+            self._block_s[tier] = block_s
+
     def on_loaded(self, tier: Tier, blocks: int, elapsed_s: float) -> None:
         """`blocks` came from `tier` in that time; from the device they come at once."""
         if blocks == 0:

@@ -32,6 +32,8 @@ class Inventory:
         self.requests = 0
         self.evictable = 0
         """Device blocks that have a name and no user."""
+        self.kept = 0
+        """Blocks whose place on the host is sure."""
         self.counts: Counter[str] = Counter()
         self.on_moved: Callable[[BlockHash], None] = lambda name: None
         """Called with each block that got or lost a place."""
@@ -79,9 +81,37 @@ class Inventory:
         if gone is not None:
             self._drop_if_gone(gone)
 
+    def keep(self, node: Node) -> bool:
+        """One more comes back for it: on the host it has, or will find, a place. False when there is none."""
+        if not node.keepers and node.places[Tier.HOST] is None:
+            node.kept_slot = self.slot(Tier.HOST)
+            if node.kept_slot is None:
+                return False
+        self.kept += not node.keepers
+        node.keepers += 1
+        self._rank(node)
+        return True
+
+    def unkeep(self, node: Node) -> None:
+        """One of those less. One that is forgotten since then is not minded."""
+        if self.tree.find(node.name) is not node or not node.keepers:
+            return
+        node.keepers -= 1
+        self.kept -= not node.keepers
+        if not node.keepers:
+            self._give_kept_slot(node)
+            self._rank(node)
+
+    def host_slot(self, node: Node) -> int | None:
+        """For a block that leaves the device: its own, else any."""
+        place, node.kept_slot = node.kept_slot, None
+        return self.slot(Tier.HOST) if place is None else place
+
     def put(self, node: Node, tier: Tier, place: int) -> None:
         """`node` has a copy there from now on."""
         self.tree.put(node, tier, place)
+        if tier is Tier.HOST:
+            self._give_kept_slot(node)
         self.on_moved(node.name)
         if tier is Tier.DEVICE:
             self._published[place] = node
@@ -133,8 +163,12 @@ class Inventory:
             assert node.busy == users[block] + kept, "a block is used by fewer or more than hold it"
         assert self.evictable == sum(node.busy == 0 for node in self._published.values())
         for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
-            shelf.check_integrity([place for node in self.tree if (place := node.places[tier]) is not None])
+            places = [place for node in self.tree if (place := node.places[tier]) is not None]
+            aside = [place for node in self.tree if (place := node.kept_slot) is not None]
+            shelf.check_integrity(places + (aside if tier is Tier.HOST else []))
+        assert self.kept == sum(node.keepers > 0 for node in self.tree)
         for node in self.tree:
+            assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)
             for tier, order in zip(Tier, self._orders, strict=True):
                 assert (node in order) == node.is_loose(tier), "the order of eviction is out of step"
         assert all(node.places[Tier.HOST] is not None for node in self.unsaved), "nothing to save"
@@ -168,6 +202,11 @@ class Inventory:
         else:
             (self.host if tier is Tier.HOST else self.disk).give(place)
 
+    def _give_kept_slot(self, node: Node) -> None:
+        if node.kept_slot is not None:
+            self.host.give(node.kept_slot)
+            node.kept_slot = None
+
     def _pop(self, shelf: Shelf, kept: Collection[BlockHash]) -> Node | None:
         spared: list[Node] = []
         victim = shelf.order.pop()
@@ -186,6 +225,8 @@ class Inventory:
             for tier in Tier:
                 if lost.places[tier] is not None:
                     self._give(tier, self._take(lost, tier))
+            self._give_kept_slot(lost)
+            self.kept -= lost.keepers > 0
             self.tree.forget(lost)
             self.history.on_dropped(lost)
             self.counts["dropped"] += 1

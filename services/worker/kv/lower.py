@@ -18,8 +18,9 @@ from shared.blocks import BlockHash
 class LowerTiers:
     """Host and disk of one prefix cache; `counts` are the cache's."""
 
-    def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate) -> None:
+    def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate, most_kept_blocks: int) -> None:
         self._books = books
+        self._most_kept_blocks = most_kept_blocks
         self._mover = mover
         self.gate = gate
         self.counts = books.counts
@@ -39,6 +40,34 @@ class LowerTiers:
     def is_reading(self) -> bool:
         """Whether reads ahead are in flight."""
         return bool(self._reading)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Kept for sequences that were taken off the device."""
+        return self._books.kept
+
+    @property
+    def keepable_blocks(self) -> int:
+        """More of them."""
+        return max(0, self._most_kept_blocks - self._books.kept)
+
+    def keep(self, names: Sequence[BlockHash]) -> list[Node]:
+        """These blocks, in use on the device, come back: from now on each has, or will find, a place on the
+        host. As far as there is room; to be ended by `unkeep`."""
+        kept: list[Node] = []
+        for name in names:
+            node = self._books.tree.find(name)
+            has_room = node is not None and (node.keepers > 0 or self.keepable_blocks > 0)
+            if node is None or node.places[Tier.DEVICE] is None or not has_room or not self._books.keep(node):
+                break
+            kept.append(node)
+        self.counts["kept"] += len(kept)
+        return kept
+
+    def unkeep(self, nodes: Iterable[Node]) -> None:
+        """They came back, or never will. Deepest first where one hangs on another."""
+        for node in reversed(list(nodes)):
+            self._books.unkeep(node)
 
     def tell(self, worker_id: str, incarnation: int) -> PrefixNews:
         """Notes from now on what gets or loses a place, and first what is stored already."""

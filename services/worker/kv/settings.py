@@ -17,6 +17,12 @@ class PrefixCacheConfig(BaseModel):
     seed: int = Field(default=0, description="of the order `random`")
     host_mb: int = Field(default=256, ge=0, description="memory for blocks that left the device, in MiB")
     host_blocks: int = Field(default=0, ge=0, description="the same in blocks instead; 0: host_mb counts")
+    swap_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="of the host's blocks, those that sequences taken off the device may have kept; 0: none",
+    )
     disk_mb: int = Field(default=0, ge=0, description="file for blocks that outlive the worker, in MiB")
     disk_path: str = Field(default="", description="folder of that file; each worker has its own in it")
     flush_s: float = Field(

@@ -20,6 +20,7 @@ from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.mover import Done, Throttles, TierMover
 from services.worker.kv.tiers.records import Pools, Records
 from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.tree import Tier
 from shared.log import canonical, get_logger
 
 _log = get_logger("worker.kv")
@@ -106,8 +107,11 @@ def open_store(
     throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s)
     host = HostTier(host_blocks, size, engine.fingerprint)
     mover = TierMover(records, host, disk, on_done, throttles)
-    tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed)
-    cache = PrefixCache(BlockPool(engine.kv_blocks, engine.block_tokens), tiers, mover, CostGate())
+    kept_blocks = int(host_blocks * config.swap_share)
+    tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks)
+    gate = CostGate()
+    gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
+    cache = PrefixCache(BlockPool(engine.kv_blocks, engine.block_tokens), tiers, mover, gate)
     restored = 0 if disk is None else cache.restore(disk.stored())
     canonical(
         _log,

@@ -22,7 +22,20 @@ class Tier(IntEnum):
 class Node:
     """One stored block. `places[tier]` is its block id or slot there, None where it is not."""
 
-    __slots__ = ("busy", "children", "depth", "hits", "inserted", "kids", "name", "parent", "places", "used")
+    __slots__ = (
+        "busy",
+        "children",
+        "depth",
+        "hits",
+        "inserted",
+        "keepers",
+        "kept_slot",
+        "kids",
+        "name",
+        "parent",
+        "places",
+        "used",
+    )
 
     def __init__(self, name: BlockHash, parent: "Node | None") -> None:
         self.name = name
@@ -35,6 +48,10 @@ class Node:
         """Children with a place in each tier."""
         self.busy = 0
         """Users of it: sequences that hold its device block, copies in flight. Nothing is evicted below."""
+        self.keepers = 0
+        """Sequences taken off the device that come back for it: its copy on the host stays."""
+        self.kept_slot: int | None = None
+        """The slot on the host that is set aside for it, until its bytes have to go there."""
         self.inserted = 0
         self.used = 0
         """When it was stored and last wanted, on the cache's own count of requests."""
@@ -53,8 +70,10 @@ class Node:
         raise ValueError("the block is stored nowhere")
 
     def is_loose(self, tier: Tier) -> bool:
-        """Whether its copy in `tier` may go: nobody uses it, and no child's copy there hangs on it."""
-        return self.places[tier] is not None and not self.busy and not self.kids[tier]
+        """Whether its copy in `tier` may go: nobody uses it or, on the host, keeps it, and no child's copy
+        there hangs on it."""
+        is_wanted = self.busy or (tier is Tier.HOST and self.keepers)
+        return self.places[tier] is not None and not is_wanted and not self.kids[tier]
 
 
 class PrefixTree:
@@ -131,7 +150,7 @@ class PrefixTree:
         """Raises AssertionError when counts, links or places contradict each other."""
         for name, node in self._nodes.items():
             assert node.name == name and node.stored, "a node without a copy was left behind"
-            assert node.busy >= 0
+            assert node.busy >= 0 and node.keepers >= 0
             if node.parent is not None:
                 assert self._nodes.get(node.parent.name) is node.parent, "a block cannot be reached"
                 assert node.parent.children[name] is node

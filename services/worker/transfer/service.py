@@ -11,7 +11,6 @@ import msgspec
 from services.worker.dist.plane import BulkPlane
 from services.worker.kv.store import CacheableEngine, KvStore
 from services.worker.kv.tiers.records import Records
-from services.worker.kv.tree import Tier
 from services.worker.runner import Runner
 from services.worker.transfer.ledge import Ledge
 from services.worker.transfer.settings import TransferConfig
@@ -54,7 +53,6 @@ class Transfers:
         self._clock = clock
         self._fingerprint = store.fingerprint
         self._block_bytes = store.record_bytes
-        self._gate = store.cache.gate
         ledge = Ledge(runner, store.cache)
         self._source = Source(ledge, Records(engine.pools), store.fingerprint)
         self._target = Target(
@@ -98,7 +96,6 @@ class Transfers:
             link_bytes_per_s={
                 name: rate for name, rate in self._target.rates.bytes_per_s().items() if name in self._others
             },
-            host_block_s=self._gate.block_s(Tier.HOST),
             busy_share=self._busy_share(),
         )
 

@@ -7,6 +7,7 @@ than a budget.
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.errors import StaleEpoch
 from shared.messages.commands import CancelSequence
@@ -88,6 +89,10 @@ class FakeWorker:
     prefill_tokens_per_s: float = 0.0
     kv_block_bytes: int = 0
     decode_step_s: float = 0.0
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What else its reports say."""
+    lendable_blocks: int | None = None
+    growable_blocks: int = 0
     is_mute: bool = False
     """Answers no snapshot."""
     weights: str = "11" * 16
@@ -175,13 +180,17 @@ class FakeWorker:
             block_tokens=self.block_tokens,
             max_context_tokens=min(self.max_context_tokens, self.total_blocks * self.block_tokens),
             capacity=Capacity(
-                total_blocks=self.total_blocks, free_blocks=self.total_blocks - self.used_blocks
+                total_blocks=self.total_blocks,
+                free_blocks=self.total_blocks - self.used_blocks,
+                lendable_blocks=self.lendable_blocks,
+                growable_blocks=self.growable_blocks,
             ),
             sequences=tuple(_listed(held) for held in self.held.values()),
             fingerprint=self.fingerprint,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_s=self.decode_step_s,
             kv_block_bytes=self.kv_block_bytes,
+            **self.measured,
         )
 
     def _apply(self, plan: BatchPlan) -> list[SkippedItem]:

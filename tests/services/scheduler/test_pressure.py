@@ -71,3 +71,45 @@ def test_what_nobody_has_measured_is_not_counted_on() -> None:
     finish(world)
     assert world.moved == [] and world.core is not None
     assert world.core.describe().get("relief_migrate") is None
+
+
+def crowded_and(lendable: int | None, growable: int, **measured: float) -> World:
+    """The worker that is full, and the other one, report this as well."""
+    world, _ = crowded(ON)
+    for worker in world.workers.values():
+        worker.prefill_tokens_per_s, worker.decode_step_s, worker.kv_block_bytes = 2000.0, 0.01, 1000
+        worker.lendable_blocks, worker.growable_blocks, worker.fingerprint = lendable, growable, b"same"
+        worker.measured = dict(measured)
+    finish(world)
+    return world
+
+
+def decided(world: World) -> dict[str, int]:
+    assert world.core is not None
+    return {key: count for key, count in world.core.describe().items() if key.startswith(("relief", "pree"))}
+
+
+def test_borrowing_is_weighed_where_its_attention_was_measured() -> None:
+    assert "relief_borrow" not in decided(crowded_and(40, 0))
+    assert decided(crowded_and(40, 0, remote_block_s=1e-9))["relief_borrow"] >= 1
+    dear = decided(crowded_and(40, 0, remote_block_s=1.0))
+    assert dear["relief_migrate"] >= 1
+
+
+def test_one_more_layer_on_the_host_is_weighed_where_its_stall_was_measured() -> None:
+    assert "relief_expand" not in decided(crowded_and(None, 20))
+    assert decided(crowded_and(None, 20, expand_stall_s=0.0))["relief_expand"] >= 1
+    assert decided(crowded_and(None, 20, expand_stall_s=1.0))["relief_migrate"] >= 1, "where there is one"
+
+
+def test_who_is_preempted_goes_to_the_host_where_that_is_faster() -> None:
+    off = replace(ON, switched_off=frozenset({Rung.MIGRATE}))
+    for host_block_s, mode in ((1e-5, "swap"), (1.0, "recompute")):
+        world, _ = crowded(off)
+        for worker in world.workers.values():
+            measured(worker)
+            worker.measured = {"host_block_s": host_block_s, "swap_room_blocks": 100}
+        finish(world)
+        counts = decided(world)
+        assert counts[f"preempted_{mode}"] == preemptions(world) > 0, counts
+        assert any("out and in again" in line for line in world.lines(NoteRelief.__name__))

@@ -2,7 +2,9 @@
 the tiers' own."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import describe
@@ -14,7 +16,15 @@ from services.worker.runner import row_of
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.state import HeldSequence
 from services.worker.steps import Identity, StepCore
-from shared.messages.plans import BatchPlan, Decode, PrefillChunk, PrefixHit, WorkerStepped
+from shared.messages.plans import (
+    BatchPlan,
+    Decode,
+    Preemption,
+    PreemptMode,
+    PrefillChunk,
+    PrefixHit,
+    WorkerStepped,
+)
 from shared.messages.sequence import SequenceRef
 from tests.services.worker.builders import plan, ref, spec
 from tests.services.worker.conftest import VOCABULARY, build_model
@@ -22,6 +32,8 @@ from tests.services.worker.conftest import VOCABULARY, build_model
 BLOCK_TOKENS = 4
 DEVICE_BLOCKS = 20
 LIMITS = Limits(max_context_tokens=64, vocabulary=VOCABULARY, end_retention_s=60.0, gateway_timeout_s=10.0)
+
+_NONE: Mapping[int, tuple[int, PreemptMode]] = {}
 
 
 def make_engine(blocks: int = DEVICE_BLOCKS, architecture: str = "llama") -> TorchEngine:
@@ -44,18 +56,27 @@ class PrefixRig:
         self.core = StepCore(Identity("worker-0", 1, "model", 64, "host"), self.table)
         self.hits: list[PrefixHit] = []
         self.prefilled_tokens = 0
-        self._plans = 0
+        self.plans = 0
         self._names = 0
 
     def serve(
-        self, prompts: Sequence[list[int]], *, max_tokens: int = 6, chunk: int = 8, salt: bytes = b""
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_tokens: int = 6,
+        chunk: int = 8,
+        salt: bytes = b"",
+        preemptions: Mapping[int, tuple[int, PreemptMode]] = _NONE,
     ) -> list[list[int]]:
-        """The answers, computed together; chunks are planned as if nothing were ever stored."""
+        """The answers, computed together; chunks are planned as if nothing were ever stored. `preemptions`:
+        by number of the plan, which prompt's sequence starts again, and what becomes of its KV."""
         refs = []
         for _ in prompts:
             self._names += 1
             refs.append(ref(f"r{self._names}"))
         planned = dict.fromkeys(refs, 0)
+        goals = {one: len(prompt) for one, prompt in zip(refs, prompts, strict=True)}
+        first_plan = self.plans
         starts = tuple(
             spec(one, prompt, max_tokens=max_tokens, cache_salt=salt)
             for one, prompt in zip(refs, prompts, strict=True)
@@ -63,16 +84,22 @@ class PrefixRig:
         held: list[HeldSequence] = []
         while not held or any(sequence.alive for sequence in held):
             prefills, decodes = [], []
-            for one, prompt in zip(refs, prompts, strict=True):
+            preempted: list[Preemption] = []
+            at, mode = preemptions.get(self.plans - first_plan, (0, PreemptMode.RECOMPUTE))
+            if held and self.plans - first_plan in preemptions and self._alive(refs[at % len(refs)]):
+                victim = refs[at % len(refs)]
+                preempted.append(Preemption(ref=victim, mode=mode))
+                planned[victim], goals[victim] = 0, self._tokens(victim)
+            for one in refs:
                 first = planned[one]
-                if first < len(prompt):
-                    end = planned[one] = min(len(prompt), first + chunk)
+                if first < goals[one]:
+                    end = planned[one] = min(goals[one], first + chunk)
                     prefills.append(self._chunk(one, first, end))
                 elif held and self.table.find(one) in held and self._alive(one):
                     decodes.append(Decode(ref=one, allocated_blocks=-(-self._tokens(one) // BLOCK_TOKENS)))
-            self._plans += 1
-            message = plan(self._plans, starts=starts, prefills=tuple(prefills), decodes=tuple(decodes))
-            self._run(message, now_s=0.0)
+            self.plans += 1
+            message = plan(self.plans, starts=starts, prefills=tuple(prefills), decodes=tuple(decodes))
+            self._run(msgspec.structs.replace(message, preemptions=tuple(preempted)), now_s=0.0)
             starts = ()
             held = [sequence for one in refs if (sequence := self.table.find(one)) is not None]
             assert len(held) == len(refs)

@@ -5,14 +5,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.runner import row_of
 from services.worker.sampling import SamplePoint
-from shared.messages.plans import SkipReason
+from services.worker.state import HeldSequence
+from shared.messages.plans import Preemption, PreemptMode, SkipReason
+from shared.messages.sequence import FinishReason
 from tests.services.worker.builders import plan, prefill, ref, spec
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine
@@ -169,6 +173,86 @@ def test_a_preempted_sequence_finds_what_it_had(engine: TorchEngine) -> None:
     assert work.hits[0].cached_tokens == 16
     rig.core.check_integrity()
     rig.close()
+
+
+SWAPS = PrefixCacheConfig(host_mb=0, host_blocks=24, swap_share=0.5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    waves=st.lists(st.lists(prompts, min_size=1, max_size=2), min_size=1, max_size=4),
+    host_blocks=st.integers(0, 24),
+    chunk=st.integers(3, 40),
+    preemptions=st.dictionaries(
+        st.integers(1, 12), st.tuples(st.integers(0, 1), st.sampled_from(list(PreemptMode))), max_size=6
+    ),
+)
+def test_whatever_is_swapped_the_text_is_the_same_and_nothing_stays_kept(
+    engine: TorchEngine,
+    answers: Answers,
+    waves: Waves,
+    host_blocks: int,
+    chunk: int,
+    preemptions: dict[int, tuple[int, PreemptMode]],
+) -> None:
+    rig = PrefixRig(engine, PrefixCacheConfig(host_mb=0, host_blocks=host_blocks))
+    assert rig.prefixes is not None
+    for wave in waves:
+        assert rig.serve(wave, chunk=chunk, preemptions=preemptions) == answers.of(wave)
+        rig.check_integrity()
+        assert rig.prefixes.cache.kept_blocks == 0
+    rig.close()
+
+
+def test_a_swapped_sequence_comes_back_after_a_storm(engine: TorchEngine) -> None:
+    """On the device nothing is left of it; all but its unfinished last block comes from the host."""
+    rig, held = _swapped(engine)
+    for at in range(4):
+        rig.serve([[5 + at] * 27])
+    rig.hits.clear()
+    rig.core.on_plan(plan(100, prefills=(prefill(ref("x"), 0, 19),)), 0.0)
+    work, _ = rig.core.begin_step(0.0)
+    assert work is not None and [item.first_token for item in work.items] == [16]
+    assert work.hits[0].blocks == (0, 4, 0)
+    rig.core.finish_step(work, rig.engine.step([row_of(item) for item in work.items]), 0.0, 0.01)
+    assert held.kept == [] and rig.prefixes is not None and rig.prefixes.cache.kept_blocks == 0
+    rig.core.check_integrity()
+    rig.close()
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "dropped", "gateway lost"])
+def test_whatever_ends_a_swapped_sequence_frees_the_host(engine: TorchEngine, reason: str) -> None:
+    rig, held = _swapped(engine)
+    if reason == "cancelled":
+        rig.table.cancel(ref("x"), FinishReason.CANCELLED, 0.0)
+    elif reason == "dropped":
+        rig.table.apply_plan(plan(100, drops=(ref("x"),)), 0.0)
+    else:
+        for now_s in range(20):
+            rig.table.tick(float(now_s))
+    assert held.kept == [] and not held.alive
+    assert rig.core.report(100.0).swap_room_blocks == 12
+    rig.core.check_integrity()
+    rig.close()
+
+
+def _swapped(engine: TorchEngine) -> tuple[PrefixRig, HeldSequence]:
+    """Preempted after 18 tokens and one of answer."""
+    rig = PrefixRig(engine, SWAPS)
+    rig.plans = 1
+    sequence = spec(ref("x"), prompt_of([0, 1], 2))
+    rig.core.on_plan(plan(1, starts=(sequence,), prefills=(prefill(ref("x"), 0, 18),)), 0.0)
+    work, _ = rig.core.begin_step(0.0)
+    assert work is not None
+    rig.core.finish_step(work, rig.engine.step([row_of(item) for item in work.items]), 0.0, 0.01)
+    swap = Preemption(ref=ref("x"), mode=PreemptMode.SWAP)
+    assert rig.table.apply_plan(msgspec.structs.replace(plan(2), preemptions=(swap,)), 0.0) == []
+    held = rig.table.find(ref("x"))
+    assert held is not None and len(held.kept) == 4 and not held.blocks
+    report = rig.core.report(0.0)
+    assert report.swap_room_blocks == 8 and report.host_block_s > 0, "profiled at the start"
+    rig.core.check_integrity()
+    return rig, held
 
 
 def _row_of(rig: PrefixRig) -> Row:

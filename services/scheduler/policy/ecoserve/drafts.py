@@ -26,7 +26,7 @@ class Draft:
     decodes: dict[SequenceKey, Job] = field(default_factory=dict)
     prefills: dict[SequenceKey, tuple[Job, int]] = field(default_factory=dict)
     """With the end of the chunk."""
-    preempted: list[SequenceKey] = field(default_factory=list)
+    preempted: list[PlannedPreemption] = field(default_factory=list)
     start_tokens: int = 0
 
     @property
@@ -87,7 +87,7 @@ class Drafting(Books):
             draft.budget_tokens += 1
         elif key in draft.prefills:
             draft.budget_tokens += draft.prefills.pop(key)[1] - job.computed_tokens
-        draft.preempted.append(key)
+        draft.preempted.append(PlannedPreemption(key, job.held_blocks, job.computed_tokens))
         self._release(job, now_s)
 
     def _commit(self, draft: Draft, now_s: float) -> PlannedBatch | None:
@@ -101,7 +101,7 @@ class Drafting(Books):
         self._questions.clear()
         return PlannedBatch(
             steps=steps,
-            preemptions=tuple(PlannedPreemption(key) for key in draft.preempted),
+            preemptions=tuple(draft.preempted),
             prefills=tuple(prefills),
             decodes=tuple(decodes),
             questions=questions,

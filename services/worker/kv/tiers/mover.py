@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from queue import SimpleQueue
 from time import monotonic, perf_counter
 
@@ -28,6 +29,8 @@ from shared.log import get_logger
 _logger = get_logger("worker.kv")
 _BATCH_BLOCKS = 16
 """So many are brought to the device in one copy."""
+_PROFILED_BLOCKS, _PROFILES, _PROFILE_S = 4, 3, 0.05
+"""Timed at the start, so many times; a tier so slow that it takes longer is known well enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,20 @@ class TierMover:
             if part.done < len(batch) or monotonic() > until_s:
                 return replace(part, done=done, elapsed_s=_three(elapsed_s))
         return Loaded(done, _three(elapsed_s))
+
+    def profile(self, device_blocks: int) -> float:
+        """Seconds that a block takes from the host to the device, before either has anything in it; 0 where
+        there is no host tier."""
+        count = min(_PROFILED_BLOCKS, self._host.slots, device_blocks)
+        for place in range(count):
+            self._host.seal(place, b"")
+        loads = [Load(b"", Tier.HOST, place, place) for place in range(count)]
+        best_s = inf
+        for _ in range(_PROFILES if count else 0):
+            loaded = self.load(loads, _PROFILE_S)
+            took_s = loaded.elapsed_s[Tier.HOST] / loaded.done if loaded.done else _PROFILE_S
+            best_s = min(best_s, took_s)
+        return best_s if count else 0.0
 
     def store(self, stores: Sequence[Store]) -> float:
         """See `BlockMover`."""

@@ -11,7 +11,7 @@ from services.worker.kv.cache import PrefixCache, Tiers
 from services.worker.kv.gate import CostGate
 from services.worker.kv.mover import Load, Loaded, Store, StoredBlock
 from services.worker.kv.pool import BlockPool
-from services.worker.kv.tree import Tier
+from services.worker.kv.tree import Node, Tier
 from shared.blocks import BlockHash, chain, root
 
 BLOCK_TOKENS = 2
@@ -68,11 +68,15 @@ class MemoryMover:
 class Rig:
     """A cache, its movers, and sequences that hold blocks."""
 
-    def __init__(self, device: int, host: int, disk: int, eviction: str) -> None:
+    def __init__(self, device: int, host: int, disk: int, eviction: str, kept: int = 0) -> None:
         self.mover = MemoryMover()
         self.pool = BlockPool(device, BLOCK_TOKENS)
-        self.cache = PrefixCache(self.pool, Tiers(host, disk, eviction), self.mover, CostGate())
+        tiers = Tiers(host, disk, eviction, kept_blocks=kept)
+        self.cache = PrefixCache(self.pool, tiers, self.mover, CostGate())
         self.held: list[list[int]] = []
+        self.names: list[list[BlockHash]] = []
+        """Of those in `held`."""
+        self.kept: list[list[Node]] = []
 
     def run(self, tokens: bytes) -> None:
         """A sequence: hit, compute the rest, publish; it ends at once if there is no room."""
@@ -88,6 +92,14 @@ class Rig:
                 self.mover.device[blocks[index]] = names[index]
                 self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
         self.held.append(blocks)
+        self.names.append(names[: len(blocks)])
+
+    def end(self, at: int, *, is_kept: bool = False) -> None:
+        """One of those that run gives its blocks back; kept on the host, if it will return."""
+        names = self.names.pop(at % len(self.held))
+        if is_kept:
+            self.kept.append(self.cache.keep(names))
+        self.cache.release(self.held.pop(at % len(self.held)))
 
     def settle(self, *, ok: bool) -> None:
         """Copies in flight end."""
@@ -123,6 +135,8 @@ STEP = st.one_of(
     st.tuples(st.just("spoil"), st.integers(0, 5)),
     st.tuples(st.just("spoil disk"), st.integers(0, 7)),
     st.tuples(st.just("abandon"), st.integers(0, 3)),
+    st.tuples(st.just("keep"), st.integers(0, 5)),
+    st.tuples(st.just("unkeep"), st.integers(0, 5)),
 )
 
 
@@ -132,12 +146,14 @@ STEP = st.one_of(
     st.integers(0, 6),
     st.integers(0, 8),
     st.sampled_from(["lru", "fifo", "random", "frequent"]),
+    st.integers(0, 6),
     st.lists(STEP, max_size=40),
 )
 def test_hits_hold_their_bytes_and_blocks_are_conserved(
-    device: int, host: int, disk: int, eviction: str, steps: list[tuple[str, object]]
+    device: int, host: int, disk: int, eviction: str, kept: int, steps: list[tuple[str, object]]
 ) -> None:
-    rig = Rig(device, host, disk, eviction)
+    rig = Rig(device, host, disk, eviction, kept)
+    is_intact = True
     for kind, value in steps:
         if kind == "run":
             assert isinstance(value, bytes)
@@ -149,8 +165,11 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             rig.settle(ok=bool(value))
         else:
             assert isinstance(value, int)
-            if kind == "end" and rig.held:
-                rig.cache.release(rig.held.pop(value % len(rig.held)))
+            is_intact = is_intact and not kind.startswith("spoil")
+            if kind in ("end", "keep") and rig.held:
+                rig.end(value, is_kept=kind == "keep")
+            elif kind == "unkeep" and rig.kept:
+                rig.cache.unkeep(rig.kept.pop(value % len(rig.kept)))
             elif kind == "save":
                 rig.cache.save(value)
             elif kind == "spoil":
@@ -159,12 +178,19 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.mover.lost_disk.add(value)
             elif kind == "abandon":
                 rig.mover.abandon_after = value if value else 1000
+        assert rig.cache.kept_blocks <= min(kept, host)
+        for nodes in rig.kept if is_intact else ():
+            nearest = [node.nearest for node in nodes]
+            assert Tier.DISK not in nearest, "a kept block left the host"
         if not rig.mover.reads and not rig.mover.writes:
             rig.check()
     rig.check()
     while rig.held:
-        rig.cache.release(rig.held.pop())
+        rig.end(0)
+    while rig.kept:
+        rig.cache.unkeep(rig.kept.pop())
     rig.check()
+    assert rig.cache.kept_blocks == 0 and rig.cache.keepable_blocks == min(kept, host)
     assert rig.cache.free_blocks + rig.cache.evictable_blocks == device
 
 
@@ -316,4 +342,26 @@ def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
     needed = {name for chained in names for name in chained}
     assert rig.cache.prefetch(names[1], 4, needed) == 0
     assert rig.cache.prefetch(names[1], 4) == 2
+    rig.check()
+
+
+def test_what_is_kept_outlives_a_storm_on_device_and_host() -> None:
+    rig = Rig(3, 4, 0, "lru", kept=2)
+    rig.run(_tokens(1, 2, 3, 4, 5, 6))
+    kept = rig.cache.keep(rig.names[0])
+    assert len(kept) == 2, "as much as there is room for"
+    rig.cache.release(rig.held.pop())
+    assert rig.mover.host == {}, "nothing is copied before it has to be"
+    for first in range(10, 40, 10):
+        rig.run(_tokens(first, 1, 2, 3, 4, 5))
+        rig.cache.release(rig.held.pop())
+    assert rig.cache.acquire(rig.names[0], 3).loaded == (0, 2, 0)
+    rig.cache.unkeep(kept)
+    assert rig.cache.keepable_blocks == 2
+
+
+def test_without_a_host_nothing_is_kept() -> None:
+    rig = Rig(3, 0, 0, "lru", kept=2)
+    rig.run(_tokens(1, 2))
+    assert rig.cache.keep(rig.names[0]) == [] and rig.cache.keepable_blocks == 0
     rig.check()

@@ -1,0 +1,74 @@
+"""Memory runs out and sequences wait on the host: every answer is what it is with memory enough."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stack.client import Answer, Question
+from tests.stack.prompts import long_questions
+from tests.stack.running import RunningStack, running_stack
+
+pytestmark = pytest.mark.stack
+STREAMS = 8
+SMALL = (
+    "worker.kv_blocks=56",
+    "scheduler.policy=vllm",
+    "scheduler.relief=true",
+    "worker.prefix_cache.host_blocks=256",
+)
+"""About three of the answers fit to their end."""
+
+
+def questions() -> list[Question]:
+    return long_questions(STREAMS, least_tokens=160, step_tokens=6, longest_words=120, seed=9)
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    with running_stack(tmp_path_factory.mktemp("roomy") / "run", workers=1) as stack:
+        answers = asyncio.run(stack.client().ask_all(questions()))
+    assert all(answer.complete for answer in answers)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("crowded") / "run", workers=1, settings=SMALL) as stack:
+        yield stack
+
+
+def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
+    assert [answer.errors for answer in answers] == [[] for _ in expected]
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    assert [answer.completion_tokens for answer in answers] == [one.completion_tokens for one in expected]
+
+
+def test_swapped_and_back(crowded: RunningStack, roomy: list[Answer]) -> None:
+    assert_same(asyncio.run(crowded.client().ask_all(questions())), roomy)
+    scheduler, worker = crowded.details("scheduler-0"), crowded.details("worker-0")
+    assert scheduler["preempted_swap"] > 0, scheduler
+    assert worker["swaps"] > 0 and worker["swapped_blocks"] == 0, worker
+    from_host = next(row for row in worker["prefix_tiers"] if row["tier"] == "host")
+    assert from_host["hits"] > 0, worker
+
+
+def test_killed_while_some_wait_on_the_host(crowded: RunningStack, roomy: list[Answer]) -> None:
+    before = crowded.child("worker-0")["restarts"]
+
+    async def kill() -> None:
+        crowded.signal("worker-0", signal.SIGKILL)
+
+    answers = asyncio.run(crowded.client().ask_all(questions(), midway=kill, after=300))
+    assert_same(answers, roomy)
+    crowded.until_restarted("worker-0", restarts=before + 1)
+
+
+def test_the_rung_can_be_switched_off(tmp_path: Path, roomy: list[Answer]) -> None:
+    off = (*SMALL, 'scheduler.relief_off=["swap"]')
+    with running_stack(tmp_path / "run", workers=1, settings=off) as stack:
+        assert_same(asyncio.run(stack.client().ask_all(questions())), roomy)
+        scheduler = stack.details("scheduler-0")
+    assert scheduler["preempted_recompute"] > 0 and "preempted_swap" not in scheduler, scheduler
