@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class MellSettings:
     """Shares are of a worker's capacity, or of all active workers' together."""
 
-    headroom_share: float = 0.05
+    headroom_share: float = 0.035
     """Left free for growth on the target of a repair. What has to move, or arrives, takes any room."""
-    dense_share: float = 0.90
+    dense_share: float = 0.93
     """While so much of the active memory is in use nothing moves but what has to: see `repairs.py`."""
     repair_share: float = 0.80
     """Below this Theorem 1's properties are restored; above 3/4 Theorem 2 holds by volume alone."""
