@@ -33,7 +33,9 @@ def questions() -> list[Question]:
     return found
 
 
-@pytest.fixture(scope="module", params=[HostAttention.AUTO, HostAttention.FETCH])
+@pytest.fixture(
+    scope="module", params=[HostAttention.AUTO, pytest.param(HostAttention.FETCH, marks=pytest.mark.slow)]
+)
 def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     settings = (
         *(each for each in SETTINGS if each not in OVERRIDDEN),
