@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 from prometheus_client import CollectorRegistry
 
 from shared.bus import Bus
@@ -16,6 +17,10 @@ from tests.nats_server import NatsServer
 # A shell that starts the tests in the background makes them ignore these, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# How long one example takes on a busy machine says nothing of the code; pytest-timeout bounds whole tests.
+settings.register_profile("kvasir", deadline=None)
+settings.load_profile("kvasir")
 
 ConnectBus = Callable[..., Awaitable[Bus]]
 """`await connect_bus("worker", "worker-0")`; keywords override fields of `BusConfig`."""
