@@ -243,7 +243,7 @@ async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_hea
                 await asyncio.sleep(0.02)
             heard.reports.clear()
             knows_s = await watch.until(
-                lambda seen: includes(debts_of(seen), before), service="ledger", expected=1
+                lambda seen: debts_of(seen).keys() >= before.keys(), service="ledger", expected=1
             )
             assert knows_s <= 2 * BEAT_S + SLACK_S
             assert most_beats(heard.reports) <= 2
@@ -255,6 +255,8 @@ async def test_a_ledger_killed_while_debts_exist_knows_them_again_within_two_hea
             assert knows_s + lends_s <= 2 * BEAT_S + REST_S + SLACK_S
             await asyncio.to_thread(four.until_restarted, "ledger-0", restarts=restarts + 1)
 
+    async with watching(four) as watch:  # a surplus of the last request may still be on its way home
+        await watch.until(lambda seen: len(seen) == WORKERS and nobody_lends(seen), expected=WORKERS)
     (answer,) = await four.client().ask_all([long_question(5)], midway=strike, after=10)
     (other,) = await late[0]
     assert answer.complete and other.complete, f"{answer}\n{other}\n{four.logs()}"
@@ -270,10 +272,6 @@ def debts_of(seen: Seen) -> Debts:
         for creditor, tokens in row["borrowed_from"].items()
         if creditor in rows and rows[creditor]["lent_to"].get(debtor) == tokens
     }
-
-
-def includes(found: Debts, known: Debts) -> bool:
-    return all(found.get(pair, 0) >= tokens for pair, tokens in known.items())
 
 
 def most_beats(reports: list[WorkerReported]) -> int:
