@@ -17,7 +17,6 @@ import orjson
 from shared.errors import InternalError
 
 _DONE = b"[DONE]"
-_CONNECT_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ class WorkerMeter:
 
     busy_s: float = 0.0
     steps: int = 0
-    stretches: int = 0
     forward_tokens: int = 0
     allocated_block_s: float = 0.0
     computed_token_s: float = 0.0
@@ -50,7 +49,6 @@ class WorkerMeter:
         """`steps` equal steps are over; the books are as before them."""
         self.busy_s += took_s
         self.steps += steps
-        self.stretches += 1
         self.forward_tokens += chunk_tokens + decodes * steps
         self.allocated_block_s += books.allocated_blocks * took_s
         self.computed_token_s += (books.computed_tokens + decodes * (steps - 1) / 2) * took_s

@@ -26,9 +26,10 @@ from services.scheduler.rules import Rules
 from services.worker.engine.engine import TorchEngine
 from services.worker.kv.store import KvStore
 from services.worker.prefixes import Prefixes
+from services.worker.reports import Identity
 from services.worker.runner import row_of
 from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Effects, Identity, StepCore
+from services.worker.steps import Effects, StepCore
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.messages.commands import TakeSnapshot

@@ -32,7 +32,6 @@ class Tally:
     moves: int = 0
     item_moves: int = 0
     recomputes: int = 0
-    moved_blocks: int = 0
     moves_max: int = 0
     """Of one operation, bundles once; replays by operation only."""
     requests_max: int = 0
@@ -48,7 +47,6 @@ class Tally:
         self.moves += len(effects.moves)
         self.item_moves += effects.item_moves
         self.recomputes += effects.recomputes
-        self.moved_blocks += sum(move.blocks for move in effects.moves)
         self.waits += len(effects.waiting) + len(effects.displaced)
         if operations == 1:
             self.moves_max = max(self.moves_max, effects.item_moves)

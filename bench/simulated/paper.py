@@ -15,17 +15,6 @@ RATE_BANDS: dict[tuple[str, str], Band] = {
 }
 """(trace, rival): sustained rate of EcoServe over the rival's, at similar normalized latency."""
 
-ORACLE_GAP = 0.08
-"""How much higher a rate the true lengths sustain, OPT-13B."""
-
-JCT_BELOW_VLLM: dict[str, Band] = {
-    "ecoserve_d": (0.16, 0.36),
-    "ecoserve_sd": (0.35, 0.58),
-    "ecoserve_sdo": (0.43, 0.64),
-    "ecoserve": (0.64, 0.91),
-}
-"""Ablation: by which share the mean job completion time is below vLLM's."""
-
 SETTINGS: dict[str, dict[str, float]] = {
     "alpaca": {"pad": 0.10, "reserve_ratio": 0.012, "buffer": 0.15},
     "sharegpt": {"pad": 0.15, "reserve_ratio": 0.03, "buffer": 0.15},

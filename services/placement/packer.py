@@ -19,8 +19,6 @@ from shared.messages.sequence import SequenceKey, SequenceRef
 
 GROWTH_BLOCKS = 1
 """Counted beside what a sequence has, for what it generates until the next epoch."""
-
-
 _JUST_NOW_S = 1.0
 
 

@@ -21,10 +21,11 @@ from services.worker.kv.cache import PrefixCache
 from services.worker.kv.pool import BlockPool
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.prefixes import Prefixes
+from services.worker.reports import Identity
 from services.worker.runner import Runner
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.speed import SpeedMeter
-from services.worker.steps import Identity, StepCore
+from services.worker.steps import StepCore
 from services.worker.transfer.service import Transfers
 from shared.bus import Bus
 from shared.clock import Clock

@@ -17,8 +17,8 @@ from services.worker.cores import bind_to
 from services.worker.engine.engine import Engine, Row
 from services.worker.occupancy import Occupancy
 from services.worker.sampling import FAILED, KV_LOST, Sampled, SamplePoint
-from services.worker.sequences import WorkItem
 from services.worker.steps import Effects, StepCore
+from services.worker.work import WorkItem
 from shared.clock import Clock
 from shared.errors import CreditorLost, InternalError, Overloaded
 

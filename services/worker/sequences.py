@@ -6,8 +6,6 @@ A plan states intent: each item is applied only where it is valid and reported o
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from services.worker.gateways import GatewayWatch
 from services.worker.kv.extended import ExtendedPool, Pool
 from services.worker.late import Latecomers
@@ -16,6 +14,7 @@ from services.worker.prefixes import Prefixes
 from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.state import HeldSequence
 from services.worker.tombstones import Tombstones
+from services.worker.work import WorkItem
 from shared.messages.plans import (
     BatchPlan,
     Decode,
@@ -40,16 +39,6 @@ class Limits:
     vocabulary: int
     end_retention_s: float
     gateway_timeout_s: float
-
-
-class WorkItem(msgspec.Struct, frozen=True, gc=False):
-    """Compute tokens [first_token, end_token) of a sequence; `samples` when that is the last it has."""
-
-    sequence: HeldSequence
-    first_token: int
-    end_token: int
-    samples: bool
-    is_decode: bool
 
 
 class SequenceTable:

@@ -10,39 +10,24 @@ from dataclasses import dataclass
 from services.worker.frames import AddressedFrame, assemble, fetched
 from services.worker.kv.extended import capacity_of
 from services.worker.kv.tree import Tier
-from services.worker.plans import GivenUpPlan, PlanQueue, QueuedPlan
+from services.worker.plans import PlanQueue, QueuedPlan
+from services.worker.reports import Identity, StepReports
 from services.worker.sampling import Sampled
-from services.worker.sequences import SequenceTable, WorkItem
+from services.worker.sequences import SequenceTable
 from services.worker.speed import SpeedMeter
 from services.worker.state import HeldSequence
+from services.worker.work import StepWork, WorkItem
 from shared.errors import StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import (
     BatchPlan,
     Decode,
-    EndedSequence,
     PrefillChunk,
-    PrefixHit,
-    ShortStart,
     SkippedItem,
     WorkerStepped,
 )
 from shared.messages.reports import GatewayReported, WorkerReported
-from shared.messages.sequence import FinishReason
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What a worker says of itself in every report."""
-
-    worker_id: str
-    incarnation: int
-    model: str
-    max_context_tokens: int
-    host: str
-    weights: str = ""
-    """Digest of the model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +38,16 @@ class Effects:
     stepped: tuple[WorkerStepped, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """One iteration of the engine: what to compute, for which plan."""
-
-    queued: QueuedPlan
-    items: tuple[WorkItem, ...]
-    skipped: tuple[SkippedItem, ...]
-    ended: tuple[HeldSequence, ...]
-    """Ended since the last report, before this iteration."""
-    hits: tuple[PrefixHit, ...] = ()
-    shorts: tuple[ShortStart, ...] = ()
-
-    @property
-    def prefilled_tokens(self) -> int:
-        return sum(item.end_token - item.first_token for item in self.items if not item.is_decode)
-
-    @property
-    def decoded_tokens(self) -> int:
-        return sum(item.is_decode for item in self.items)
-
-
 class StepCore:
     """Plan queue and sequence table of one worker, and the reports about them."""
 
     def __init__(self, identity: Identity, table: SequenceTable, speed: SpeedMeter | None = None) -> None:
         """`speed` has what was profiled at the start."""
         self._identity = identity
+        self._reports = StepReports(identity, table.pool)
         self._table = table
         self._plans = PlanQueue()
         self._speed = speed or SpeedMeter()
-        self._stepped_seq = 0
-        self._unreported = [0, 0]
-        """Tokens prefilled and decoded since the last report."""
 
     @property
     def has_plans(self) -> bool:
@@ -94,7 +56,7 @@ class StepCore:
     def on_plan(self, plan: BatchPlan, now_s: float) -> Effects:
         if plan.starts and self._table.prefixes is not None:
             self._table.prefixes.expect(plan.starts)
-        return Effects(stepped=self._give_up(self._plans.offer(plan, now_s)))
+        return Effects(stepped=self._reports.of_given_up(self._plans.offer(plan, now_s)))
 
     def on_cancel(self, cancel: CancelSequence, now_s: float) -> Effects:
         self._table.cancel(cancel.ref, cancel.reason, now_s)
@@ -134,7 +96,10 @@ class StepCore:
         self._table.tick(now_s)
         _, expired = self._plans.head(now_s)
         shorts = self._table.late.take_shorts()
-        return Effects(stepped=(*self._give_up(expired), *([self._told(shorts)] if shorts else [])))
+        stepped = self._reports.of_given_up(expired)
+        if shorts:
+            stepped = (*stepped, self._reports.between_steps(self._plans.epoch, shorts))
+        return Effects(stepped=stepped)
 
     def begin_step(self, now_s: float) -> tuple[StepWork | None, Effects]:
         """The next iteration, or None when no plan has anything to compute."""
@@ -142,13 +107,13 @@ class StepCore:
         stepped: list[WorkerStepped] = []
         while True:
             queued, expired = self._plans.head(now_s)
-            stepped += self._give_up(expired)
+            stepped += self._reports.of_given_up(expired)
             work = None if queued is None else self._prepare(queued, now_s)
             if work is None or work.items:
                 return work, Effects(tuple(frames), tuple(stepped))
             self._plans.finish_head()
             frames += self._frames([], work.ended)
-            stepped.append(self._stepped(work, work.ended, plan_over=True))
+            stepped.append(self._reports.of_step(work, work.ended, plan_over=True))
 
     def finish_step(
         self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
@@ -171,12 +136,12 @@ class StepCore:
         prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
         if prefill_s and self._table.prefixes is not None:
             self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
-        self._unreported[0] += prefilled_tokens
-        self._unreported[1] += decoded_tokens
+        self._reports.on_step(prefilled_tokens, decoded_tokens)
         frames = self._frames(sampled, ended)
         if not (queued.report_is_due or ended or work.skipped or work.hits or work.shorts):
             return Effects(frames)
-        return Effects(frames, (self._stepped(work, ended, plan_over=queued.over, step_s=step_s),))
+        stepped = self._reports.of_step(work, ended, plan_over=queued.over, step_s=step_s)
+        return Effects(frames, (stepped,))
 
     def report(self, now_s: float) -> WorkerReported:
         """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""
@@ -185,7 +150,7 @@ class StepCore:
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
             seq=0,
-            stepped_seq=self._stepped_seq,
+            stepped_seq=self._reports.last_seq,
             epoch=self._plans.epoch,
             plan_seq=self._plans.last_seq,
             model=self._identity.model,
@@ -251,78 +216,3 @@ class StepCore:
                 if id(sequence) not in told and self._table.find(sequence.ref) is sequence
             ]
         return assemble(self._identity.worker_id, self._identity.incarnation, changed)
-
-    def _stepped(
-        self,
-        work: StepWork,
-        ended: Iterable[HeldSequence],
-        *,
-        plan_over: bool,
-        step_s: float = 0.0,
-    ) -> WorkerStepped:
-        self._stepped_seq += 1
-        (prefilled_tokens, decoded_tokens), self._unreported = self._unreported, [0, 0]
-        return WorkerStepped(
-            worker_id=self._identity.worker_id,
-            incarnation=self._identity.incarnation,
-            seq=self._stepped_seq,
-            epoch=work.queued.plan.epoch,
-            plan_seq=work.queued.plan.seq,
-            steps_done=work.queued.steps_done,
-            plan_over=plan_over,
-            prefilled_tokens=prefilled_tokens,
-            decoded_tokens=decoded_tokens,
-            step_s=step_s,
-            free_blocks=self._plannable_blocks,
-            ended=tuple(_ended(sequence) for sequence in ended),
-            skipped=work.skipped,
-            hits=work.hits,
-            shorts=work.shorts,
-        )
-
-    def _told(self, shorts: tuple[ShortStart, ...]) -> WorkerStepped:
-        """A report between steps, about no plan."""
-        self._stepped_seq += 1
-        return WorkerStepped(
-            worker_id=self._identity.worker_id,
-            incarnation=self._identity.incarnation,
-            seq=self._stepped_seq,
-            epoch=self._plans.epoch,
-            plan_seq=0,
-            steps_done=0,
-            plan_over=False,
-            free_blocks=self._plannable_blocks,
-            shorts=shorts,
-        )
-
-    @property
-    def _plannable_blocks(self) -> int:
-        pool = self._table.pool
-        return max(0, pool.free_blocks + pool.evictable_blocks - pool.doomed_blocks)
-
-    def _give_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
-        reports = []
-        for plan in plans:
-            self._stepped_seq += 1
-            reports.append(
-                WorkerStepped(
-                    worker_id=self._identity.worker_id,
-                    incarnation=self._identity.incarnation,
-                    seq=self._stepped_seq,
-                    epoch=plan.epoch,
-                    plan_seq=plan.seq,
-                    outcome=plan.outcome,
-                    steps_done=plan.steps_done,
-                    plan_over=True,
-                    free_blocks=self._plannable_blocks,
-                )
-            )
-        return tuple(reports)
-
-
-def _ended(sequence: HeldSequence) -> EndedSequence:
-    return EndedSequence(
-        ref=sequence.ref,
-        finish_reason=sequence.finish_reason or FinishReason.ERROR,
-        generated_tokens=sequence.generated_tokens,
-    )

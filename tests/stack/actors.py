@@ -1,12 +1,19 @@
-"""Who takes part in the virtual world: what is wanted, and the workers that compute it."""
+"""Who takes part in the virtual world: what is wanted, the workers, and what stands for their engines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.worker.kv.cache import PrefixCache
+from services.worker.sampling import Sampled
+from services.worker.work import StepWork
+from shared.blocks import chain, root
+from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.sequence import SequenceKey
 from tests.stack.virtual_net import Process
 
 END_TOKEN = 2
+FINGERPRINT = b"fingerprint"
 
 
 @dataclass(frozen=True)
@@ -33,3 +40,35 @@ class WorkerProcess(Process):
     core: Any = None
     beats: int = 0
     incarnation: int = 0
+
+
+def true_tokens(wanted: Mapping[SequenceKey, Wanted], work: StepWork) -> list[Sampled | None]:
+    """The engine: the next true token, after a look at whether the sequence is what it should be."""
+    tokens: list[Sampled | None] = []
+    for item in work.items:
+        if item.sequence.rehearsal:
+            tokens.append(Sampled(END_TOKEN) if item.samples else None)
+            continue
+        key = item.sequence.ref.key
+        truth = wanted[key].answer(key)
+        held = item.sequence.tokens[wanted[key].prompt_tokens :]
+        assert held == truth[: len(held)], f"{key} went astray at its worker"
+        tokens.append(Sampled(truth[len(held)]) if item.samples else None)
+    return tokens
+
+
+def pulled(given: PrefixCache, taken: PrefixCache, order: PullBlocks, *, most_blocks: int) -> BlocksPulled:
+    """A pull without bytes: what the source has by name, the target has then, as far as there is room."""
+    names = chain(root(FINGERPRINT, order.cache_salt), order.tokens, 16)
+    known = taken.known_blocks(names)
+    count = min(given.known_blocks(names), known + most_blocks)
+    parent = names[known - 1] if known else None
+    for name in names[known:count]:
+        if not taken.can_allocate(2):
+            break
+        (block,) = taken.allocate(1)
+        taken.publish(block, name, parent)
+        taken.release([block])
+        parent = name
+    held = taken.known_blocks(names)
+    return BlocksPulled(held_tokens=16 * held, fetched_blocks=held - known)

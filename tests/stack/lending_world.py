@@ -20,6 +20,7 @@ from services.worker.lending.telling import annotated
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
 from shared.messages.reports import Capacity, WorkerReported
+from tests.shared.messages.builders import worker_report
 
 BLOCKS, CAP, KEEP, LEASE_S, GRACE_S = 12, 8, 1, 4.0, 0.5
 HOST_BLOCKS = 5
@@ -74,20 +75,9 @@ class Member:
 
     def report(self) -> WorkerReported:
         self.beats += 1
-        report = WorkerReported(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            seq=self.beats,
-            stepped_seq=0,
-            epoch=1,
-            plan_seq=0,
-            model="m",
-            block_tokens=16,
-            max_context_tokens=BLOCKS * 16,
-            capacity=Capacity(
-                total_blocks=self.pool.total_blocks,
-                free_blocks=self.pool.free_blocks,
-            ),
+        capacity = Capacity(total_blocks=self.pool.total_blocks, free_blocks=self.pool.free_blocks)
+        report = worker_report(
+            self.worker_id, incarnation=self.incarnation, seq=self.beats, capacity=capacity
         )
         host_free = self.host.free_blocks if self.host_blocks else 0
         return annotated(report, self.table, self.grants, self.pool.free_blocks - KEEP, host_free)

@@ -16,6 +16,7 @@ from shared.bus import Bus, Handler, Listener
 from shared.messages.reports import WorkerReported
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
+from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.watch import Seen, bus_access, watching
 
@@ -111,10 +112,9 @@ async def heartbeats(stack: RunningStack) -> AsyncIterator[Heartbeats]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
     """What one worker says that holds it all."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    settings = ("worker.kv_blocks=256", "worker.prefix_cache.enabled=false")
-    with running_stack(folder, workers=1, settings=settings) as one:
-        return {seed: asyncio.run(one.client().ask_all([long_question(seed)]))[0] for seed in SHAPES}
+    in_turn = [[long_question(seed)] for seed in SHAPES]
+    answers = [answer for (answer,) in roomy_answers(tmp_path_factory.mktemp("one") / "run", in_turn)]
+    return dict(zip(SHAPES, answers, strict=True))
 
 
 async def test_the_context_that_is_announced_is_the_pools(four: RunningStack) -> None:

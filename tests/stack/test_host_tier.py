@@ -11,6 +11,7 @@ from services.worker.lending.settings import HostAttention
 from shared.messages.reports import WorkerReported
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
+from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.test_distattention import BLOCKS, OWN_TOKENS, SETTINGS, STAGED_BLOCKS, heartbeats
 from tests.stack.watch import Seen, watching
@@ -51,10 +52,8 @@ def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """What one worker says that holds it all."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    settings = ("worker.kv_blocks=256", "worker.prefix_cache.enabled=false")
-    with running_stack(folder, workers=1, settings=settings) as one:
-        return [asyncio.run(one.client().ask_all([question]))[0] for question in questions()]
+    in_turn = [[question] for question in questions()]
+    return [answer for (answer,) in roomy_answers(tmp_path_factory.mktemp("one") / "run", in_turn)]
 
 
 def check_memory(report: WorkerReported) -> None:

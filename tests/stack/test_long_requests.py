@@ -8,6 +8,7 @@ import pytest
 
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
+from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.test_distattention import OWN_TOKENS, SETTINGS
 from tests.stack.watch import watching
@@ -36,10 +37,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """What one worker says that holds it all."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    settings = ("worker.kv_blocks=256", "worker.prefix_cache.enabled=false")
-    with running_stack(folder, workers=1, settings=settings) as one:
-        return asyncio.run(one.client().ask_all(questions()))
+    (answers,) = roomy_answers(tmp_path_factory.mktemp("one") / "run", [questions()])
+    return answers
 
 
 @pytest.mark.parametrize("turn", range(2))

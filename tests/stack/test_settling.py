@@ -13,6 +13,7 @@ from shared.bus import Bus
 from shared.messages.commands import WantKv
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
+from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.watch import Seen, bus_access, lent, nobody_owes, watching
 
@@ -51,9 +52,8 @@ def questions(seed: int) -> list[Question]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Answer]]:
     """What one worker says that holds it all."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    settings = ("worker.kv_blocks=512", "worker.prefix_cache.enabled=false")
-    with running_stack(folder, workers=1, settings=settings) as one:
-        return {seed: asyncio.run(one.client().ask_all(questions(seed))) for seed in (1, 2)}
+    answers = roomy_answers(folder, [questions(seed) for seed in (1, 2)], kv_blocks=512)
+    return dict(zip((1, 2), answers, strict=True))
 
 
 @pytest.fixture(scope="module")

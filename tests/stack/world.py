@@ -35,10 +35,9 @@ from services.worker.kv.cache import PrefixCache, Tiers
 from services.worker.kv.gate import CostGate
 from services.worker.kv.pool import BlockPool
 from services.worker.prefixes import Prefixes
-from services.worker.sampling import Sampled
+from services.worker.reports import Identity
 from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Effects, Identity, StepCore, StepWork
-from shared.blocks import chain, root
+from services.worker.steps import Effects, StepCore
 from shared.errors import InvalidRequest
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.moves import (
@@ -52,7 +51,7 @@ from shared.messages.moves import (
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchTokens, TokenFrame
-from tests.stack.actors import END_TOKEN, Wanted, WorkerProcess
+from tests.stack.actors import END_TOKEN, FINGERPRINT, Wanted, WorkerProcess, pulled, true_tokens
 from tests.stack.virtual_net import Process, VirtualNet
 
 MODEL = "m"
@@ -301,24 +300,11 @@ class World(VirtualNet):
         self._apply(key, stream.on_prepared(prepared.ref, self.now_s, prepared.target, prepared.open_tokens))
 
     def _pull(self, source: WorkerProcess, target: WorkerProcess, order: PullBlocks) -> BlocksPulled | None:
-        """Without bytes: what the source has by name, the target has afterwards, as far as there is room."""
         given, taken = self.caches.get(source.name), self.caches.get(target.name)
         is_there = source.alive and not source.frozen and source.incarnation == order.source_incarnation
         if given is None or taken is None or not is_there:
             return None
-        names = chain(root(b"fingerprint", order.cache_salt), order.tokens, 16)
-        known = taken.known_blocks(names)
-        count = min(given.known_blocks(names), known + self.random.randint(0, 8))
-        parent = names[known - 1] if known else None
-        for name in names[known:count]:
-            if not taken.can_allocate(2):
-                break
-            (block,) = taken.allocate(1)
-            taken.publish(block, name, parent)
-            taken.release([block])
-            parent = name
-        held = taken.known_blocks(names)
-        return BlocksPulled(held_tokens=16 * held, fetched_blocks=held - known)
+        return pulled(given, taken, order, most_blocks=self.random.randint(0, 8))
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         life = self.scheduler.life
@@ -341,7 +327,7 @@ class World(VirtualNet):
         if self.cached:
             mover: Any = None  # There is no lower tier to copy to.
             cache = self.caches[worker.name] = PrefixCache(pool, Tiers(), mover, CostGate())
-            prefixes = Prefixes(cache, b"fingerprint")
+            prefixes = Prefixes(cache, FINGERPRINT)
         table = SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes)
         worker.core = StepCore(identity, table)
         self._every(BEAT_S, lambda: self._beat(worker), worker)
@@ -391,25 +377,10 @@ class World(VirtualNet):
             if worker.frozen:
                 worker.mail.insert(0, finish)
                 return
-            tokens = self._compute(work)
+            tokens = true_tokens(self.wanted, work)
             self._emit(worker, worker.core.finish_step(work, tokens, self.now_s, step_s))
             worker.core.check_integrity()
             self._read_mail(worker)
             self._step(worker)
 
         self.at(self.now_s + step_s, finish)
-
-    def _compute(self, work: StepWork) -> list[Sampled | None]:
-        """The engine: the next true token, after a look at whether the sequence is what it should be."""
-        tokens: list[Sampled | None] = []
-        for item in work.items:
-            if item.sequence.rehearsal:
-                tokens.append(Sampled(END_TOKEN) if item.samples else None)
-                continue
-            key = item.sequence.ref.key
-            wanted = self.wanted[key]
-            truth = wanted.answer(key)
-            held = item.sequence.tokens[wanted.prompt_tokens :]
-            assert held == truth[: len(held)], f"{key} went astray at its worker"
-            tokens.append(Sampled(truth[len(held)]) if item.samples else None)
-        return tokens

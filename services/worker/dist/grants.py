@@ -46,12 +46,6 @@ class GrantBook:
             self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
             self._generations[(debtor_id, ref.grant_id)] = ref.generation
 
-    def revoke(self, debtor_id: str, grant_id: int) -> None:
-        """From now on every message that names it is refused. Unknown ones are not minded."""
-        with self._lock:
-            self._held.pop((debtor_id, grant_id), None)
-            self._generations.pop((debtor_id, grant_id), None)
-
     def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
         with self._lock:
             return all(

@@ -16,14 +16,12 @@ from shared.bus import Bus, Endpoint, Listener
 from shared.errors import KvasirError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.reports import (
-    Capacity,
     GatewayReported,
     SchedulerAnnounced,
     SequenceFinished,
     SequenceReport,
     SequenceState,
     WorkerLost,
-    WorkerReported,
 )
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, unpack_tokens
 from shared.messages.tokens import (
@@ -34,6 +32,7 @@ from shared.messages.tokens import (
     TokenFrame,
     TokenLogprobs,
 )
+from tests.shared.messages.builders import worker_report
 
 HEARTBEAT_S = 0.05
 MODEL = "fake-chat"
@@ -137,17 +136,12 @@ class FakeWorker:
         self._seq += 1
         await self.bus.publish(
             subjects.worker_reported(self.bus.instance),
-            WorkerReported(
-                worker_id=self.bus.instance,
+            worker_report(
+                self.bus.instance,
                 incarnation=self.bus.incarnation,
                 seq=self._seq,
-                stepped_seq=0,
-                epoch=1,
-                plan_seq=0,
                 model=MODEL,
-                block_tokens=16,
                 max_context_tokens=self.context_tokens,
-                capacity=Capacity(total_blocks=100, free_blocks=100),
                 sequences=tuple(self._listed(held) for held in self.held.values()),
             ),
         )

@@ -4,22 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.state import SchedulerView, WorkerTable
-from shared.messages.reports import Capacity, SchedulerAnnounced, WorkerReported
+from shared.messages.reports import SchedulerAnnounced, WorkerReported
+from tests.shared.messages.builders import worker_report
 
 
 def report(worker_id: str, incarnation: int = 1, context: int = 100, model: str = "m") -> WorkerReported:
-    return WorkerReported(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        seq=1,
-        stepped_seq=0,
-        epoch=1,
-        plan_seq=0,
-        model=model,
-        block_tokens=16,
-        max_context_tokens=context,
-        capacity=Capacity(total_blocks=10, free_blocks=10),
-    )
+    return worker_report(worker_id, incarnation=incarnation, model=model, max_context_tokens=context)
 
 
 def facts(table: WorkerTable) -> tuple[int | None, int]:

@@ -3,6 +3,7 @@
 from services.ledger.state import Table
 from shared.messages.lending import KvTier
 from shared.messages.reports import Capacity, WorkerReported
+from tests.shared.messages.builders import worker_report
 
 
 def report(
@@ -22,16 +23,10 @@ def report(
     fingerprint: bytes = b"",
 ) -> WorkerReported:
     lent = lent_to or {}
-    return WorkerReported(
-        worker_id=worker,
+    return worker_report(
+        worker,
         incarnation=incarnation,
         seq=seq,
-        stepped_seq=0,
-        epoch=1,
-        plan_seq=0,
-        model="m",
-        block_tokens=16,
-        max_context_tokens=320,
         capacity=Capacity(
             total_blocks=total,
             free_blocks=free,

@@ -2,25 +2,13 @@
 
 from services.placement.roll import Roll
 from services.placement.state import Fleet
-from shared.messages.reports import Capacity, WorkerReported
+from tests.shared.messages.builders import worker_report
 
 
 def fleet(*names: str, incarnation: int = 1) -> Fleet:
     made = Fleet(silence_s=2.0, reservation_s=5.0)
     for name in names:
-        report = WorkerReported(
-            worker_id=name,
-            incarnation=incarnation,
-            seq=1,
-            stepped_seq=0,
-            epoch=1,
-            plan_seq=0,
-            model="m",
-            block_tokens=16,
-            max_context_tokens=4096,
-            capacity=Capacity(total_blocks=100, free_blocks=100),
-        )
-        made.on_reported(report, 0.0)
+        made.on_reported(worker_report(name, incarnation=incarnation), 0.0)
     return made
 
 

@@ -17,6 +17,7 @@ from shared.messages.plans import EndedSequence, WorkerStepped
 from shared.messages.prefixes import PrefixChain
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceRef
+from tests.shared.messages.builders import worker_report
 
 BLOCK = 16
 
@@ -50,14 +51,11 @@ def report(
     stepped_seq: int = 0,
 ) -> WorkerReported:
     used = sum(s.allocated_blocks for s in sequences)
-    return WorkerReported(
-        worker_id=worker,
+    return worker_report(
+        worker,
         incarnation=incarnation,
         seq=seq,
         stepped_seq=stepped_seq,
-        epoch=1,
-        plan_seq=0,
-        model="m",
         block_tokens=BLOCK,
         max_context_tokens=total * BLOCK if context is None else context,
         capacity=Capacity(total_blocks=total, free_blocks=total - used if free is None else free),

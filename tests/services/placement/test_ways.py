@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from services.placement.ways import Carrier, Choice, Ways, Wish
 from shared.messages.moves import MoveMode, SequenceMove
-from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
+from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import SequenceRef
+from tests.shared.messages.builders import worker_report
 
 
 def carrier(**changes: object) -> Carrier:
@@ -103,20 +104,6 @@ def test_what_a_heartbeat_says() -> None:
         max_tokens=10,
         allocated_blocks=7,
     )
-    report = WorkerReported(
-        worker_id="b",
-        incarnation=1,
-        seq=1,
-        stepped_seq=0,
-        epoch=1,
-        plan_seq=0,
-        model="m",
-        block_tokens=16,
-        max_context_tokens=4096,
-        capacity=Capacity(total_blocks=100, free_blocks=50),
-        sequences=(listed,),
-        prefill_tokens_per_s=1000.0,
-        busy_share=0.5,
-    )
+    report = worker_report(sequences=(listed,), prefill_tokens_per_s=1000.0, busy_share=0.5)
     made = Carrier.of(report)
     assert made.waiting_tokens == 200 and made.prefill_tokens(1.0) == 300

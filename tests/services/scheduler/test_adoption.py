@@ -12,20 +12,17 @@ from services.scheduler.state import Phase, Sequence
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 from tests.services.scheduler.world import World
+from tests.shared.messages.builders import worker_report
 
 
 def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
-    return WorkerReported(
-        worker_id=worker_id,
-        incarnation=1,
-        seq=1,
+    free_blocks = 100 - sum(item.allocated_blocks for item in listed)
+    return worker_report(
+        worker_id,
         stepped_seq=9,
-        epoch=1,
-        plan_seq=0,
-        model="fake",
         block_tokens=4,
         max_context_tokens=400,
-        capacity=Capacity(total_blocks=100, free_blocks=100 - sum(item.allocated_blocks for item in listed)),
+        capacity=Capacity(total_blocks=100, free_blocks=free_blocks),
         sequences=listed,
     )
 

@@ -6,26 +6,15 @@ import pytest
 
 from services.scheduler.likeness import mismatch, prevailing
 from shared.errors import ModelMismatch
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import WorkerReported
 from tests.services.scheduler.world import World
+from tests.shared.messages.builders import worker_report
 
 OTHER = "22" * 16
 
 
 def report(worker_id: str, model: str = "m", weights: str = "aa") -> WorkerReported:
-    return WorkerReported(
-        worker_id=worker_id,
-        incarnation=1,
-        seq=1,
-        stepped_seq=0,
-        epoch=0,
-        plan_seq=0,
-        model=model,
-        block_tokens=16,
-        max_context_tokens=100,
-        capacity=Capacity(total_blocks=10, free_blocks=10),
-        weights=weights,
-    )
+    return worker_report(worker_id, model=model, weights=weights)
 
 
 def test_equal_names_and_weights_match_and_weights_not_told_match_any() -> None:

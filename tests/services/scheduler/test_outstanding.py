@@ -6,8 +6,8 @@ from services.scheduler.outstanding import OutstandingPlans, Progress, Trouble
 from services.scheduler.policy.contract import PlannedBatch, PlannedDecode, PlannedPrefill
 from services.scheduler.rules import Rules
 from shared.messages.plans import BatchPlan, SkippedItem, SkipReason, StepOutcome, WorkerStepped
-from shared.messages.reports import Capacity, WorkerReported
 from shared.messages.sequence import SequenceRef
+from tests.shared.messages.builders import worker_report
 
 RULES = Rules(outstanding_steps=2, report_grace_s=0.25, plan_grace_s=1.0, snapshot_patience_s=10.0)
 REF = SequenceRef(request_id="a", choice=0, attempt=1)
@@ -59,18 +59,7 @@ def hear(
 def beat(
     plans: OutstandingPlans, now_s: float, *, stepped_seq: int = 10, plan_seq: int = 1
 ) -> Trouble | None:
-    report = WorkerReported(
-        worker_id="worker-0",
-        incarnation=1,
-        seq=1,
-        stepped_seq=stepped_seq,
-        epoch=3,
-        plan_seq=plan_seq,
-        model="fake",
-        block_tokens=4,
-        max_context_tokens=100,
-        capacity=Capacity(total_blocks=1, free_blocks=1),
-    )
+    report = worker_report(stepped_seq=stepped_seq, epoch=3, plan_seq=plan_seq)
     return plans.on_heartbeat(report, now_s)
 
 

@@ -8,19 +8,11 @@ from services.scheduler.policy.relief import Rung
 from services.scheduler.preempting import Preempting, weigh
 from services.scheduler.rules import ReliefRules
 from shared.messages.plans import PreemptMode
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import Capacity
+from tests.shared.messages.builders import worker_report
 
 ON = ReliefRules(enabled=True)
-REPORT = WorkerReported(
-    worker_id="worker-0",
-    incarnation=1,
-    seq=1,
-    stepped_seq=0,
-    epoch=1,
-    plan_seq=0,
-    model="m",
-    block_tokens=16,
-    max_context_tokens=1000,
+REPORT = worker_report(
     capacity=Capacity(total_blocks=10, free_blocks=0),
     prefill_tokens_per_s=1000.0,
     decode_step_s=0.01,

@@ -7,8 +7,9 @@ from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
 from services.scheduler.state import Phase, Sequence
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import Capacity
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
+from tests.shared.messages.builders import worker_report
 
 
 def sequence(name: str = "a") -> Sequence:
@@ -24,17 +25,8 @@ def sequence(name: str = "a") -> Sequence:
 
 def roster_with_lane() -> tuple[Roster, Lane]:
     roster = Roster(Rules())
-    report = WorkerReported(
-        worker_id="worker-0",
-        incarnation=1,
-        seq=1,
-        stepped_seq=0,
-        epoch=1,
-        plan_seq=0,
-        model="fake",
-        block_tokens=4,
-        max_context_tokens=80,
-        capacity=Capacity(total_blocks=20, free_blocks=20),
+    report = worker_report(
+        block_tokens=4, max_context_tokens=80, capacity=Capacity(total_blocks=20, free_blocks=20)
     )
     lane = Lane("worker-0", 1, 1, roster.rules, roster.sequences, report, 0.0)
     roster.lanes["worker-0"] = lane

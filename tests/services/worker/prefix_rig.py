@@ -12,10 +12,11 @@ from services.worker.kv.pool import BlockPool
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.prefixes import Prefixes
+from services.worker.reports import Identity
 from services.worker.runner import row_of
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.state import HeldSequence
-from services.worker.steps import Identity, StepCore
+from services.worker.steps import StepCore
 from shared.messages.plans import (
     BatchPlan,
     Decode,

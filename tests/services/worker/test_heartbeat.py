@@ -6,22 +6,12 @@ import pytest
 
 from services.worker.heartbeat import Heartbeat
 from shared.errors import InternalError
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import WorkerReported
+from tests.shared.messages.builders import worker_report
 
 
 def report(stepped_seq: int = 0) -> WorkerReported:
-    return WorkerReported(
-        worker_id="worker-0",
-        incarnation=1,
-        seq=0,
-        stepped_seq=stepped_seq,
-        epoch=0,
-        plan_seq=0,
-        model="model",
-        block_tokens=16,
-        max_context_tokens=64,
-        capacity=Capacity(total_blocks=1, free_blocks=1),
-    )
+    return worker_report(seq=0, stepped_seq=stepped_seq)
 
 
 class Engine:

@@ -9,10 +9,11 @@ import pytest
 
 from services.worker.engine.engine import Row
 from services.worker.kv.pool import BlockPool
+from services.worker.reports import Identity
 from services.worker.runner import Runner
 from services.worker.sampling import Sampled
 from services.worker.sequences import SequenceTable
-from services.worker.steps import Effects, Identity, StepCore
+from services.worker.steps import Effects, StepCore
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot

@@ -5,7 +5,8 @@ import pytest
 from services.worker.kv.extended import ExtendedPool
 from services.worker.kv.pool import BlockPool
 from services.worker.sampling import FAILED, KV_LOST, Sampled
-from services.worker.sequences import SequenceTable, WorkItem
+from services.worker.sequences import SequenceTable
+from services.worker.work import WorkItem
 from shared.messages.plans import Decode, PrefillChunk, SkipReason
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec

@@ -8,9 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv.pool import BlockPool
+from services.worker.reports import Identity
 from services.worker.sampling import Sampled
-from services.worker.sequences import SequenceTable, WorkItem
-from services.worker.steps import Effects, Identity, StepCore
+from services.worker.sequences import SequenceTable
+from services.worker.steps import Effects, StepCore
+from services.worker.work import WorkItem
 from shared.errors import StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan, SkipReason, StepOutcome, WorkerStepped

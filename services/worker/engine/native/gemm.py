@@ -41,7 +41,6 @@ _PROTOTYPES = {
     "gemm_packed_pair_floats": (_INT64, (_INT32, _INT32)),
     "gemm_pack": (None, (_POINTER, _INT64, _INT32, _INT32, _POINTER)),
     "gemm_pack_pair": (None, (_POINTER, _POINTER, _INT64, _INT32, _INT32, _POINTER)),
-    "gemm_unpack_row": (None, (_POINTER, _INT32, _INT64, _POINTER)),
     "gemm": (None, (ctypes.POINTER(GemmCall),)),
 }
 
@@ -78,12 +77,6 @@ class Gemm:
             gate.data_ptr(), up.data_ptr(), inputs, outputs, inputs, packed.data_ptr()
         )
         return packed
-
-    def unpack_row(self, packed: torch.Tensor, inputs: int, output: int) -> torch.Tensor:
-        """Row `output` of a packed matrix, `[inputs]`."""
-        row = torch.empty(inputs)
-        self._library.gemm_unpack_row(packed.data_ptr(), inputs, output, row.data_ptr())
-        return row
 
     def multiply(
         self,

@@ -14,9 +14,10 @@ from services.worker.dist.messages import GrantRef
 from services.worker.engine.engine import Row
 from services.worker.kv.extended import ExtendedPool
 from services.worker.kv.pool import BlockPool
+from services.worker.reports import Identity
 from services.worker.runner import Runner
 from services.worker.sequences import SequenceTable
-from services.worker.steps import Identity, StepCore
+from services.worker.steps import StepCore
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost, NoResponder
 from shared.messages.lending import Grant, KvTier

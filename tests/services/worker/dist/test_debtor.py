@@ -12,6 +12,7 @@ import torch
 from services.worker.bulk.base import Link
 from services.worker.dist.cost import Mode, choose_mode
 from services.worker.dist.debtor import Chooser
+from services.worker.dist.messages import GrantRef
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.native.library import AttentionMode
 from services.worker.sampling import SamplePoint
@@ -213,7 +214,7 @@ def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(make_model: Mod
     assert answers == expected
 
 
-def test_blocks_of_a_revoked_grant_are_not_touched(make_model: ModelFactory) -> None:
+def test_blocks_of_a_grant_that_was_granted_anew_are_not_touched(make_model: ModelFactory) -> None:
     model = make_model("llama")
     with lender(model, 8) as owner:
         small = make_engine(model, 2)
@@ -221,7 +222,7 @@ def test_blocks_of_a_revoked_grant_are_not_touched(make_model: ModelFactory) -> 
         row = Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)
         assert small.step([row]) == [None]
         before = [pool.clone() for pools in owner.engine.pools for pool in pools]
-        owner.book.revoke(DEBTOR.worker_id, GRANT.grant_id)
+        owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, GRANT.generation + 1), range(8))
         with pytest.raises(CreditorLost, match="borrow anew"):
             small.step([row])
         after = [pool for pools in owner.engine.pools for pool in pools]

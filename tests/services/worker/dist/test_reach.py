@@ -2,21 +2,12 @@
 
 from services.worker.dist.reach import Reach
 from shared.messages.reports import Capacity, WorkerReported
+from tests.shared.messages.builders import worker_report
 
 
 def report(worker_id: str, most_lent: int, model: str = "m") -> WorkerReported:
-    return WorkerReported(
-        worker_id=worker_id,
-        incarnation=1,
-        seq=1,
-        stepped_seq=0,
-        epoch=1,
-        plan_seq=0,
-        model=model,
-        block_tokens=16,
-        max_context_tokens=100,
-        capacity=Capacity(total_blocks=40, free_blocks=0, most_lent_blocks=most_lent),
-    )
+    capacity = Capacity(total_blocks=40, free_blocks=0, most_lent_blocks=most_lent)
+    return worker_report(worker_id, model=model, capacity=capacity)
 
 
 def test_others_of_the_same_model_count_with_what_they_lend_at_most() -> None:
