@@ -1,7 +1,9 @@
 """Loads under which memory runs out in different ways: each is what one rung, or two, are there for. Pure.
 
-Token ids are drawn, answers end at their limit, all requests of a turn come at once to two workers, packed
-by best fit; every turn has other ones, the same for all variants.
+Token ids are drawn, answers end at their limit, all requests of a turn come at once to two workers; every
+turn has other ones, the same for all variants. Workers are filled evenly (worst fit), except where a rung
+is there for what is uneven: best fit, which goes by prompts, gives nearly all requests to one worker, and how
+nearly differs between variants.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from bench.ladder.variants import Settings
 
 BLOCK_TOKENS = 16
 _LARGER = "random-50m"
+_PACKED: Settings = {"placement.policy": "best_fit"}
 _NOTHING_LENT: Settings = {"worker.lending.lend": "false", "worker.lending.borrow": "false"}
 Requests = list[tuple[list[int], int]]
 """Prompts with the length of their answers."""
@@ -80,7 +83,7 @@ WORKLOADS = (
         80,
         ("all", "no_migrate", "no_swap"),
         _skewed,
-        _NOTHING_LENT,
+        {**_NOTHING_LENT, **_PACKED},
         _LARGER,
     ),
     Workload(
@@ -103,7 +106,16 @@ WORKLOADS = (
         "many",
         "24 short prompts with long answers on two full workers",
         80,
-        ("all", "no_reserve", "no_pause", "recompute_only", "expand_only"),
+        (
+            "all",
+            "no_evict",
+            "no_reserve",
+            "no_borrow",
+            "no_migrate",
+            "no_pause",
+            "recompute_only",
+            "expand_only",
+        ),
         _many,
         model=_LARGER,
     ),

@@ -27,7 +27,7 @@ from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
 
 _EXPIRE_INTERVAL_S = 1.0
-_WANT_INTERVAL_S = 0.25
+WANT_INTERVAL_S = 0.25
 
 
 class SchedulerCore:
@@ -180,9 +180,9 @@ class SchedulerCore:
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s
             self._roster.expire(now_s)
-        if now_s - self._wanted_s > _WANT_INTERVAL_S and not self._deposed:
+        if now_s - self._wanted_s > WANT_INTERVAL_S and not self._deposed:
             self._wanted_s = now_s
-            effects += self._roster.wanted()
+            effects += self._pressure.with_limits(self._roster.wanted(), now_s)
         return self._after(effects, now_s)
 
     def _after(self, effects: list[Effect], now_s: float) -> list[Effect]:

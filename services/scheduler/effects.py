@@ -57,10 +57,12 @@ class CancelAtWorker:
 
 @dataclass(frozen=True, slots=True)
 class WantKvAtWorker:
-    """A sequence of so many tokens waits there that the worker's KV, as it is, cannot hold."""
+    """A sequence of so many tokens waits there that the worker's KV, as it is, cannot hold; 0: none does."""
 
     worker_id: str
     tokens: int
+    may_borrow_ahead: bool = True
+    """False: not for what only runs short."""
 
 
 @dataclass(frozen=True, slots=True)

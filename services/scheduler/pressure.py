@@ -1,18 +1,27 @@
 """Watches workers whose memory runs out and takes the next rung of the ladder (`policy/relief.py`). Pure.
 
-Only migration is done from here; the other rungs belong to whoever has the blocks (the worker evicts, a
-batching policy preempts), and do as they did. What is weighed is what workers report: a rung whose cost
-nobody measures yet is not offered. Every decision is an effect, with its costs, for the log. `algorithms.md`
-§7.
+Migration is done from here, and borrowing ahead of need is kept from workers for whom something else is
+cheaper; the other rungs belong to whoever has the blocks (the worker evicts, a batching policy preempts), and
+do as they did. What is weighed is what workers report: a rung whose cost nobody measures yet is not offered,
+nor forbidden. Every decision is an effect, with its costs, for the log. `algorithms.md` §7.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from services.scheduler.effects import Effect, NoteRelief
+from services.scheduler.effects import Effect, NoteRelief, WantKvAtWorker
 from services.scheduler.moves import Moves
 from services.scheduler.planning import Lane, Sync
-from services.scheduler.policy.relief import BY_KV, Neighbour, Pressure, Rung, Speeds, Victim, next_relief
+from services.scheduler.policy.relief import (
+    BY_KV,
+    Neighbour,
+    Pressure,
+    Relief,
+    Rung,
+    Speeds,
+    Victim,
+    next_relief,
+)
 from services.scheduler.preempting import speeds_of
 from services.scheduler.roster import Roster
 from services.scheduler.rules import ReliefRules
@@ -30,6 +39,8 @@ class PressureWatch:
         self._moves = moves
         self._rules = rules
         self._next_s: dict[str, float] = {}
+        self._thrifty_until_s: dict[str, float] = {}
+        """By worker that is to borrow nothing ahead of need."""
         self.decisions: dict[str, int] = {}
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -41,6 +52,19 @@ class PressureWatch:
             if now_s >= self._next_s.get(lane.worker_id, now_s):
                 effects += self._relieve(lane, now_s)
         return effects
+
+    def with_limits(self, wants: list[WantKvAtWorker], now_s: float) -> list[WantKvAtWorker]:
+        """These, and that others may not borrow for what only runs short."""
+        self._thrifty_until_s = {
+            worker_id: until_s
+            for worker_id, until_s in self._thrifty_until_s.items()
+            if now_s < until_s and worker_id in self._roster.lanes
+        }
+        nobody = self._rules.enabled and Rung.BORROW in self._rules.switched_off
+        thrifty = self._roster.lanes.keys() if nobody else self._thrifty_until_s.keys()
+        told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in thrifty}
+        told |= {want.worker_id: want for want in wants}
+        return [replace(want, may_borrow_ahead=want.worker_id not in thrifty) for want in told.values()]
 
     def _relieve(self, lane: Lane, now_s: float) -> list[Effect]:
         decoding = [
@@ -60,6 +84,8 @@ class PressureWatch:
         )
         rung = "wait" if relief.chosen is None else str(relief.chosen.rung)
         self.decisions[rung] = self.decisions.get(rung, 0) + 1
+        if _is_borrowing_dearer(relief):
+            self._thrifty_until_s[lane.worker_id] = now_s + self._rules.hold_s
         effects: list[Effect] = [NoteRelief(lane.worker_id, relief)]
         is_move = relief.chosen is not None and relief.chosen.rung is Rung.MIGRATE
         if is_move and target is not None and victim is not None:
@@ -162,6 +188,12 @@ class PressureWatch:
             room_blocks=self._room(target),
             is_linked=is_linked,
         )
+
+
+def _is_borrowing_dearer(relief: Relief) -> bool:
+    """Than what was chosen. What it costs is not known before somebody has borrowed."""
+    is_offered = any(offer.rung is Rung.BORROW for offer in relief.offers)
+    return is_offered and relief.chosen is not None and relief.chosen.rung is not Rung.BORROW
 
 
 def _speeds(report: WorkerReported, target: Lane | None) -> Speeds:

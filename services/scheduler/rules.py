@@ -33,6 +33,8 @@ class ReliefRules:
     """Between two decisions about one worker."""
     ahead_s: float = 0.3
     """Memory counts as short when it lasts no longer than that."""
+    hold_s: float = 30.0
+    """For so long a worker borrows nothing ahead of need once another rung was found cheaper."""
     horizon_steps: int = 100
     """Blocks are taken to be needed for so long where no end is predicted."""
 

@@ -162,7 +162,8 @@ class Term:
                 case CancelAtWorker():
                     self._post(subjects.worker_cancel(effect.worker_id), effect.command)
                 case WantKvAtWorker():
-                    self._post(subjects.worker_want(effect.worker_id), WantKv(tokens=effect.tokens))
+                    want = WantKv(tokens=effect.tokens, may_borrow_ahead=effect.may_borrow_ahead)
+                    self._post(subjects.worker_want(effect.worker_id), want)
                 case PublishWorkerLost():
                     self._lost.inc()
                     _log.warning("worker %s is lost", effect.lost.worker_id)

@@ -89,6 +89,9 @@ class WantKv(Message, frozen=True, kw_only=True):
     while the sequence is there; forgotten by a worker that hears it no more."""
 
     tokens: int
+    """0: none is too long for the worker."""
+    may_borrow_ahead: bool = True
+    """Also where little is free and nobody is too long; False: the ladder found something cheaper."""
 
 
 class FindCreditors(Message, frozen=True, kw_only=True):

@@ -79,7 +79,8 @@ class Neighbourhood:
         self._clock = clock
         self._own = own
         self._loop = asyncio.get_running_loop()
-        self._wanted = (0, 0.0)
+        self._want = WantKv(tokens=0)
+        self._want_until_s = 0.0
         self._is_busy: Callable[[], bool] = lambda: False
         self._lending: Lending | None = None
         self._borrower: Borrower | None = None
@@ -199,10 +200,10 @@ class Neighbourhood:
     def annotate(self, report: WorkerReported) -> WorkerReported:
         """A heartbeat with what is lent and borrowed, and with the context that all together can hold."""
         assert self._lending is not None
-        tokens, until_s = self._wanted
         now_s = self._clock()
-        needed_blocks = -(-tokens // self._engine.block_tokens) + 1 if tokens and now_s < until_s else 0
-        self._lending.want(needed_blocks)
+        want = self._want if now_s < self._want_until_s else WantKv(tokens=0)
+        needed_blocks = -(-want.tokens // self._engine.block_tokens) + 1 if want.tokens else 0
+        self._lending.want(needed_blocks, may_borrow_ahead=want.may_borrow_ahead)
         annotated = msgspec.structs.replace(
             self._lending.annotate(report), bulk_addresses=dict(self._plane.addresses)
         )
@@ -216,7 +217,7 @@ class Neighbourhood:
         return {"bulk": ", ".join(self._plane.addresses), **self._lending.details()}
 
     def on_want(self, want: WantKv) -> None:
-        self._wanted = (want.tokens, self._clock() + _WANT_S)
+        self._want, self._want_until_s = want, self._clock() + _WANT_S
 
     def on_reported(self, report: WorkerReported) -> None:
         self._reach.on_report(report, self._clock())

@@ -22,6 +22,8 @@ class Balance:
         """By one sequence, all in all; 0: none is too long for this worker."""
         self.wanted_blocks = 0
         """Of those, what was not there at the last report."""
+        self.may_borrow_ahead = True
+        """Of need: where little is free, for no sequence that is too long."""
         self._reports = self._shrink_from = 0
 
     @property
@@ -49,6 +51,8 @@ class Balance:
 
     def lacks(self, handed_blocks: int, idle_blocks: int) -> int:
         """To be borrowed now; of what is borrowed `handed_blocks` are the pool's, `idle_blocks` nobody's."""
+        if not self.may_borrow_ahead and not self.wanted_blocks:
+            return 0
         return blocks_to_borrow(self._memory(handed_blocks, idle_blocks), self.marks)
 
     def spares(self, handed_blocks: int, idle_blocks: int, wanted_back_blocks: int) -> int:

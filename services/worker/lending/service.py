@@ -116,9 +116,10 @@ class Lending:
             if self._recalls is not None:
                 await self._bus.detach(RECALLS, self._recalls)
 
-    def want(self, blocks: int) -> None:
-        """A sequence needs so many blocks, all in all; 0: none does."""
-        self._balance.needed_blocks = blocks
+    def want(self, blocks: int, *, may_borrow_ahead: bool = True) -> None:
+        """A sequence needs so many blocks, all in all; 0: none does. Without one, little free memory is a
+        reason to borrow only where it `may_borrow_ahead`."""
+        self._balance.needed_blocks, self._balance.may_borrow_ahead = blocks, may_borrow_ahead
 
     def annotate(self, report: WorkerReported) -> WorkerReported:
         """The heartbeat with what is lent and borrowed; its capacity is what the next tick goes by."""

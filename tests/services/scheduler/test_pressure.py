@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from services.scheduler.effects import NoteRelief
+from services.scheduler.core import WANT_INTERVAL_S
+from services.scheduler.effects import NoteRelief, WantKvAtWorker
 from services.scheduler.policy.relief import Rung
 from services.scheduler.rules import ReliefRules, Rules
 from tests.services.scheduler.fake_gateway import Request
@@ -94,6 +95,26 @@ def test_borrowing_is_weighed_where_its_attention_was_measured() -> None:
     assert decided(crowded_and(40, 0, remote_block_s=1e-9))["relief_borrow"] >= 1
     dear = decided(crowded_and(40, 0, remote_block_s=1.0))
     assert dear["relief_migrate"] >= 1
+
+
+def may_borrow(world: World) -> list[bool]:
+    """As worker-0 was told."""
+    return ["=True" in line for line in world.lines(f"{WantKvAtWorker.__name__}(worker_id='worker-0'")]
+
+
+def test_a_worker_is_kept_from_borrowing_ahead_while_something_else_is_cheaper() -> None:
+    assert may_borrow(crowded_and(40, 0)) == [], "what nobody has measured is not forbidden"
+    assert False not in may_borrow(crowded_and(40, 0, remote_block_s=1e-9))
+    world = crowded_and(40, 0, remote_block_s=1.0)
+    told = len(may_borrow(world))
+    assert told and not any(may_borrow(world))
+    world.time.run_for(10 * ON.hold_s)
+    assert len(may_borrow(world)) - told <= ON.hold_s / WANT_INTERVAL_S + 1, "for a while only"
+
+
+def test_nobody_borrows_ahead_where_the_rung_is_switched_off() -> None:
+    world, _ = crowded(replace(ON, switched_off=frozenset({Rung.BORROW})))
+    assert may_borrow(world) and not any(may_borrow(world))
 
 
 def test_one_more_layer_on_the_host_is_weighed_where_its_stall_was_measured() -> None:

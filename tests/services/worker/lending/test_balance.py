@@ -37,6 +37,17 @@ def test_what_was_given_up_is_not_given_up_again_before_a_report_shows_it() -> N
     assert balance.may_shrink() and balance.spares(6, 0, 0) == 0
 
 
+def test_little_free_is_no_reason_to_borrow_where_that_is_dear_but_a_long_sequence_is() -> None:
+    balance = Balance(Marks(2, 4), EMPTY)
+    balance.on_report(Capacity(total_blocks=10, free_blocks=1))
+    assert balance.lacks(0, 0) == 2
+    balance.may_borrow_ahead = False
+    assert balance.lacks(0, 0) == 0
+    balance.needed_blocks = 16
+    balance.on_report(Capacity(total_blocks=10, free_blocks=1))
+    assert balance.lacks(0, 0) >= 6
+
+
 def test_own_memory_that_a_long_sequence_needs_brings_nothing_home_and_is_wanted_back() -> None:
     balance = gathering(16, Capacity(total_blocks=10, free_blocks=10))
     assert (balance.wanted_blocks, balance.own_blocks, balance.keep_blocks) == (16, 10, 16)
