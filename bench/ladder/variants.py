@@ -37,6 +37,7 @@ class Variant:
 
 VARIANTS = (
     Variant("all", _ALL),
+    Variant("again", _ALL),  # nothing differs: what comes out is the bench's own error
     Variant("no_evict", {**_ALL, "worker.prefix_cache.enabled": "false"}),
     Variant("no_host", {**_ALL, "worker.prefix_cache.host_mb": 0}),
     Variant("no_reserve", {**_ALL, "scheduler.policy_options.reserve_ratio": 0}),

@@ -90,7 +90,7 @@ WORKLOADS = (
         "crowded",
         "12 long contexts, first come first served, on two full workers that lend nothing",
         160,
-        ("all", "no_swap", "no_host"),
+        ("all", "again", "no_swap", "no_host"),
         _crowded,
         {"scheduler.policy": "vllm", **_NOTHING_LENT},
         _LARGER,

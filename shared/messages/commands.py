@@ -85,8 +85,8 @@ class Placements(Message, frozen=True, kw_only=True):
 
 
 class WantKv(Message, frozen=True, kw_only=True):
-    """Scheduler → worker: have room for one sequence of so many tokens, if need be by borrowing. Repeated
-    while the sequence is there; forgotten by a worker that hears it no more."""
+    """Scheduler → worker: have room for one sequence of so many tokens, if need be by borrowing; and whether
+    to borrow for less than that. Repeated while it holds; forgotten by a worker that hears it no more."""
 
     tokens: int
     """0: none is too long for the worker."""

@@ -104,7 +104,7 @@ def may_borrow(world: World) -> list[bool]:
 
 def test_a_worker_is_kept_from_borrowing_ahead_while_something_else_is_cheaper() -> None:
     assert may_borrow(crowded_and(40, 0)) == [], "what nobody has measured is not forbidden"
-    assert False not in may_borrow(crowded_and(40, 0, remote_block_s=1e-9))
+    assert may_borrow(crowded_and(40, 0, remote_block_s=1e-9)) == [], "nor what is cheapest"
     world = crowded_and(40, 0, remote_block_s=1.0)
     told = len(may_borrow(world))
     assert told and not any(may_borrow(world))

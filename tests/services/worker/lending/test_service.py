@@ -19,9 +19,10 @@ from shared import subjects
 from shared.bus import Bus
 from shared.errors import NoResponder, Overloaded
 from shared.messages.lending import BorrowBlocks, BorrowReply, LeasesRenewed, Refusal
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import Capacity
 from tests.conftest import ConnectBus
 from tests.services.worker.lending.builders import renew
+from tests.shared.messages.builders import worker_report
 
 BLOCKS = 20
 LENDS = LendingConfig(lease_s=2.0, grace_s=0.1, rest_s=0.05)
@@ -69,16 +70,10 @@ class Worker:
                 free_blocks=pool.free_blocks,
                 lent_blocks=pool.withdrawn_blocks,
             )
-            report = WorkerReported(
-                worker_id=self.bus.instance,
+            report = worker_report(
+                self.bus.instance,
                 incarnation=self.bus.incarnation,
                 seq=self.beats,
-                stepped_seq=0,
-                epoch=1,
-                plan_seq=0,
-                model="m",
-                block_tokens=16,
-                max_context_tokens=320,
                 capacity=capacity,
                 fingerprint=b"f",
             )
@@ -118,7 +113,11 @@ async def test_borrows_when_short_renews_and_returns(connect_bus: ConnectBus, bo
     debtor = Worker(await connect_bus("worker", "w0"), borrows)
     creditor = Worker(await connect_bus("worker", "w1"), LENDS)
     try:
+        debtor.lending.want(0, may_borrow_ahead=False)
         held = debtor.vault.pool.allocate(18)
+        await asyncio.sleep(0.5)
+        assert debtor.lending.debts.borrowed_blocks == 0, "something else is cheaper"
+        debtor.lending.want(0)
         await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
         assert creditor.vault.pool.total_blocks == BLOCKS - 4
         used = debtor.lending.debts.take(4)
