@@ -42,7 +42,7 @@ class Homecoming:
 
     def recall(self, blocks: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
         """Brings up to so many of these, in order, that a sequence uses into free own blocks, and leaves
-        `keep_blocks` of those. Returns which. Raises CreditorLost."""
+        `keep_blocks` of those. Returns which. Raises CreditorLost: then all are whose they were."""
         own = self._pool.own
         room = own.free_blocks + own.evictable_blocks - keep_blocks
         chosen = self._pool.set_apart(self._pool.are_used(blocks), min(most_blocks, room))
@@ -55,6 +55,7 @@ class Homecoming:
             spare = self.swap(list(zip(chosen, home, strict=True)))
         except BaseException:
             own.readmit(home)
+            self._pool.rejoin(chosen)  # Also those of creditors that live: nobody else would ever do it.
             raise
         own.readmit(spare)
         return chosen

@@ -182,8 +182,13 @@ class Recalls:
     def _rejoin(self) -> None:
         """What the settlement has let go of is as before for the engine, too."""
         over = self._apart - self._core.frozen
-        if over and not self.is_swapping:
+        if not over or self.is_swapping:
+            return
+        try:
             self._borrower.rejoin(sorted(over))
+        except Overloaded as error:
+            _log.debug("blocks stay apart until the next tick: %s", error)
+        else:
             self._apart -= over
 
     # --- repayment

@@ -51,7 +51,7 @@ _log = get_logger("worker.lending")
 
 class Lending:
     """Grants, debts and the search for creditors of one worker. `on_lost` gets logical blocks whose KV is
-    gone."""
+    gone; where it raises Overloaded it is told again with the next tick."""
 
     def __init__(
         self,
@@ -94,6 +94,8 @@ class Lending:
             parts = self.table, self.debts, self.grants
             self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
         self.pressures = Pressures(owner.worker_id)
+        self._untold: list[int] = []
+        """Lost, and `on_lost` could not be told yet."""
         self._parted: list[Freed] = []
         """Returned, and left by the last who was at work on them."""
         self._open: set[str] = set()
@@ -257,9 +259,19 @@ class Lending:
     def _lose(self, logical: Sequence[int], why: str) -> None:
         if logical:
             canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
+            self._untold += logical
             if self._recalls is not None:
                 self._recalls.on_lost(logical)
-            self._on_lost(logical)
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        untold, self._untold = self._untold, []
+        try:
+            if untold:
+                self._on_lost(untold)
+        except Overloaded as error:
+            _log.debug("lost blocks are told of later: %s", error)
+            self._untold = untold
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, object]) -> None:
         """One at a time of a name: an unanswered question is not asked again."""

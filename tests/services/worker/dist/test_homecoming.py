@@ -140,3 +140,24 @@ def test_a_creditor_that_dies_leaves_all_as_it_was(make_model: ModelFactory) -> 
             here.homecoming.recall(before[1:], 9, keep_blocks=0)
         assert here.blocks == before and here.pool.own.free_blocks == OWN - 1
         here.check()
+
+
+def test_a_creditor_that_dies_keeps_nothing_of_another_one_apart(make_model: ModelFactory) -> None:
+    """Blocks of the one that lives stayed set apart, so were never free again and renewed for ever."""
+    model = make_model("llama")
+    with lender(model, 2) as lives, lender(model, 2) as dies:
+        engine = make_engine(model, OWN)
+        debtor = make_debtor(engine, [lives, dies], 2)
+        pool = ExtendedPool(BlockPool(OWN, BLOCK_TOKENS), OWN)
+        pool.admit(range(OWN, OWN + 4))
+        rest, there = pool.own.allocate(OWN), pool.allocate(4)
+        pool.own.release(rest)
+        forgotten: list[int] = []
+        dies.listener.close(5.0)
+        with pytest.raises(CreditorLost):
+            Homecoming(debtor, pool, forgotten.extend).recall(there, 9, keep_blocks=0)
+        pool.lose(there[2:])
+        pool.release(there)
+        assert sorted(pool.retire(9)) == there[:2], "free, so that they can be returned"
+        assert pool.own.free_blocks == OWN and forgotten == []
+        debtor.close()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from shared.errors import NoResponder, Overloaded
 from shared.messages.lending import BorrowBlocks, BorrowReply, LeasesRenewed, Refusal
 from shared.messages.reports import Capacity
 from tests.conftest import ConnectBus
-from tests.services.worker.lending.builders import renew
+from tests.services.worker.lending.builders import grant, renew
 from tests.shared.messages.builders import worker_report
 
 BLOCKS = 20
@@ -208,3 +209,27 @@ async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: Conn
         creditor.check()
     finally:
         await creditor.stop()
+
+
+async def test_a_busy_engine_hears_of_lost_blocks_later_and_nothing_ends() -> None:
+    """A lease that runs out while the engine's thread takes no more commands ended the worker once."""
+    told: list[int] = []
+    now_s, has_room = 0.0, False
+
+    def on_lost(logical: Sequence[int]) -> None:
+        if not has_room:
+            raise Overloaded("as told")
+        told.extend(logical)
+
+    owner = Owner("w0", 1, BLOCKS, 16, b"f")
+    nowhere: Any = None
+    lending = Lending(nowhere, LENDS, owner, PlainVault(), on_lost=on_lost, clock=lambda: now_s)
+    lost = lending.debts.on_granted(grant("c", 1, 2), 0.0)
+    now_s = 10.0
+    await lending.tick()
+    lending.on_creditor_failed("nobody")
+    assert told == [] and lending.debts.borrowed_blocks == 0
+    has_room = True
+    await lending.tick()
+    await lending.tick()
+    assert told == lost, "once"
