@@ -50,6 +50,7 @@ BENCHES: tuple[Bench, ...] = (
     Bench("pie", "bench.pie.bench", "KV layers swapped behind the computation, live or simulated"),
     Bench("pie-gpu", "bench.pie.gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
     Bench("migrate", "bench.migrate.bench", "live migrations while clients read: pauses, gaps, text"),
+    Bench("house", "bench.house.bench", "how hard the code is to enter: what a request passes through"),
     Bench("ladder", "bench.ladder.bench", "what each way out of a full memory is worth, live"),
     Bench("placement", "bench.placement.bench", "GPUs and moves of MELL against its rivals, simulated"),
     Bench(

@@ -1,0 +1,1 @@
+"""How hard the code is to enter, counted."""

@@ -1,0 +1,190 @@
+"""`python -m bench house`: how hard the code is to enter. Counts, no timings.
+
+Static: lines, the share of imports, splinters, words with several meanings (`static.py`). Live: which
+files and functions of the project run between a chat request of 16 tokens leaving the client and its
+answer's end, in all processes of a stack of two workers; and which of the worker's and the ledger's
+files run while a prompt longer than one worker's KV borrows from the other. What runs on timers in an
+idle stack is left out, so heartbeats do not count; with them goes the little that both use, such as
+publishing.
+"""
+
+import json
+import os
+import sys
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from bench.context import Context
+from bench.house import static
+from bench.http_load import Target, answers
+from bench.outcome import Outcome, Table
+from bench.processes import Side, free_port
+from bench.provenance import ROOT
+from shared.errors import InternalError
+
+_TRACER = Path(__file__).parent / "tracer"
+_MODEL = ROOT / "models" / "tiny_chat"
+_READY_S = 180.0
+_ANSWER_S = 120.0
+_WRITTEN_S = 20.0
+_QUIET_S = 3.0
+_BORROWING = {
+    "worker.kv_blocks": "48",
+    "worker.lending.borrow": "true",
+    "worker.lending.max_lent_fraction": "1",
+    "worker.lending.keep_free_fraction": "0",
+    "worker.lending.low_fraction": "0",
+    "worker.lending.high_fraction": "0",
+    "worker.prefix_cache.enabled": "false",
+}
+_BORROWED_ROOMS = ("services/worker/", "services/ledger/")
+_LONG_PROMPT = " ".join(["Once upon a time there was a fox."] * 100)
+_SHORT_PROMPT = "Hello! Who are you?"
+
+Function = tuple[str, str]
+"""(file, qualified name)."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--no-live", action="store_true", help="count the source only; start no stack")
+
+
+def run(context: Context) -> Outcome:
+    figures, tables = _source()
+    if not context.arguments.no_live:
+        chat = _trace(context, "chat", {}, _SHORT_PROMPT, 16, 64)
+        borrowed = _trace(context, "borrowed", _BORROWING, _LONG_PROMPT, 8, 1000)
+        rooms = {file for file, _ in borrowed if file.startswith(_BORROWED_ROOMS)}
+        figures |= {
+            "request_files": len({file for file, _ in chat}),
+            "request_functions": len(chat),
+            "borrowed_block_files": len(rooms),
+        }
+        tables.append(_by_folder("a chat request of 16 tokens", chat))
+        tables.append(_by_folder("a prompt that borrows", borrowed))
+        for name, functions in (("chat", chat), ("borrowed", borrowed)):
+            for file, function in sorted(functions):
+                context.record({"file": file, "function": function}, f"{name}.jsonl")
+    return Outcome(figures=figures, failures=0, tables=tables)
+
+
+def _source() -> tuple[dict[str, float], list[Table]]:
+    services = static.modules(ROOT, ["services"])
+    live = static.modules(ROOT, ["services", "shared"])
+    words = static.homonyms(static.modules(ROOT, ["services", "shared", "sim"]))
+    splinters = static.splinters(services)
+    figures = {
+        "splinters": float(len(splinters)),
+        "homonyms": float(len(words)),
+        "import_share": static.import_share(live),
+        "lines_services_shared": float(static.lines(ROOT, ["services", "shared"])),
+        "lines_tests": float(static.lines(ROOT, ["tests"])),
+        "lines_bench": float(static.lines(ROOT, ["bench"])),
+    }
+    tables = [
+        Table("modules with one importer", ["module", "lines"], [(one.name, one.lines) for one in splinters]),
+        Table(
+            "words with several meanings",
+            ["word", "modules"],
+            [(word, " ".join(homes)) for word, homes in words.items()],
+        ),
+    ]
+    return figures, tables
+
+
+def _trace(
+    context: Context,
+    name: str,
+    settings: Mapping[str, str],
+    prompt: str,
+    max_tokens: int,
+    context_tokens: int,
+) -> set[Function]:
+    """What runs while one request is served by a stack that has served one before.
+
+    It is sent once the gateway takes `context_tokens`: lenders make themselves known after a while.
+    """
+    folder = context.run_dir / f"trace-{name}"
+    folder.mkdir()
+    (folder / "flag").write_bytes(b"\0")
+    port = free_port()
+    argv = [sys.executable, "-m", "services", "up", "--run-dir", str(folder / "stack"), "--port", str(port)]
+    argv += ["--nats-port", str(free_port()), "--workers", "2", "--model", str(_MODEL)]
+    for key, value in settings.items():
+        argv += ["--set", f"{key}={value}"]
+    path = os.pathsep.join(filter(None, [str(_TRACER), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "KVASIR_TRACE": str(folder)}
+    context.say(f"tracing: {name}")
+    side = Side("kvasir", argv, env, folder / "stack.log", ROOT)
+    try:
+        side.await_(lambda: answers(Target(port, _MODEL.name), "/ready"), _READY_S)
+        key = str(json.loads((folder / "stack" / "credentials.json").read_text())["api_key"])
+        side.await_(lambda: _longest(port, key) >= context_tokens, _READY_S)
+        _chat(port, key, "Good morning! " + prompt, max_tokens)
+        time.sleep(_QUIET_S)  # What follows an answer's end is neither idle nor the next one's.
+        on_timers = _window(folder, lambda: time.sleep(_QUIET_S))
+        return _window(folder, lambda: _chat(port, key, prompt, max_tokens)) - on_timers
+    finally:
+        side.end()
+
+
+def _longest(port: int, key: str) -> int:
+    """Tokens of prompt and answer together that the gateway accepts now; lenders are known after a while."""
+    url = f"http://127.0.0.1:{port}/v1/models"
+    models = httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=_ANSWER_S).json()["data"]
+    return max(int(row.get("max_model_len") or 0) for row in models)
+
+
+def _chat(port: int, key: str, prompt: str, max_tokens: int) -> None:
+    """One streamed chat, read to its end. Raises InternalError when it is refused or breaks off."""
+    body = {
+        "model": _MODEL.name,
+        "stream": True,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "messages": [{"role": "user", "content": prompt}],
+    }
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json=body,
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=_ANSWER_S,
+    )
+    if answer.status_code != 200 or "[DONE]" not in answer.text:
+        raise InternalError(f"the traced chat failed: {answer.status_code} {answer.text[-300:]}")
+
+
+def _raise_flag(folder: Path, value: int) -> None:
+    with (folder / "flag").open("r+b") as flag:
+        flag.write(bytes([value]))
+
+
+def _window(folder: Path, passes: Callable[[], None]) -> set[Function]:
+    """What all processes ran while `passes` did. Raises InternalError when none of them says so."""
+    for part in folder.glob("*.json"):
+        part.unlink()
+    _raise_flag(folder, 1)
+    passes()
+    _raise_flag(folder, 2)
+    deadline_s = time.monotonic() + _WRITTEN_S
+    before: list[Path] = []
+    while time.monotonic() < deadline_s:
+        parts = sorted(folder.glob("*.json"))
+        if parts and parts == before:
+            found = {(file, name) for part in parts for file, name in json.loads(part.read_text())}
+            return {one for one in found if not one[0].startswith(("bench/", ".venv"))}
+        before = parts
+        time.sleep(1.0)
+    raise InternalError(f"no process wrote what it ran: see {folder / 'stack.log'}")
+
+
+def _by_folder(title: str, functions: Sequence[Function] | set[Function]) -> Table:
+    files: Counter[str] = Counter("/".join(file.split("/")[:2]) for file in {file for file, _ in functions})
+    calls: Counter[str] = Counter("/".join(file.split("/")[:2]) for file, _ in functions)
+    rows = [(folder, count, calls[folder]) for folder, count in files.most_common()]
+    return Table(title, ["folder", "files", "functions"], rows)

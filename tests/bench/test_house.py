@@ -1,0 +1,45 @@
+"""What `bench house` counts, on a small tree of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.house import static
+
+TREE = {
+    "services/__init__.py": "",
+    "services/one.py": "from services import two\nfrom services.three import Link\n\n\nclass Lane: ...\n",
+    "services/two.py": "class Link: ...\n",
+    "services/three.py": "Link = int\nLIMIT = 3\n",
+    "services/four.py": "from services.three import (\n    LIMIT,\n)\n",
+    "services/config.py": "x = 1\n",
+    "services/five.py": "import services.config\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> list[static.Module]:
+    for name, text in TREE.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return static.modules(tmp_path, ["services"])
+
+
+def test_a_splinter_is_short_and_has_one_importer(tree: list[static.Module]) -> None:
+    """`three` has two importers, `config` is a name that every service has, the rest nobody imports."""
+    assert [module.name for module in static.splinters(tree)] == ["services.two"]
+
+
+def test_a_long_module_is_no_splinter(tree: list[static.Module], tmp_path: Path) -> None:
+    (tmp_path / "services/two.py").write_text("class Link: ...\n" * static.SPLINTER_LINES)
+    assert static.splinters(static.modules(tmp_path, ["services"])) == []
+
+
+def test_a_word_with_two_meanings_counts_whether_class_or_alias(tree: list[static.Module]) -> None:
+    assert static.homonyms(tree) == {"Link": ["services.three", "services.two"]}
+
+
+def test_imports_count_all_their_lines(tree: list[static.Module]) -> None:
+    lines = sum(text.count("\n") for text in TREE.values())
+    assert static.import_share(tree) == pytest.approx((2 + 3 + 1) / lines)
