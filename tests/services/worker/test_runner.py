@@ -156,6 +156,26 @@ def test_rows_that_need_a_lost_creditor_end_and_the_others_are_computed(harness:
     assert harness.tokens("good") == [1] and harness.broken == []
 
 
+def test_a_creditor_lost_while_rows_are_tried_alone_is_no_error_of_theirs(harness: Harness) -> None:
+    """Their sequences ended with an error, as if they were at fault, instead of being computed elsewhere."""
+    names = {"away": [3, AWAY], "good": [1, 2], "bad": [4, POISON]}
+    plans = [start_plan(1, name, prompt) for name, prompt in names.items()]
+    harness.send(
+        plan(
+            1,
+            starts=tuple(start for each in plans for start in each.starts),
+            prefills=tuple(chunk for each in plans for chunk in each.prefills),
+        )
+    )
+    harness.until(lambda: len(harness.ends()) == 3)
+    assert harness.ends() == {
+        "away": FinishReason.KV_LOST,
+        "good": FinishReason.LENGTH,
+        "bad": FinishReason.ERROR,
+    }
+    assert harness.broken == []
+
+
 def test_an_engine_that_computes_nothing_any_more_is_given_up(harness: Harness) -> None:
     harness.engine.broken = True
     for seq, name in enumerate("abc", start=1):

@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +198,48 @@ def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
         answers, _ = generate(small, [other], [of_b], 24, 8)
         debtor.close()
     assert answers == expected
+
+
+@pytest.mark.parametrize("way", ["ship", "fetch"])
+def test_a_step_that_fails_half_way_costs_no_loan(
+    way: str, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers under way stayed on their links, which broke with the next step: every borrower ended."""
+    model = make_model("llama")
+    prompts = [_long(16, 30), _long(17, 26)]
+    needed = 10
+    tables = [list(range(needed)), list(range(needed, 2 * needed))]
+    expected, _ = generate(make_engine(model, 2 * needed), prompts, tables, 9, 6)
+    with lender(model, 8) as one, lender(model, 8) as other:
+        small = make_engine(model, 4)
+        debtor = connect(small, [one.dial(), other.dial()], 8, choose=CHOOSERS[way])
+        borrowed = [[0, 1, *range(4, 12)], [2, 3, *range(12, 20)]]
+        assert small.step([Row(prompts[0], 0, borrowed[0], None)]) == [None]
+        backends = debtor._lendings[1].staging.backends if way == "fetch" else [small.attention._partial]
+        for layer in range(2):
+            with monkeypatch.context() as failing:
+                for backend in backends:
+                    failing.setattr(backend, "attend_part", failing_at(layer, backend))
+                with pytest.raises(MemoryError):
+                    small.step(
+                        [Row(prompt, 0, held, None) for prompt, held in zip(prompts, borrowed, strict=True)]
+                    )
+            debtor.bring_home([(4, 0)])
+        answers, _ = generate(small, prompts, borrowed, 9, 6)
+        debtor.close()
+    assert answers == expected
+
+
+def failing_at(layer: int, backend: Any) -> Callable[..., Any]:
+    """`attend_part` of a backend that has no memory for that layer."""
+    real = backend.attend_part
+
+    def attend_part(at: int, *args: Any) -> Any:
+        if at == layer:
+            raise MemoryError("as told")
+        return real(at, *args)
+
+    return attend_part
 
 
 def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(make_model: ModelFactory) -> None:
