@@ -15,6 +15,7 @@ from services.placement.state import Fleet, Reservation, Resident
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from shared.messages.moves import SequenceMove, SequenceMoved
+from shared.messages.plans import WorkerStepped
 from shared.messages.sequence import SequenceKey, SequenceRef
 
 GROWTH_BLOCKS = 1
@@ -132,6 +133,15 @@ class Packer:
             for key in self._policy.remove_worker(name):
                 self._known.pop(key, None)  # type: ignore[call-overload]
 
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        """What ended gives its place up at once, be it that no heartbeat has shown it yet."""
+        attempts = {end.ref.key: end.ref.attempt for end in stepped.ended}
+        over = [
+            key for key in attempts if key in self._known and self._known[key].ref.attempt <= attempts[key]
+        ]
+        if over and self._policy is not None:
+            self._end(self._policy, over)
+
     def on_epoch(self, fleet: Fleet, now_s: float) -> tuple[SequenceMove, ...]:
         """Brings the books up to date and says which moves they want."""
         self.sync(fleet, now_s)
@@ -140,11 +150,9 @@ class Packer:
             return ()
         seen = self._roll.seen(fleet)
         self._follow(policy, seen, now_s)
-        ends = list(self._ends(seen, now_s))
-        for key in ends:
-            del self._known[key]
-        if ends:
-            self._note(policy.apply([Operation(Action.END, key) for key in ends]))
+        ended = list(self._ends(seen, now_s))
+        if ended:
+            self._end(policy, ended)
         for key, (worker_id, resident) in seen.items():
             if key not in self._known:
                 self._adopt(policy, key, worker_id, resident, now_s)
@@ -175,6 +183,11 @@ class Packer:
             patience_s = self.rules.patience_s if known.worker_id is None or known.moving_s else 0.0
             if key not in seen and waited_s >= patience_s:
                 yield key
+
+    def _end(self, policy: PackingPolicy, ended: list[SequenceKey]) -> None:
+        for key in ended:
+            del self._known[key]
+        self._note(policy.apply([Operation(Action.END, key) for key in ended]))
 
     def _growths(self, seen: dict[SequenceKey, tuple[str, Resident]]) -> Iterable[Operation]:
         for key, (_, resident) in seen.items():

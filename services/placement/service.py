@@ -69,6 +69,8 @@ class Placement:
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         self.fleet.on_stepped(stepped)
+        if self.relocation is not None:
+            self.relocation.packer.on_stepped(stepped)
 
     def on_cached(self, news: WorkerPrefixes) -> None:
         self.fleet.prefixes.on_news(news)

@@ -11,9 +11,10 @@ from services.placement.packer import Packer
 from services.placement.policy import LIVE_PACKINGS, create_packing
 from services.placement.state import Fleet
 from shared.messages.moves import SequenceMove, SequenceMoved
+from shared.messages.plans import EndedSequence
 from shared.messages.reports import SequenceReport, WorkerReported
-from shared.messages.sequence import SequenceKey
-from tests.services.placement.test_state import BLOCK, item, listed, ref, report
+from shared.messages.sequence import FinishReason, SequenceKey
+from tests.services.placement.test_state import BLOCK, item, listed, ref, report, stepped
 
 TOTAL = 100
 EPOCH_S = 0.5
@@ -69,6 +70,18 @@ class Rig:
             self.running[request] = Running(worker, 1, blocks)
         self.packer.check_integrity()
         return worker
+
+    def end(self, request: str, *, attempt: int | None = None) -> None:
+        """It ends, and its worker's step report says so. `attempt`: only that earlier one does."""
+        running = self.running[request]
+        over = ref(request, running.attempt if attempt is None else attempt)
+        if over.attempt == running.attempt:
+            del self.running[request]
+        end = EndedSequence(ref=over, finish_reason=FinishReason.STOP, generated_tokens=1)
+        event = stepped(running.worker, self.beats, end)
+        self.fleet.on_stepped(event)
+        self.packer.on_stepped(event)
+        self.packer.check_integrity()
 
     def epoch(self) -> tuple[SequenceMove, ...]:
         self.now_s += EPOCH_S
@@ -137,6 +150,26 @@ def test_a_growing_sequence_makes_others_leave() -> None:
     assert rig.packer.counts.ordered == len(orders)
 
 
+def test_what_ended_frees_its_place_before_any_heartbeat_or_epoch() -> None:
+    rig = Rig(workers=1)
+    homes = [rig.arrive(f"r{number}", 30) for number in range(3)]
+    assert homes == ["w0", "w0", None]
+    rig.end("r0")
+    assert rig.arrive("r2", 30) == "w0"
+
+
+def test_the_end_of_an_attempt_that_was_replaced_frees_nothing() -> None:
+    """The source of a move ends what the target runs on."""
+    rig = Rig(workers=1)
+    rig.arrive("r0", 60)
+    rig.running["r0"].attempt = 2
+    rig.packer.place((item("r0", size=60 * BLOCK, attempt=2),), frozenset(), rig.fleet, rig.now_s)
+    rig.end("r0", attempt=1)
+    assert rig.arrive("r1", 60) is None
+    rig.end("r0")
+    assert rig.arrive("r1", 60) == "w0"
+
+
 def test_an_order_is_given_once_and_again_only_after_it_failed_and_a_pause() -> None:
     rig = Rig()
     for number in range(2):
@@ -200,7 +233,7 @@ def test_an_excluded_home_is_left_for_a_worker_that_serves_others_where_none_is_
 
 
 happenings = st.lists(
-    st.tuples(st.sampled_from("aaaagggeemfdxr"), st.integers(0, 10**6), st.integers(1, 40)), max_size=60
+    st.tuples(st.sampled_from("aaaagggeesmfdxr"), st.integers(0, 10**6), st.integers(1, 40)), max_size=60
 )
 
 
@@ -220,6 +253,8 @@ def test_whatever_happens_the_books_hold_and_settle(
             rig.running[name].blocks = min(TOTAL, rig.running[name].blocks + blocks)
         elif what == "e" and name:
             del rig.running[name]
+        elif what == "s" and name:
+            rig.end(name)
         elif what in "mf" and pending:
             order = pending.pop(which % len(pending))
             at_home = rig.running.get(order.ref.request_id)

@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from services.placement.config import PlacementConfig
+from services.placement.policy import LIVE_PACKINGS, POLICIES, create
 from services.placement.policy.prefix_aware import PrefixAware
 from services.placement.policy.worst_fit import WorstFit
 from services.placement.service import HANDLERS, Placement
@@ -11,11 +14,13 @@ from shared import subjects
 from shared.bus import Endpoint
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus
+from shared.messages.sequence import FinishReason
 from tests.conftest import ConnectBus
 from tests.services.placement.test_prefixes import chain, news
-from tests.services.placement.test_state import item, report
+from tests.services.placement.test_state import item, report, stepped
 
 
 class SteppingClock:
@@ -53,6 +58,37 @@ async def test_places_on_whoever_is_heard_until_it_falls_silent(connect_bus: Con
     assert status.details["policy"] == "worst_fit"
     clock.now_s += 2.5
     assert await place("e") == (None,)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *LIVE_PACKINGS])
+async def test_answers_shorter_than_a_heartbeat_hold_no_place_after_their_end(
+    connect_bus: ConnectBus, policy: str
+) -> None:
+    """Under `mell` and its like what ended unseen kept its place for `reservation_s`, so a burst of short
+    answers took ten seconds on idle workers. The clock stands still here: nothing expires."""
+    bus = await connect_bus("placement", "placement-0")
+    chooser = None if policy in LIVE_PACKINGS else create(policy)
+    placement = Placement(bus, PlacementConfig(policy=policy), chooser, SteppingClock())
+    await bus.attach(HANDLERS, placement)
+    for name in ("w0", "w1", "w2"):
+        placement.on_reported(report(name, total=96))
+    waiting = [item(f"r{number}", size=430, limit=440) for number in range(24)]
+    for step in range(1, 9):
+        answer = await placement.place(PlaceSequences(items=tuple(waiting)))
+        homes = {asked.ref: home for asked, home in zip(waiting, answer.worker_ids, strict=True) if home}
+        assert len(homes) >= min(3, len(waiting)), "the workers are empty"
+        waiting = [asked for asked in waiting if asked.ref not in homes]
+        for name in ("w0", "w1", "w2"):
+            over = [
+                EndedSequence(ref=ref, finish_reason=FinishReason.STOP, generated_tokens=10)
+                for ref, home in homes.items()
+                if home == name
+            ]
+            await bus.publish(subjects.worker_stepped(name), stepped(name, step, *over))
+        await until(lambda: not any(worker.reservations for worker in placement.fleet.workers.values()))
+        if not waiting:
+            break
+    assert not waiting
 
 
 class Caching:
