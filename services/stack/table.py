@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from services.stack import nats_server
 from services.stack.access import BusAccess
@@ -70,7 +71,7 @@ def kvasir_table(
     if config_file is not None:
         shared_env[ENV_CONFIG_FILE] = str(config_file.resolve())
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))
-    if not _is_in(config_file, "predictor", "state_dir"):
+    if _in_file(config_file, "predictor", "state_dir") is None:
         shared_env.setdefault(f"{ENV_PREFIX}PREDICTOR__STATE_DIR", str(run.path / "predictor"))
     started = [name for name in SOFT_STATE_SERVICES if name not in config.without]
     instances = {f"{name}-0": name for name in ("gateway", *started)}
@@ -134,13 +135,28 @@ def _model_env(config: StackConfig) -> dict[str, str]:
     }
 
 
-def _is_in(config_file: Path | None, section: str, setting: str) -> bool:
-    """Whether the file says so; one that cannot be read is for the services to complain about."""
+def is_scaled(
+    config_file: Path | None, overrides: Sequence[tuple[str, str, str]], environ: Mapping[str, str]
+) -> bool:
+    """Whether placement is configured to say how many workers should run."""
+    variables = {**environ, **_override_env(overrides, "placement", "placement-0")}
+    name = f"{ENV_PREFIX}PLACEMENT__SCALE"
+    said = [value for variable, value in variables.items() if variable.upper() == name and value]
+    if config_file is None and environ.get(ENV_CONFIG_FILE):
+        config_file = Path(environ[ENV_CONFIG_FILE])
+    try:
+        return TypeAdapter(bool).validate_python((said or [_in_file(config_file, "placement", "scale")])[-1])
+    except ValidationError:
+        return False  # not said, or nonsense, of which placement itself complains
+
+
+def _in_file(config_file: Path | None, section: str, setting: str) -> Any:
+    """What the file says, or None; one that cannot be read is for the services to complain about."""
     try:
         content: Any = yaml.safe_load(config_file.read_bytes()) if config_file is not None else None
-        return setting in content[section]
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
-        return False
+        return content[section].get(setting)
+    except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _override_env(overrides: Sequence[tuple[str, str, str]], service: str, instance: str) -> dict[str, str]:

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.stack.access import BusAccess
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.bus import Bus
+from shared.messages.moves import WorkersWanted
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
@@ -79,3 +84,19 @@ async def test_a_falling_load_needs_fewer_workers_and_a_rising_one_gets_them_bac
     assert min(fewest) < WORKERS - 1, "none was started for those that waited"
     assert max(four.child(f"worker-{number}")["restarts"] for number in range(WORKERS)) == 0
     await until_parked(four, WORKERS - 1)
+
+
+async def test_a_stack_that_is_not_scaled_parks_nobody_whoever_says_so(stack: RunningStack) -> None:
+    """One forged, or stray, event stopped every worker but the last, `placement.scale` being off."""
+    run = RunDirectory(stack.run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config("placement"), service="placement", instance="placement-9")
+    try:
+        parked = ("worker-0", "worker-1")
+        event = WorkersWanted(placement_id="placement-9", incarnation=1, wanted=1, parked=parked)
+        await bus.publish(subjects.PLACEMENT_WANTED, event)
+    finally:
+        await bus.close()
+    for _ in range(20):
+        assert {stack.child(name)["state"] for name in parked} == {"ready"}
+        await asyncio.sleep(0.05)

@@ -12,7 +12,7 @@ from services.stack.launch import Program, Seedling
 from services.stack.probes import HttpProbe, TcpProbe
 from services.stack.roll import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
-from services.stack.table import kvasir_table, parse_override
+from services.stack.table import is_scaled, kvasir_table, parse_override
 from shared.config import BusConfig
 from shared.errors import ConfigError
 
@@ -108,3 +108,28 @@ def test_overrides_that_say_nothing_are_refused(text: str) -> None:
 async def test_unknown_sections_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"worker-7\.….*worker-1"):
         await table(tmp_path, "worker-7.kv_blocks=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "variable", "file", "expected"),
+    [
+        (None, None, None, False),
+        ("placement.scale=true", None, None, True),
+        ("placement-0.scale=on", None, "placement: {scale: false}", True),
+        ("placement.scale=false", "1", "placement: {scale: true}", False),
+        (None, "1", None, True),
+        (None, None, "placement: {scale: true}", True),
+        (None, None, "placement: [scale]", False),
+        ("placement.scale=perhaps", None, None, False),
+        ("scheduler.relief=true", None, None, False),
+    ],
+)
+def test_a_stack_is_scaled_only_where_its_configuration_says_so(
+    tmp_path: Path, override: str | None, variable: str | None, file: str | None, expected: bool
+) -> None:
+    path = tmp_path / "local.yaml"
+    path.write_text(file or "")
+    environ = {} if variable is None else {"KVASIR_PLACEMENT__SCALE": variable}
+    overrides = [] if override is None else [parse_override(override)]
+    assert is_scaled(path, overrides, environ) is expected
+    assert is_scaled(None, overrides, {**environ, "KVASIR_CONFIG": str(path)}) is expected
