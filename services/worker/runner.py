@@ -198,8 +198,16 @@ class Runner:
         """Find the rows at fault; only their sequences end. Computing a row again is harmless."""
         tokens: list[Sampled | None] = []
         for row in rows:
+            if not self._gone_blocks.isdisjoint(row.blocks):
+                tokens.append(KV_LOST)
+                continue
             try:
                 tokens += self._engine.step([row])
+            except CreditorLost as error:
+                self._gone_blocks |= self._lost_blocks(error)
+                is_gone = not self._gone_blocks.isdisjoint(row.blocks)
+                _log.warning("a row %s: %s", "lost its KV" if is_gone else "of no creditor failed", error)
+                tokens.append(KV_LOST if is_gone else FAILED)
             except Exception:
                 _log.exception(
                     "a row of %d tokens at position %d failed", len(row.tokens), row.first_position

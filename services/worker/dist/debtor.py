@@ -170,6 +170,19 @@ class Debtor:
         self._active.clear()
         self._given = None
 
+    def abandon(self) -> None:
+        """See `RemoteAttention`: takes the answers under way, so that links stay usable."""
+        actives, self._active = self._active, []
+        self._given = None
+        for active in actives:
+            link, way = active.share.lending.link, active.shipped or active.fetched
+            if link.closed or way is None:
+                continue
+            try:
+                way.drain()
+            except KvasirError:
+                link.close()
+
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers: of each pair the first, a borrowed id, into the second, an own one.
 
@@ -223,23 +236,11 @@ class Debtor:
         except KvasirError as error:
             link = active.share.lending.link
             link.close()
-            self._drain()
+            self.abandon()
             raise CreditorLost(
                 f"worker {link.peer.worker_id}, which lends KV, failed: {error.message}",
                 creditor_id=link.peer.worker_id,
             ) from error
-
-    def _drain(self) -> None:
-        """The step is over: take the answers under way, so that the other creditors' links stay usable."""
-        actives, self._active = self._active, []
-        for active in actives:
-            link, way = active.share.lending.link, active.shipped or active.fetched
-            if link.closed or way is None:
-                continue
-            try:
-                way.drain()
-            except KvasirError:
-                link.close()
 
     def _share(self, part: Part) -> Share:
         return Share(self._lendings[part.holder], part, self._step, self._clock)

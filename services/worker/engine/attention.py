@@ -170,6 +170,11 @@ class PagedAttention:
         if self._own is not None and self._remote is not None:
             self._remote[1].end()
 
+    def abandon(self) -> None:
+        """The step failed. Whoever holds blocks elsewhere stays of use to the next."""
+        if self._own is not None and self._remote is not None:
+            self._remote[1].abandon()
+
     def native_pool(self, layer: int) -> native.KvPool:
         """A layer's pools, valid as long as this object lives."""
         return native.describe_pool(*self.pools[layer])

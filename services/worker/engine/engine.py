@@ -186,6 +186,13 @@ class TorchEngine:
         return tokens
 
     def _step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        try:
+            return self._computed(rows)
+        except BaseException:
+            self._attention.abandon()
+            raise
+
+    def _computed(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """Rows in the order in which they are packed; see `PagedAttention.begin`."""
         decodes = sum(len(row.tokens) == 1 for row in rows)
         self._attention.begin(

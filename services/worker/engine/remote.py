@@ -32,3 +32,7 @@ class RemoteAttention(Protocol):
     def end(self) -> None:
         """Every layer is through: return when all K and V are where they belong."""
         ...
+
+    def abandon(self) -> None:
+        """The step failed and is not gone on with: nothing of it may be under way when the next begins."""
+        ...

@@ -65,5 +65,9 @@ class MeteredRemote:
             measured_s = self._spent_s / self._blocks
             self.block_s = measured_s if not self.block_s else self._blend(measured_s)
 
+    def abandon(self) -> None:
+        """See `RemoteAttention`."""
+        self._remote.abandon()
+
     def _blend(self, measured_s: float) -> float:
         return self.block_s + WEIGHT * (measured_s - self.block_s)

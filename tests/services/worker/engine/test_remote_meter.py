@@ -43,6 +43,9 @@ class Slow:
     def end(self) -> None:
         self._work("end")
 
+    def abandon(self) -> None:
+        self._work("abandon")
+
 
 def part(rows: int, blocks: int, sequences: int) -> Part:
     spans = PackedSpans(
