@@ -25,7 +25,7 @@ from services.stack.probes import http_get
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor, tail
-from services.stack.table import ROOT, TableMaker, kvasir_table
+from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table
 from shared.errors import KvasirError
 from shared.subjects import OPERATOR
 
@@ -111,7 +111,10 @@ class _Stack:
         key = self._run.credentials().api_key
         self._say(ready_text(self._url, key, self._model, self._ready_s))
         self._set_phase("ready")  # only now: `up --detach` shows what was said until then
-        beside = [asyncio.create_task(work) for work in (self._trim_logs(), self._follow_placement())]
+        beside = [asyncio.create_task(self._trim_logs())]
+        options = self._options
+        if is_scaled(options.config_file, options.overrides, os.environ):
+            beside.append(asyncio.create_task(self._follow_placement()))
         try:
             await self._supervisor.until_broken()
         finally:
@@ -119,7 +122,7 @@ class _Stack:
                 task.cancel()
 
     async def _follow_placement(self) -> None:
-        """Workers are stopped and started as placement wants it, where it is configured to say so."""
+        """Workers are stopped and started as placement wants it: for a stack that is scaled."""
         from services.stack.scaling import HANDLERS, Scaling  # It brings the bus: see `roll`.
 
         with contextlib.suppress(KvasirError):
