@@ -110,10 +110,16 @@ class SocketListener:
             refusal = None
             if len(self._open) >= most:
                 refusal = Overloaded(f"{most} links are open: close some", retry_after_s=1.0)
-            self._open[sock] = threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(sock, refusal), name=f"bulk-{self._transport}-link", daemon=True
             )
-            self._open[sock].start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads: later it may have
+                sock.close()
+                _log.warning("%s: no link accepted: %s", self._transport, error)
+                return
+            self._open[sock] = thread
 
     def _serve(self, sock: socket.socket, refusal: KvasirError | None) -> None:
         """The thread of one link."""

@@ -32,6 +32,7 @@ from shared.blocks import BlockHash
 from shared.log import get_logger
 
 _logger = get_logger("worker.kv")
+_MOST_ASIDE = 100
 
 
 class DiskTier:
@@ -157,10 +158,19 @@ def _set_aside(path: Path, counts: Counter[str]) -> None:
         head = file.read(FILE_HEADER_BYTES)
     if is_ours(head):
         return
-    aside = path.with_name(path.name + ".aside")
+    aside = _unused(path)
     path.rename(aside)
     counts["set_aside"] += 1
     _logger.warning("%s is no cache of KV blocks: renamed to %s", path, aside.name)
+
+
+def _unused(path: Path) -> Path:
+    """`….aside`, or the first of `….aside-2`, `….aside-3` that is not there. Raises OSError for too many."""
+    for number in range(1, _MOST_ASIDE + 1):
+        name = path.with_name(f"{path.name}.aside" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(name):
+            return name
+    raise OSError(errno.EEXIST, f"{_MOST_ASIDE} files were set aside for it already: remove some")
 
 
 def _reason(path: Path, geometry: Geometry, error: OSError) -> str:

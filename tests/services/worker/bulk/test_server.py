@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -90,3 +91,24 @@ def test_a_stranger_gets_nothing(rig: Rig, greeting: bytes) -> None:
             sock.shutdown(socket.SHUT_WR)
         rig.settled(lambda: rig.listener.links == 0)
     assert rig.counts.admitted == 0
+
+
+def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_served(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if "link" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with socket.create_connection(split_address(rig.listener.address), timeout=5.0) as sock:
+        assert sock.recv(1) == b"", "closed at once"
+    monkeypatch.undo()
+    rig.settled(lambda: "can't start new thread" in caplog.text)
+    assert rig.listener.links == 0
+    with rig.greeted() as sock:
+        sock.sendall(_message(pattern(SIZE)))
+        assert b"kept" in sock.recv(4096)

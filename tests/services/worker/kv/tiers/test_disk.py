@@ -154,6 +154,15 @@ def test_a_file_that_is_no_cache_is_kept_aside(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_was_kept_aside_stays_when_another_file_joins_it(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    for text in ("a thesis", "its second edition", "its third"):
+        path.write_text(text)
+        opened(path).close()
+    kept = {each.name: each.read_text() for each in tmp_path.glob("kv.aside*")}
+    assert kept == {"kv.aside": "a thesis", "kv.aside-2": "its second edition", "kv.aside-3": "its third"}
+
+
 def test_two_workers_do_not_share_a_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = opened(path)
     assert open_disk(path, GEOMETRY) is None
