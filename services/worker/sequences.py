@@ -170,7 +170,7 @@ class SequenceTable:
     def lose_blocks(self, blocks: Iterable[int], now_s: float) -> None:
         """The KV of these is gone: sequences that have any of them end, to be computed again."""
         gone = set(blocks)
-        for held in self._held.values():
+        for held in list(self._held.values()):  # a rehearsal is forgotten with its end
             if held.alive and not gone.isdisjoint(held.blocks):
                 self.end(held, FinishReason.KV_LOST, now_s)
         if isinstance(self.pool, ExtendedPool):

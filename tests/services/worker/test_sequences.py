@@ -4,8 +4,10 @@ import pytest
 
 from services.worker.kv.extended import ExtendedPool
 from services.worker.kv.pool import BlockPool
+from services.worker.reports import Identity
 from services.worker.sampling import FAILED, KV_LOST, Sampled
 from services.worker.sequences import SequenceTable
+from services.worker.steps import StepCore
 from services.worker.work import WorkItem
 from shared.messages.plans import Decode, PrefillChunk, SkipReason
 from shared.messages.reports import SequenceState
@@ -248,3 +250,20 @@ def test_a_row_whose_kv_is_lost_ends_so(table: SequenceTable) -> None:
     table.commit(prepared, KV_LOST, 1.0)
     table.check_integrity()
     assert [held.finish_reason for held in table.take_ended()] == [FinishReason.KV_LOST]
+
+
+def test_a_rehearsal_may_be_among_those_whose_creditor_is_lost() -> None:
+    """It is forgotten with its end, while all that are held are looked through."""
+    pool = ExtendedPool(BlockPool(1, BLOCK_TOKENS), 1)
+    pool.admit([1, 2, 3, 4])
+    core = StepCore(Identity("worker-0", 1, "model", 64, "host"), SequenceTable(pool, LIMITS))
+    quiet, loud = ref("r~1"), ref("r")
+    prompt = [1, 2, 3, 4, 5, 6]
+    starts = (spec(quiet, prompt, rehearsal=True), spec(loud, prompt))
+    core.on_plan(plan(1, starts=starts, prefills=(prefill(quiet, 0, 6), prefill(loud, 0, 6))), 0.0)
+    work, _ = core.begin_step(0.0)
+    assert work is not None and len(work.items) == 2
+    core.on_kv_lost([1, 2, 3, 4], 0.0)
+    core.check_integrity()
+    assert [one.ref.request_id for one in core.report(0.0).sequences] == ["r"]
+    assert pool.borrowed_blocks == 0
