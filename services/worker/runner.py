@@ -1,45 +1,31 @@
 """The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
 
-Everything that changes the core runs on this thread. The event loop hands in commands (`post`, `ask`).
-Effects are handed to `deliver`, and `on_tick` is called a few times a second, both on this thread. Knows
-neither the bus nor what is in a message.
+Everything that changes the core runs on this thread; what others want of it comes in by `door`. Effects are
+handed to `deliver`, and `on_tick` is called a few times a second, both on this thread. Knows neither the bus
+nor what is in a message.
 """
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
 
 from services.worker.cores import bind_to
+from services.worker.door import Door
 from services.worker.engine.engine import Engine, Row
 from services.worker.occupancy import Occupancy
 from services.worker.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.steps import Effects, StepCore
 from services.worker.work import WorkItem
 from shared.clock import Clock
-from shared.errors import CreditorLost, InternalError, Overloaded
+from shared.errors import CreditorLost, InternalError
 
 _log = logging.getLogger("kvasir.worker.runner")
-_MAX_COMMANDS = 16384
 _TICK_S = 0.25
 _MOST_BROKEN_STEPS = 3
 """After so many iterations in a row of which not one row could be computed, the engine itself is broken."""
 
-T = TypeVar("T")
-Command = Callable[[StepCore, float], Effects]
 
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """One command; `run` is called with the core and the time."""
-
-    run: Callable[[StepCore, float], None]
-
-
-class Runner:
+class Runner(Door):
     """Owns the core, the engine and the thread, which is bound to `cores` (none: as the process is).
 
     `between` is called on that thread before each iteration, and `on_broken` when it ends by an error;
@@ -59,10 +45,8 @@ class Runner:
         between: Callable[[], None] = lambda: None,
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
     ) -> None:
-        self._core = core
+        super().__init__(core, clock, deliver)
         self._engine = engine
-        self._clock = clock
-        self._deliver = deliver
         self._on_tick = on_tick
         self._on_broken = on_broken
         self._cores = cores
@@ -71,7 +55,6 @@ class Runner:
         self._gone_blocks: set[int] = set()
         """Lost in the present iteration."""
         self.occupancy = Occupancy()
-        self._commands: queue.Queue[_Posted | None] = queue.Queue(_MAX_COMMANDS)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ticked_s = clock()
@@ -92,42 +75,6 @@ class Runner:
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
-    def wake(self) -> None:
-        """Let the engine's thread look around now, from whatever thread."""
-        try:
-            self._commands.put_nowait(None)
-        except queue.Full:
-            _log.debug("the engine thread has commands enough to wake up")
-
-    def post(self, command: Command) -> None:
-        """Run a command between two steps and deliver its effects. Raises Overloaded when too many wait."""
-
-        def run(core: StepCore, now_s: float) -> None:
-            self._emit(command(core, now_s))
-
-        self._put(run)
-
-    def ask(self, question: Callable[[StepCore, float], T]) -> "Future[T]":
-        """Like `post`, for a command with an answer. Raises Overloaded when too many wait."""
-        future: Future[T] = Future()
-
-        def run(core: StepCore, now_s: float) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(question(core, now_s))
-            except Exception as error:
-                future.set_exception(error)
-
-        self._put(run)
-        return future
-
-    def _put(self, run: Callable[[StepCore, float], None]) -> None:
-        try:
-            self._commands.put_nowait(_Posted(run))
-        except queue.Full:
-            raise Overloaded(f"{_MAX_COMMANDS} commands wait for the engine", retry_after_s=1.0) from None
-
     def _run(self) -> None:
         try:
             bind_to(self._cores, "engine_cores")
@@ -140,15 +87,7 @@ class Runner:
 
     def _take_commands(self) -> None:
         """What has arrived; without plans, wait for the next command or tick."""
-        wait_s = 0.0 if self._core.has_plans else _TICK_S
-        try:
-            command = self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
-            while True:
-                if command is not None:
-                    command.run(self._core, self._clock())
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            pass
+        self.run_waiting(0.0 if self._core.has_plans else _TICK_S)
         now_s = self._clock()
         if now_s - self._ticked_s >= _TICK_S:
             self._ticked_s = now_s
@@ -217,10 +156,6 @@ class Runner:
         if self._broken_steps >= _MOST_BROKEN_STEPS:
             raise InternalError(f"{_MOST_BROKEN_STEPS} iterations in a row failed altogether")
         return tokens
-
-    def _emit(self, effects: Effects) -> None:
-        if effects.frames or effects.stepped:
-            self._deliver(effects)
 
 
 def row_of(item: WorkItem) -> Row:

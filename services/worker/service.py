@@ -191,6 +191,7 @@ class Worker:
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
+                "failed_commands": self._runner.failed_commands,
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
                 **({} if figures is None else figures.details()),

@@ -15,7 +15,7 @@ from services.worker.dist.messages import GrantRef
 from services.worker.dist.plane import BulkPlane
 from services.worker.kv.extended import ExtendedPool
 from services.worker.runner import Runner
-from services.worker.steps import Effects, StepCore
+from services.worker.steps import StepCore
 from shared.errors import CreditorLost, KvasirError
 from shared.log import get_logger
 from shared.messages.lending import Grant, KvTier
@@ -73,18 +73,14 @@ class Borrower:
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
         """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
         assert self._runner is not None
-        chosen = self._runner.ask(lambda core, _: self._pool.set_apart(logical, most_blocks))
-        return await asyncio.wrap_future(chosen)
+        return await self._runner.take(
+            lambda core, _: self._pool.set_apart(logical, most_blocks), self._pool.rejoin
+        )
 
     def rejoin(self, logical: Sequence[int]) -> None:
-        """Ends `set_apart`. Raises Overloaded."""
-
-        def rejoin(core: StepCore, now_s: float) -> Effects:
-            self._pool.rejoin(logical)
-            return Effects()
-
+        """Ends `set_apart`."""
         assert self._runner is not None
-        self._runner.post(rejoin)
+        self._runner.give(lambda core, _: self._pool.rejoin(logical))
 
     async def copy_home(self, pairs: Sequence[Pair]) -> bool:
         """Into own, withdrawn blocks; the originals count on. False when a creditor failed."""
@@ -100,14 +96,14 @@ class Borrower:
         return await self._try_home(lambda: recall(logical, most_blocks, keep_blocks)) or []
 
     def lose(self, logical: Sequence[int]) -> None:
-        """Their leases are over, or their creditor forgot them. Raises Overloaded."""
+        """Their leases are over, or their creditor forgot them."""
 
-        def forget(core: StepCore, now_s: float) -> Effects:
+        def forget(core: StepCore, now_s: float) -> None:
             self._forget(logical)
-            return core.on_kv_lost(logical, now_s)
+            core.on_kv_lost(logical, now_s)  # The ends are reported with the next step or tick.
 
         assert self._runner is not None
-        self._runner.post(forget)
+        self._runner.give(forget)
 
     def close(self) -> None:
         """Every link, when the engine's thread has ended."""

@@ -15,7 +15,7 @@ class Vault(Protocol):
         ...
 
     async def readmit(self, blocks: Sequence[int]) -> None:
-        """Lent blocks are back. Raises Overloaded: then they are offered again."""
+        """Lent blocks are back."""
         ...
 
 
@@ -35,7 +35,7 @@ class Borrower(Protocol):
         ...
 
     def rejoin(self, logical: Sequence[int]) -> None:
-        """Ends `set_apart`; unknown ones are not minded. Raises Overloaded."""
+        """Ends `set_apart`; unknown ones are not minded."""
         ...
 
     async def copy_home(self, pairs: Sequence[tuple[int, int]]) -> bool:

@@ -6,7 +6,6 @@ again, and it is held while it is read. Nothing is taken from the sequence whose
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,7 +24,7 @@ from services.worker.transfer.messages import (
     read_probe,
     read_wanted,
 )
-from shared.errors import DeadlineExceeded, InvalidMessage, ModelMismatch
+from shared.errors import InvalidMessage, ModelMismatch
 
 _HOLD_S = 5.0
 """The engine's thread finds the blocks within so long."""
@@ -66,7 +65,7 @@ class _Giving:
 
     def commit(self) -> Reply:
         """Copied: what is sent is whole whatever becomes of the blocks meanwhile."""
-        blocks = _held(self.source.ledge, self.wanted)
+        blocks = self.source.ledge.hold(self.wanted.names, _HOLD_S)
         try:
             rows = np.empty((len(blocks), self.source.records.record_bytes), dtype=np.uint8)
             with self.source.reading:
@@ -80,17 +79,6 @@ class _Giving:
 
     def abandon(self) -> None:
         """Nothing is held yet."""
-
-
-def _held(ledge: Ledge, wanted: Wanted) -> list[int]:
-    """Raises DeadlineExceeded when the engine's thread is busy for too long; nothing stays held then."""
-    holding: Future[list[int]] = ledge.hold(wanted.names)
-    try:
-        return holding.result(_HOLD_S)
-    except TimeoutError:
-        if not holding.cancel():
-            holding.add_done_callback(lambda late: ledge.let_go(late.result()))
-        raise DeadlineExceeded(f"the engine was busy for {_HOLD_S:g} s") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from services.worker.transfer.rates import LinkRates
 from services.worker.transfer.settings import TransferConfig
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
-from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError
+from shared.errors import DeadlineExceeded, InvalidMessage
 from shared.messages.moves import BlocksPulled, PullBlocks
 
 
@@ -130,7 +130,7 @@ class Target:
     ) -> int:
         """How many of `names` are there now, from the first on. Raises KvasirError when the link fails."""
         link = await self._linked(source, way)
-        blocks = await asyncio.wrap_future(self._ledge.make_room(len(names)))
+        blocks = await self._ledge.make_room(len(names))
         if not blocks:
             return 0
         receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, names, blocks))
@@ -141,7 +141,7 @@ class Target:
             link.close()  # nothing is written once the thread has noticed
             receiving.add_done_callback(lambda late: self._give_back(late, blocks))
             raise
-        except KvasirError:
+        except BaseException:
             self._ledge.take_in(blocks, (), parent)
             raise
         self.fetched_blocks += count

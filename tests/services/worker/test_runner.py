@@ -226,3 +226,13 @@ def test_time_with_nothing_to_compute_is_no_gap(harness: Harness) -> None:
     harness.until(lambda: "b" in harness.ends())
     assert harness.runner.occupancy.engine_s > 0
     assert harness.runner.occupancy.between_s - before_s < 0.05
+
+
+def test_a_command_that_fails_does_not_end_the_worker(harness: Harness) -> None:
+    def fail(core: StepCore, now_s: float) -> Effects:
+        raise RuntimeError("as told")
+
+    harness.runner.post(fail)
+    harness.send(start_plan(1, "a", [1, 2], steps=4))
+    harness.until(lambda: "a" in harness.ends())
+    assert harness.runner.failed_commands == 1 and harness.broken == []

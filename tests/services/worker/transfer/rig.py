@@ -1,35 +1,57 @@
 """Two workers' engines, caches and bulk planes in one process: real KV, real links, no bus."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from services.worker.bulk.base import Link, Peer
 from services.worker.bulk.plane import Neighbour, Plane
 from services.worker.bulk.tcp import TcpTransport
 from services.worker.dist.plane import BulkPlane
+from services.worker.door import Door
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import Records
-from services.worker.runner import Runner
+from services.worker.steps import StepCore
 from services.worker.transfer.ledge import Ledge
 from services.worker.transfer.settings import TransferConfig
 from services.worker.transfer.source import Source
 from services.worker.transfer.target import Target
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig, make_engine
 
+LONGEST_S = 10.0
 
-class SameThread:
-    """Of a runner, what a ledge needs; the cache is used by one thread at a time in these tests."""
 
-    def ask(self, question: Callable[[Any, float], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        try:
-            future.set_result(question(None, 0.0))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+class EngineDoor(Door):
+    """With a thread behind it that does nothing else, but while it is in a long step. The cache is used by
+    one thread at a time in these tests."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(StepCore, None), lambda: 0.0, lambda effects: None)
+        self._step_over = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def begin_long_step(self) -> None:
+        """What comes from now on waits for `end_long_step`."""
+        self._step_over.clear()
+        self.give(lambda core, now_s: self._step_over.wait(LONGEST_S))
+
+    def end_long_step(self) -> None:
+        """And until what waited has run."""
+        self._step_over.set()
+        self.give(lambda core, now_s: None).result(LONGEST_S)
+
+    def close(self) -> None:
+        self._step_over.set()
+        self._closing = True
+        self._thread.join(LONGEST_S)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self.run_waiting(0.02)
 
 
 class Dialler:
@@ -56,8 +78,10 @@ class Side:
     source: Source
     target: Target
     plane: Plane
+    door: EngineDoor
 
     def integrity(self) -> None:
+        self.door.end_long_step()
         assert self.rig.store is not None
         self.rig.store.cache.check_integrity(
             [block for held in self.rig.table._held.values() for block in held.blocks]
@@ -77,19 +101,21 @@ def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
         store = rig.store
         assert store is not None
         plane.open()
-        ledge = Ledge(cast(Runner, SameThread()), store.cache)
+        door = EngineDoor()
+        ledge = Ledge(door, store.cache)
         records = Records(rig.engine.pools)
         source = Source(ledge, records, store.fingerprint)
         for kind, receiver in source.receivers.items():
             plane.desk.serve(kind, receiver)
         dialler = cast(BulkPlane, Dialler(plane, planes))
         target = Target(dialler, ledge, records, store.fingerprint, BLOCK_TOKENS, config)
-        sides.append(Side(rig, source, target, plane))
+        sides.append(Side(rig, source, target, plane, door))
     try:
         yield sides[0], sides[1]
     finally:
         for side in sides:
             side.target.close()
             side.plane.close()
+            side.door.close()
             assert side.rig.store is not None
             side.rig.store.close(5.0)

@@ -1,13 +1,17 @@
 """Blocks fetched from another worker: found like one's own, the same answer, nothing half-done."""
 
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
 from services.worker.kv.tiers.checksum import checksum
 from services.worker.kv.tiers.records import Row
 from services.worker.transfer.settings import TransferConfig
-from shared.errors import KvasirError, ModelMismatch
+from shared.errors import DeadlineExceeded, KvasirError, ModelMismatch
 from shared.messages.moves import PullBlocks
 from shared.messages.sequence import pack_tokens
+from tests.services.worker.prefix_rig import DEVICE_BLOCKS
 from tests.services.worker.transfer.rig import pair
 
 PROMPT = [3, 5, 7, 9, 11, 2, 4, 6, 8, 10, 12, 14, 16, 18, 1, 2, 3, 4, 5]
@@ -99,3 +103,49 @@ async def test_a_throttled_link_is_as_slow_as_it_is_told_and_is_measured_so() ->
         assert 20_000 < taker.target.rates.bytes_per_s()["giver"] <= 200_000
         taker.target.forget("giver")
         assert not taker.target.rates.knows("giver")
+
+
+@pytest.mark.parametrize("before", ["the bytes are asked for", "the bytes are stored"])
+async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline must not withdraw what brings blocks back to the cache, nor lose those on their way."""
+    with pair(TransferConfig(batch_blocks=2, answer_s=0.2)) as (giver, taker):
+        giver.rig.serve([PROMPT])
+        cache = taker.rig.store.cache  # type: ignore[union-attr]
+        write = taker.target._records.write
+
+        def arrive(rows: Sequence[Row], blocks: Sequence[int]) -> None:
+            write(rows, blocks)
+            taker.door.begin_long_step()
+
+        if before == "the bytes are stored":
+            monkeypatch.setattr(taker.target._records, "write", arrive)
+        else:
+            make_room = taker.target._ledge.make_room
+
+            async def make(blocks: int) -> list[int]:
+                taker.door.begin_long_step()
+                return await make_room(blocks)
+
+            monkeypatch.setattr(taker.target._ledge, "make_room", make)
+        with pytest.raises(DeadlineExceeded):
+            await taker.target.pull(msgspec.structs.replace(order(PROMPT), valid_for_s=0.1))
+        taker.integrity()
+        assert cache.free_blocks + cache.evictable_blocks == DEVICE_BLOCKS
+
+
+async def test_a_source_whose_engine_is_in_a_long_step_holds_nothing_for_who_went_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.worker.transfer.source._HOLD_S", 0.1)
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        cache = giver.rig.store.cache  # type: ignore[union-attr]
+        stored = cache.evictable_blocks
+        giver.door.begin_long_step()
+        with pytest.raises(DeadlineExceeded):
+            await taker.target.pull(order(PROMPT))
+        giver.integrity()
+        assert cache.evictable_blocks == stored > 0
+        taker.integrity()
