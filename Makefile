@@ -2,8 +2,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH ?=
+CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
+  'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
+  % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat test check lint types layers format slow clients lock lock-clients lock-vllm setup-vllm setup-llamacpp clean
+.PHONY: help up down status chat test dev check lint types layers format slow clients lock lock-clients lock-vllm wheels secrets compose-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -23,6 +27,8 @@ chat: .venv/.runtime ## talk to the model in this terminal
 test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
+dev: .venv/.dev ## set up what tests, checks and pictures need
+
 slow: .venv/.dev ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
 
@@ -34,8 +40,9 @@ setup-vllm: .venv-vllm/.installed ## vLLM in its own venv, for `python -m bench 
 setup-llamacpp: .venv-llamacpp/.installed ## llama.cpp's server, built from source, for `python -m bench engine --peer llamacpp`
 
 wheels: ## the torch wheel that the image is built with, into deploy/wheels/
-	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
-	  --dest deploy/wheels $(shell grep ^torch== constraints.txt)
+	@download="$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 \
+	  --dest deploy/wheels --require-hashes -r deploy/locks/torch-cpu.txt"; \
+	$$download --no-index 2>/dev/null || $$download
 
 secrets: .venv/.runtime ## the key and passwords that docker-compose.yml reads, into deploy/secrets/
 	@$(BIN)/python -m services.stack.compose
@@ -59,15 +66,18 @@ format: .venv/.dev ## write the format that `make lint` asks for
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-.venv/.runtime: requirements.txt constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
-	@$(BIN)/python -m services.worker.engine.native.build || echo "no C++ operators: workers compute in plain torch, slower" >&2
+# deploy/install.py says what it does; it wants Python 3, and says more about which.
+.venv/.runtime: deploy/locks/runtime.txt deploy/locks/torch-cpu.txt deploy/locks/torch-cuda.txt $(if $(TORCH),FORCE)
+	@$(CHECK_PYTHON)
+	@$(PYTHON) deploy/install.py $(if $(TORCH),--torch $(TORCH))
 	@touch $@
 
-.venv/.dev: requirements-dev.txt .venv/.runtime
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
+.venv/.dev: deploy/locks/dev.txt .venv/.runtime
+	@$(PYTHON) deploy/install.py --dev
 	@touch $@
+
+.PHONY: FORCE
+FORCE:
 
 .venv-clients/.installed: requirements-clients.txt constraints-clients.txt
 	$(PYTHON) -m venv .venv-clients
@@ -93,9 +103,13 @@ format: .venv/.dev ## write the format that `make lint` asks for
 	.venv-vllm/bin/vllm --version
 	@touch $@
 
-lock: .venv/.dev ## rewrite constraints.txt from what is installed
-	@{ echo "# Exact versions of everything, transitive dependencies included. Made by: make lock"; \
-	  $(BIN)/python -m pip freeze | sed 's/+cpu$$//'; } > constraints.txt.new && mv constraints.txt.new constraints.txt
+lock: .venv-lock/.installed ## rewrite deploy/locks/ for requirements*.txt (ARGS=--upgrade: newest versions)
+	@.venv-lock/bin/python deploy/lock.py $(ARGS)
+
+.venv-lock/.installed:
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --disable-pip-version-check uv
+	@touch $@
 
 lock-clients: .venv-clients/.installed ## rewrite constraints-clients.txt from what is installed
 	@{ echo "# Exact versions of what the clients' tests run with. Made by: make lock-clients"; \

@@ -1,0 +1,1 @@
+import shared  # noqa: F401  # refuses a Python that cannot run this

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from bench.drawing import Figure, picture
 
 _WINDOWS = 40
 
@@ -18,6 +17,7 @@ class Run(Protocol):
     def remote_share(self, first_s: float = ..., end_s: float = ...) -> float: ...
 
 
+@picture
 def draw_figure_10(
     path: Path, results: Mapping[str, Sequence[Run]], duration_s: float, how: str = "simulated"
 ) -> None:
@@ -38,5 +38,4 @@ def draw_figure_10(
     below.set(xlabel="s", ylabel="remote share of the KV in use")
     below.set_ylim(bottom=0)
     above.legend(fontsize="small")
-    FigureCanvasAgg(figure)
     figure.savefig(path, format="png")

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.distattention.attention import Cell
+from bench.drawing import Figure, picture
 
 
+@picture
 def draw(file: Path, cells: Sequence[Cell]) -> None:
     """Writes a PNG of the decodes among the cells, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown = [cell for cell in cells if cell.rows == 1]
     contexts = [cell.context_tokens for cell in shown]
-    plot, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
     axes.plot(contexts, [cell.fetch_s * 1e3 for cell in shown], marker="s", label="keys come here")
     axes.plot(contexts, [cell.ship_s * 1e3 for cell in shown], marker="o", label="the query goes there")
     axes.plot(contexts, [cell.whole_s * 1e3 for cell in shown], color="grey", label="all keys are here")
@@ -24,5 +22,4 @@ def draw(file: Path, cells: Sequence[Cell]) -> None:
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("ms, one layer, one token")
     axes.legend()
-    plot.savefig(file, dpi=120, bbox_inches="tight")
-    pyplot.close(plot)
+    figure.savefig(file, dpi=120, bbox_inches="tight")

@@ -3,17 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.drawing import Figure, picture
 from bench.engine.workload import Cell
 
 
+@picture
 def draw(file: Path, figures: Mapping[str, float], workload: Sequence[Cell], peer: str) -> None:
     """Writes a PNG; the thin line reaches down to the worst alternation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    plot, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
     for context in sorted({cell.context for cell in workload}):
         names = {
             cell.batch: f"tok_s_ratio_{cell.name}"
@@ -32,5 +30,4 @@ def draw(file: Path, figures: Mapping[str, float], workload: Sequence[Cell], pee
     axes.set_xlabel("concurrent requests")
     axes.set_ylabel(f"tokens/s, kvasir / {peer}")
     axes.legend()
-    plot.savefig(file, dpi=120, bbox_inches="tight")
-    pyplot.close(plot)
+    figure.savefig(file, dpi=120, bbox_inches="tight")

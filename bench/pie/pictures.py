@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from bench.drawing import Figure, picture
 from bench.pie.reaction import Moment
 
 
+@picture
 def draw_reaction(path: Path, moments: Sequence[Moment], traffic: Sequence[tuple[float, float]]) -> None:
     """Throughput, the queue's length and the waits over time; shaded while others use the link."""
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -24,5 +23,4 @@ def draw_reaction(path: Path, moments: Sequence[Moment], traffic: Sequence[tuple
         for began_s, ended_s in traffic:
             axes.axvspan(began_s, ended_s, color="grey", alpha=0.2)
     upper.set_title("grey: others use most of the link")
-    FigureCanvasAgg(figure)
     figure.savefig(path, format="png")

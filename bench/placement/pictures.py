@@ -3,21 +3,19 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from bench.drawing import Figure, picture
 from bench.placement.measures import Cell
 from bench.placement.replay import Tally
 
 Value = Callable[[Tally], float]
 
 
+@picture
 def draw_bars(
     path: Path, title: str, unit: str, cells: Sequence[Cell], labels: Sequence[str], value: Value
 ) -> None:
     """One group per cell, one bar per side."""
     figure = Figure(figsize=(1.2 + 1.5 * len(cells), 4))
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     width = 0.8 / len(labels)
     for index, label in enumerate(labels):
@@ -30,10 +28,10 @@ def draw_bars(
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
+@picture
 def draw_timeline(path: Path, cell: Cell, labels: Sequence[str]) -> None:
     """GPUs over time."""
     figure = Figure(figsize=(8, 4))
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for label in labels:
         timeline = cell.tallies[label].timeline

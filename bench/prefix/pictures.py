@@ -3,17 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from bench.drawing import Figure, picture
 
 _MARKS = "os^vDP*X<>hd"
 
 
-def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure)
-    figure.savefig(path, format="png")
-
-
+@picture
 def draw_rates(
     path: Path, title: str, rows: Sequence[tuple[int, Mapping[str, float]]], infinite: float
 ) -> None:
@@ -28,9 +23,10 @@ def draw_rates(
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, format="png")
 
 
+@picture
 def draw_throughput(path: Path, title: str, rows: Mapping[str, float], paper: float) -> None:
     """One bar per cell: throughput over that without a cache; the paper's factor dashed."""
     figure = Figure(figsize=(7, 0.32 * len(rows) + 1.6), layout="constrained")
@@ -41,4 +37,4 @@ def draw_throughput(path: Path, title: str, rows: Mapping[str, float], paper: fl
     axes.invert_yaxis()
     axes.set(title=title, xlabel="throughput / throughput without a prefix cache")
     axes.legend(fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, format="png")

@@ -3,20 +3,14 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from bench.drawing import Figure, picture
 from sim.summary import PARTS
 
 Curve = Sequence[tuple[float, float]]
 _MARKS = "os^vDP*X<>hd"
 
 
-def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure)
-    figure.savefig(path, format="png")
-
-
+@picture
 def draw_latency(path: Path, title: str, curves: Mapping[str, Curve], limit_s: float) -> None:
     """One line per side: (rate per s, normalized latency in s); the limit dashed; cut at 20 limits."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -29,9 +23,10 @@ def draw_latency(path: Path, title: str, curves: Mapping[str, Curve], limit_s: f
     axes.set_yscale("log")
     axes.set_ylim(top=20 * limit_s)
     axes.legend(fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, format="png")
 
 
+@picture
 def draw_parts(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
     """Stacked bars: what the mean job completion time of each side consists of."""
     figure = Figure(figsize=(7, 0.4 * len(rows) + 1.6), layout="constrained")
@@ -44,9 +39,10 @@ def draw_parts(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]) 
     axes.invert_yaxis()
     axes.set(title=title, xlabel="mean job completion time, s")
     axes.legend(fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, format="png")
 
 
+@picture
 def draw_sensitivity(path: Path, parameter: str, curves: Mapping[str, Mapping[str, Curve]]) -> None:
     """One panel per figure (JCT, throughput, SLO), one line per trace, each over its largest value."""
     figure = Figure(figsize=(3.2 * len(curves), 3.2), layout="constrained")
@@ -57,4 +53,4 @@ def draw_sensitivity(path: Path, parameter: str, curves: Mapping[str, Mapping[st
             axes.plot([x for x, _ in curve], [y / top for _, y in curve], marker=mark, label=trace)
         axes.set(title=name, xlabel=parameter)
         axes.legend(fontsize="small")
-    _save(figure, path)
+    figure.savefig(path, format="png")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import nats
-from msgpack import packb, unpackb
+from msgspec.msgpack import decode, encode
 
 CMD, EVT = "kvasir.v1.cmd", "kvasir.v1.evt"
 EPOCH = time.time_ns() // 1_000_000  # above that of every scheduler before
@@ -17,18 +17,18 @@ tasks, at = {}, {}  # worker id → what keeps it busy; worker id → attempts t
 
 
 async def on_submit(msg):
-    spec = unpackb(msg.data)["spec"]
+    spec = decode(msg.data)["spec"]
     known = spec["ref"] in sum(at.values(), [waiting["ref"] for waiting in queue])
     if not known:
         queue.append(spec)
-    await msg.respond(packb({**ME, "known": known}))
+    await msg.respond(encode({**ME, "known": known}))
 
 
 async def on_reported(msg):  # a heartbeat
-    name = unpackb(msg.data)["worker_id"]
+    name = decode(msg.data)["worker_id"]
     if name not in tasks:
         tasks[name] = asyncio.create_task(keep_busy(name))
-    await bus.publish(f"{EVT}.scheduler.announced", packb(ME))
+    await bus.publish(f"{EVT}.scheduler.announced", encode(ME))
 
 
 async def keep_busy(name):
@@ -46,8 +46,8 @@ async def keep_busy(name):
 
 
 async def next_round(name, stepped):  # ask what it holds, say what comes next, wait until that is done
-    reply = await bus.request(f"{CMD}.worker.snapshot.{name}", packb({"epoch": EPOCH}), timeout=2)
-    worker = unpackb(reply.data)
+    reply = await bus.request(f"{CMD}.worker.snapshot.{name}", encode({"epoch": EPOCH}), timeout=2)
+    worker = decode(reply.data)
     held = [as_item(job, worker) for job in worker.get("sequences", []) if job["state"] != "ended"]
     free = worker["capacity"]["total_blocks"] - sum(item["allocated_blocks"] for item in held)
     starts = [spec for spec in queue[:1] if needed_blocks(spec, worker) <= free]  # computed next round
@@ -55,10 +55,10 @@ async def next_round(name, stepped):  # ask what it holds, say what comes next, 
     at[name] = [item["ref"] for item in starts + held]
     prefills = [item for item in held if item["state"] != "decoding"]
     plan = {"steps": 1 if starts else 8, "starts": starts, "prefills": prefills, "decodes": held}
-    await bus.publish(f"{CMD}.worker.plan.{name}", packb({"epoch": EPOCH, "seq": 1, **plan}))
+    await bus.publish(f"{CMD}.worker.plan.{name}", encode({"epoch": EPOCH, "seq": 1, **plan}))
     is_over = False
     while not is_over:
-        step = unpackb((await stepped.next_msg(timeout=2)).data)
+        step = decode((await stepped.next_msg(timeout=2)).data)
         is_over = step["seq"] > worker["stepped_seq"] and step["plan_over"]
 
 

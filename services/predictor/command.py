@@ -110,7 +110,10 @@ def _train_lm_head(
     try:
         from services.predictor.models.lm_head import LmHeadModel, train_lm_head
     except ImportError as error:
-        raise ConfigError(f"lm_head needs a package: {error}; see requirements-lm-head.txt") from error
+        raise ConfigError(
+            f"lm_head needs a package ({error}); this installs it: "
+            ".venv/bin/pip install --require-hashes -r deploy/locks/lm-head.txt"
+        ) from error
     if arguments.base_model is None:
         raise ConfigError("lm_head is made from a language model; give --base-model DIR", param="base_model")
     learned, latest = samples[: len(samples) - held_out], samples[len(samples) - held_out :]

@@ -1,0 +1,63 @@
+"""`make lock`: writes deploy/locks/, exact versions and SHA-256 of everything that set-up installs.
+
+The hashes are those of all files that the package index has of a version: one lock serves Python 3.11 and
+later on x86-64 and aarch64. Versions stay where requirements*.txt allow it; `--upgrade` takes the newest.
+
+torch-cpu.txt is written by hand: PyTorch keeps its builds without CUDA on an index of its own, which whoever
+writes the other locks need not reach. Standard library only; uv resolves.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "deploy" / "locks"
+OLDEST_PYTHON = "3.11"
+_GPU_ONLY = re.compile(r"(torch|triton|nvidia-[^=]*|cuda-[^=]*)==")
+_NOT_LINUX = re.compile(r"sys_platform == '(win32|emscripten)'$")
+_HEAD = "# Exact versions and SHA-256 of every file. Made by: make lock\n"
+
+
+def entries(text: str) -> dict[str, str]:
+    """The requirements of a locked file by their first lines (`name==1.0 ; marker`), each with its hashes.
+
+    Those for Linux only. A name may be there twice, for different Pythons."""
+    found = {}
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        line = entry.split("\\")[0].strip()
+        if "==" in line and not line.startswith("#") and not _NOT_LINUX.search(line):
+            found[line] = entry
+    return found
+
+
+def main(words: list[str]) -> None:
+    runtime = _compile("requirements.txt", words)
+    _write("torch-cuda", {line: entry for line, entry in runtime.items() if _GPU_ONLY.match(line)})
+    plain = {line: entry for line, entry in runtime.items() if not _GPU_ONLY.match(line)}
+    _write("runtime", plain)
+    for extra, source in (("dev", "requirements-dev.txt"), ("lm-head", "requirements-lm-head.txt")):
+        added = {line: entry for line, entry in _compile(source, words).items() if line not in runtime}
+        _write(extra, added, "-r runtime.txt\n")
+
+
+def _compile(source: str, words: list[str]) -> dict[str, str]:
+    known = "".join(path.read_text() for path in LOCKS.glob("*.txt") if path.name != "torch-cpu.txt")
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = Path(folder, "compiled.txt")
+        compiled.write_text("".join(f"{entry}\n" for entry in entries(known).values()))
+        command = [sys.executable, "-m", "uv", "pip", "compile", source, "--output-file", str(compiled)]
+        command += ["--universal", "--python-version", OLDEST_PYTHON, "--generate-hashes"]
+        command += ["--no-header", "--no-annotate", "--quiet", *words]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return entries(compiled.read_text())
+
+
+def _write(name: str, found: dict[str, str], head: str = "") -> None:
+    (LOCKS / f"{name}.txt").write_text(_HEAD + head + "".join(f"{entry}\n" for entry in found.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""What set-up installs is fixed to the byte: every package by version and hash, the image's base by digest.
+
+Keeps from coming back: names in requirements*.txt that no lock covers, pins without hashes, builds of torch
+that drift apart, a base image that a registry may exchange under the same tag.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LOCKS = ROOT / "deploy" / "locks"
+SOURCES = {
+    "runtime": "requirements.txt",
+    "dev": "requirements-dev.txt",
+    "lm-head": "requirements-lm-head.txt",
+}
+NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
+ENTRY = re.compile(
+    r"^([a-z0-9-]+)==\S+( ; [^\\\n]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M
+)
+
+
+def locked(name: str) -> dict[str, int]:
+    """How many hashes each package of a lock has."""
+    return {
+        match[1]: match[3].count("--hash") for match in ENTRY.finditer((LOCKS / f"{name}.txt").read_text())
+    }
+
+
+def asked(source: str) -> set[str]:
+    lines = (ROOT / source).read_text().splitlines()
+    return {line.lower().replace("_", "-") for line in lines if line and line[0] not in "#-"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_but_pins_with_hashes_is_in_a_lock(name: str) -> None:
+    text = (LOCKS / f"{name}.txt").read_text()
+    rest = re.sub(r"^(#.*|-r runtime\.txt|--index-url https://\S+)\n", "", ENTRY.sub("", text), flags=re.M)
+    assert rest == ""
+    assert locked(name)
+
+
+@pytest.mark.parametrize(("name", "source"), SOURCES.items())
+def test_a_lock_has_what_was_asked_for(name: str, source: str) -> None:
+    found = locked(name) | locked("runtime") | locked("torch-cuda")
+    assert asked(source) <= set(found)
+
+
+def test_both_builds_of_torch_are_of_one_version() -> None:
+    pins = [
+        re.findall(r"^torch==([\d.]+)", (LOCKS / f"torch-{kind}.txt").read_text(), re.M)
+        for kind in ("cpu", "cuda")
+    ]
+    assert pins[0] == pins[1] and len(pins[0]) == 1
+
+
+def test_torch_for_cpus_is_locked_for_two_processors_and_three_pythons() -> None:
+    assert locked("torch-cpu")["torch"] >= 6
+
+
+def test_set_up_without_a_gpu_installs_nothing_for_one() -> None:
+    assert not [name for name in locked("runtime") if re.match(r"torch|triton|nvidia|cuda", name)]
+
+
+def test_the_image_is_built_on_a_digest_and_by_hashes() -> None:
+    dockerfile, compose = ((ROOT / name).read_text() for name in ("deploy/Dockerfile", "docker-compose.yml"))
+    digests = set(re.findall(r"@sha256:([0-9a-f]{64})\b", dockerfile + compose))
+    assert len(digests) == 1
+    assert re.search(r"^ARG BASE=\S+@sha256:", dockerfile, re.M) and re.search(
+        r"KVASIR_BASE:-\S+@sha256:", compose
+    )
+    assert all("--require-hashes" in line for line in re.findall(r".*pip install.*", dockerfile))
