@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from services.stack.display import ready_text, say
+from services.stack.display import access_text, ready_text, say
 from services.stack.obstructions import running_already
 from services.stack.rundir import RunDirectory
 from services.stack.table import ROOT
@@ -50,6 +50,8 @@ def up_detached(
     say(console, log_path.read_text().rstrip())
     if not ready:
         return process.returncode or 1
+    state = run.read_state()
+    say(console, access_text(state["url"], run.credentials().api_key, state["model"]))
     say(console, f"running in the background (pid {process.pid}); `python -m {module} down` ends it")
     return 0
 

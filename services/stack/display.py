@@ -87,10 +87,13 @@ def say(console: Console, text: str) -> None:
 
 
 def ready_text(url: str, key: str, model: str, ready_s: float) -> str:
-    """What a person needs next."""
-    return f"""\
-ready in {ready_s:.1f} s
+    """What a person needs next. Not for a log: it has the key in it."""
+    return f"ready in {ready_s:.1f} s\n\n{access_text(url, key, model)}"
 
+
+def access_text(url: str, key: str, model: str) -> str:
+    """How to use it."""
+    return f"""\
   URL  {url}
   key  {key}
 

@@ -43,6 +43,7 @@ class RunDirectory:
         self.path = path.resolve()
         self.logs = self.path / "logs"
         self.state_file = self.path / "state.json"
+        self.credentials_file = self.path / "credentials.json"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
 
@@ -93,7 +94,7 @@ class RunDirectory:
     def credentials(self) -> Credentials:
         """The stack's secrets; what is missing is made and kept. Passwords begin with a letter: NATS parses $
         and digits."""
-        path = self.path / "credentials.json"
+        path = self.credentials_file
         found = _read_object(path)
         key, passwords = found.get("api_key"), found.get("nats_passwords")
         known = passwords if isinstance(passwords, dict) else {}

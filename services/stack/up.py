@@ -108,8 +108,7 @@ class _Stack:
             await self._supervisor.until_ready(self._options.config.start_timeout_s, display.tick)
         self._ready_s = time.monotonic() - self._began_s
         self._model = await self._served_model()
-        key = self._run.credentials().api_key
-        self._say(ready_text(self._url, key, self._model, self._ready_s))
+        self._say(self._ready_text(self._ready_s))
         self._set_phase("ready")  # only now: `up --detach` shows what was said until then
         beside = [asyncio.create_task(self._trim_logs())]
         options = self._options
@@ -120,6 +119,12 @@ class _Stack:
         finally:
             for task in beside:
                 task.cancel()
+
+    def _ready_text(self, ready_s: float) -> str:
+        """The key is shown to a person: what is no terminal is somebody's log."""
+        if self._console.is_terminal:
+            return ready_text(self._url, self._access.credentials.api_key, self._model, ready_s)
+        return f"ready in {ready_s:.1f} s at {self._url}; the key is in {self._run.credentials_file}"
 
     async def _follow_placement(self) -> None:
         """Workers are stopped and started as placement wants it: for a stack that is scaled."""

@@ -15,7 +15,10 @@ def test_detached_life(tmp_path: Path, free_port: int) -> None:
     started = command(*up)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
-        assert "curl -N" in started.stdout
+        key = RunDirectory(tmp_path).credentials().api_key
+        assert "curl -N" in started.stdout and f"Bearer {key}" in started.stdout
+        log = (tmp_path / "supervisor.log").read_text()
+        assert "ready in" in log and key not in log, "the key is for who asked, not for a log"
         pids, supervisor = pids_of(tmp_path), state_of(tmp_path)["pid"]
         assert all(map(alive, pids.values()))
         second = command(*up)

@@ -62,16 +62,15 @@ def test_no_zombie_stays_with_the_supervisor(tmp_path: Path, foreground: "subpro
     assert foreground.poll() is None
 
 
-def test_the_printed_lines_are_ready_to_paste(tmp_path: Path, free_port: int, foreground: object) -> None:
-    said = (tmp_path / "out").read_text()
-    key = RunDirectory(tmp_path).credentials().api_key
-    (curl,) = [line for line in said.splitlines() if line.startswith("curl -N ")]
-    assert f"http://127.0.0.1:{free_port}/v1/chat/completions" in curl
-    assert f"'Authorization: Bearer {key}'" in curl
-    assert '"model":"standin","stream":true' in curl
+def test_a_log_is_told_where_the_key_is_and_not_the_key(
+    tmp_path: Path, free_port: int, foreground: object
+) -> None:
+    said, run = (tmp_path / "out").read_text(), RunDirectory(tmp_path)
+    assert f"at http://127.0.0.1:{free_port}; the key is in {run.credentials_file}" in said
+    assert run.credentials().api_key not in said
 
 
-def test_losing_its_terminal_ends_it(tmp_path: Path, free_port: int) -> None:
+def test_a_terminal_gets_lines_to_paste_and_its_loss_ends_the_stack(tmp_path: Path, free_port: int) -> None:
     words = [
         *STANDIN,
         "up",
@@ -87,18 +86,25 @@ def test_losing_its_terminal_ends_it(tmp_path: Path, free_port: int) -> None:
         os.execv(words[0], words)
     try:
         os.set_blocking(terminal, False)
-        until(lambda: _drained(terminal) and is_ready(tmp_path, pid), "not ready")
+        said = bytearray()
+        until(lambda: _drained(terminal, said) and is_ready(tmp_path, pid), "not ready")
         pids = pids_of(tmp_path)
+        _drained(terminal, said)
+        key = RunDirectory(tmp_path).credentials().api_key
+        (curl,) = [line for line in said.decode().splitlines() if line.startswith("curl -N ")]
+        assert f"http://127.0.0.1:{free_port}/v1/chat/completions" in curl
+        assert f"'Authorization: Bearer {key}'" in curl
+        assert '"model":"standin","stream":true' in curl
     finally:
         os.close(terminal)
     until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, "the supervisor outlived its terminal")
     assert not any(map(alive, pids.values()))
 
 
-def _drained(terminal: int) -> bool:
+def _drained(terminal: int, into: bytearray) -> bool:
     try:
-        while os.read(terminal, 65_536):
-            pass
+        while data := os.read(terminal, 65_536):
+            into += data
     except BlockingIOError:
         pass
     return True
