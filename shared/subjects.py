@@ -1,12 +1,13 @@
 """Every subject on the bus, the only place where one is built, and who may use which.
 
-`kvasir.v1.cmd.<service>.<verb>[.<id>]`, `kvasir.v1.evt.<service>.<past participle>[.<id>]` and
-`kvasir.v1.tok.<gateway id>`.
+`kvasir.v1.cmd.<service>.<verb>[.<id>[.<sender>]]`, `kvasir.v1.evt.<service>.<past participle>[.<sender>]` and
+`kvasir.v1.tok.<gateway id>.<worker id>`.
 Ids are configured by the operator and checked here; no string that a client sent ever enters a subject.
+Every instance is a NATS user of its own. Where a message says who sends it, the subject ends in that name:
+the server lets nobody else publish there, and the receiver compares the two (`sender` of a handler).
 """
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 PREFIX = "kvasir.v1"
@@ -16,12 +17,12 @@ SERVICES = ("gateway", "scheduler", "predictor", "placement", "ledger", "worker"
 OPERATOR = "operator"
 """Who asks every service for its status: the supervisor, `services status`, `nats micro ls`."""
 
-SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit"
+ANY_SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit.*"
 SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel"
 SCHEDULER_MOVE = f"{PREFIX}.cmd.scheduler.move"
 PREDICTOR_PREDICT = f"{PREFIX}.cmd.predictor.predict"
 PLACEMENT_PLACE = f"{PREFIX}.cmd.placement.place"
-LEDGER_CANDIDATES = f"{PREFIX}.cmd.ledger.candidates"
+ANY_LEDGER_CANDIDATES = f"{PREFIX}.cmd.ledger.candidates.*"
 
 SCHEDULER_ANNOUNCED = f"{PREFIX}.evt.scheduler.announced"
 SCHEDULER_WORKER_LOST = f"{PREFIX}.evt.scheduler.lost"
@@ -50,9 +51,62 @@ def checked_id(value: str) -> str:
     return value
 
 
+def service_of(user: str) -> str:
+    """Whose instance it is: `worker` of `worker-0`. Raises ValueError naming the rule."""
+    service, _, rest = checked_id(user).partition("-")
+    if service not in SERVICES or not rest:
+        raise ValueError(f"{user!r} is no instance: SERVICE-ID, with one of {', '.join(SERVICES)}")
+    return service
+
+
+@dataclass(frozen=True)
+class Signed:
+    """Subjects from one instance to another: `<stem>.<receiver>.<sender>`."""
+
+    stem: str
+
+    def __call__(self, receiver: str, sender: str) -> str:
+        return f"{self.stem}.{checked_id(receiver)}.{checked_id(sender)}"
+
+    def to(self, receiver: str) -> str:
+        """What the receiver subscribes to."""
+        return f"{self.stem}.{checked_id(receiver)}.*"
+
+    def by(self, sender: str) -> str:
+        """What the sender may publish."""
+        return f"{self.stem}.*.{checked_id(sender)}"
+
+
+tokens = Signed(f"{PREFIX}.tok")
+"""From a worker to a gateway."""
+worker_dial = Signed(f"{PREFIX}.cmd.worker.dial")
+"""To a worker that is about to be dialled on the bulk plane, from who will dial."""
+worker_borrow = Signed(f"{PREFIX}.cmd.worker.borrow")
+"""To the creditor, from a worker that is short of KV."""
+worker_renew = Signed(f"{PREFIX}.cmd.worker.renew")
+"""To the creditor, from its debtor."""
+worker_repay = Signed(f"{PREFIX}.cmd.worker.repay")
+"""To the creditor, from its debtor."""
+
+
 def status(service: str) -> str:
     """Scatter-gather: every instance of the service answers."""
     return f"{PREFIX}.cmd.{checked_id(service)}.status"
+
+
+def instance_status(service: str, instance: str) -> str:
+    """That instance answers; nobody else may ask. For its own health check."""
+    return f"{PREFIX}.cmd.{checked_id(service)}.status.{checked_id(instance)}"
+
+
+def scheduler_submit(gateway_id: str) -> str:
+    """From that gateway."""
+    return f"{PREFIX}.cmd.scheduler.submit.{checked_id(gateway_id)}"
+
+
+def ledger_candidates(worker_id: str) -> str:
+    """From that worker."""
+    return f"{PREFIX}.cmd.ledger.candidates.{checked_id(worker_id)}"
 
 
 def worker_plan(worker_id: str) -> str:
@@ -94,26 +148,6 @@ def worker_pull(worker_id: str) -> str:
     return f"{PREFIX}.cmd.worker.pull.{checked_id(worker_id)}"
 
 
-def worker_dial(worker_id: str) -> str:
-    """To a worker that is about to be dialled on the bulk plane, from who will dial."""
-    return f"{PREFIX}.cmd.worker.dial.{checked_id(worker_id)}"
-
-
-def worker_borrow(worker_id: str) -> str:
-    """To the creditor, from a worker that is short of KV."""
-    return f"{PREFIX}.cmd.worker.borrow.{checked_id(worker_id)}"
-
-
-def worker_renew(worker_id: str) -> str:
-    """To the creditor, from its debtor."""
-    return f"{PREFIX}.cmd.worker.renew.{checked_id(worker_id)}"
-
-
-def worker_repay(worker_id: str) -> str:
-    """To the creditor, from its debtor."""
-    return f"{PREFIX}.cmd.worker.repay.{checked_id(worker_id)}"
-
-
 def worker_settle(worker_id: str) -> str:
     """To a worker in a cycle of debts, from the ledger."""
     return f"{PREFIX}.cmd.worker.settle.{checked_id(worker_id)}"
@@ -136,10 +170,6 @@ def gateway_reported(gateway_id: str) -> str:
     return f"{PREFIX}.evt.gateway.reported.{checked_id(gateway_id)}"
 
 
-def tokens(gateway_id: str) -> str:
-    return f"{PREFIX}.tok.{checked_id(gateway_id)}"
-
-
 def inbox_prefix(user: str) -> str:
     """Where the answers to a user's own questions arrive; nobody else may listen there."""
     return f"_INBOX_{checked_id(user)}"
@@ -156,23 +186,8 @@ class Permissions:
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    may_answer: bool
+    may_answer: bool = True
     """Once, to the reply subject of each message that reaches it, and to no other inbox."""
-
-
-def _every(build: Callable[[str], str]) -> str:
-    return f"{build('0').removesuffix('0')}*"
-
-
-def _service(name: str, *, publish: tuple[str, ...] = (), subscribe: tuple[str, ...]) -> Permissions:
-    """With what every service has: its inbox, its status, and being found by `nats micro`."""
-    found = tuple(
-        f"$SRV.{verb}{whom}"
-        for verb in ("PING", "INFO", "STATS")
-        for whom in ("", f".{micro_name(name)}", f".{micro_name(name)}.*")
-    )
-    own = (status(name), f"{inbox_prefix(name)}.>", *found)
-    return Permissions(publish=publish, subscribe=(*subscribe, *own), may_answer=True)
 
 
 _LEASE_STREAM = f"KV_{LEASE_BUCKET}"
@@ -183,38 +198,36 @@ _LEASE_PUBLISH = (
     f"$KV.{LEASE_BUCKET}.scheduler",
 )
 
-PERMISSIONS: Mapping[str, Permissions] = {
-    "gateway": _service(
-        "gateway",
+
+def _to_any_worker(*verbs: str) -> tuple[str, ...]:
+    return tuple(f"{PREFIX}.cmd.worker.{verb}.*" for verb in verbs)
+
+
+def _gateway(me: str) -> Permissions:
+    return Permissions(
         publish=(
-            SCHEDULER_SUBMIT,
+            scheduler_submit(me),
             SCHEDULER_CANCEL,
-            _every(worker_cancel),
-            _every(worker_fetch),
-            _every(worker_extend),
-            _every(worker_acknowledge),
-            ANY_GATEWAY_REPORTED,
+            *_to_any_worker("cancel", "fetch", "extend", "acknowledge"),
+            gateway_reported(me),
             GATEWAY_FINISHED,
         ),
         subscribe=(
-            _every(tokens),
+            tokens.to(me),
             ANY_WORKER_REPORTED,
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
             SCHEDULER_PREPARED,
         ),
-    ),
-    "scheduler": _service(
-        "scheduler",
+    )
+
+
+def _scheduler(_: str) -> Permissions:
+    return Permissions(
         publish=(
             PREDICTOR_PREDICT,
             PLACEMENT_PLACE,
-            _every(worker_plan),
-            _every(worker_snapshot),
-            _every(worker_cancel),
-            _every(worker_fetch),
-            _every(worker_want),
-            _every(worker_pull),
+            *_to_any_worker("plan", "snapshot", "cancel", "fetch", "want", "pull"),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
             SCHEDULER_PREPARED,
@@ -222,18 +235,23 @@ PERMISSIONS: Mapping[str, Permissions] = {
             *_LEASE_PUBLISH,
         ),
         subscribe=(
-            SCHEDULER_SUBMIT,
+            ANY_SCHEDULER_SUBMIT,
             SCHEDULER_CANCEL,
             SCHEDULER_MOVE,
             ANY_WORKER_REPORTED,
             ANY_WORKER_STEPPED,
             ANY_GATEWAY_REPORTED,
         ),
-    ),
-    "predictor": _service("predictor", subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED)),
-    "placement": _service(
-        "placement",
-        publish=(_every(worker_prefixes), SCHEDULER_MOVE, PLACEMENT_WANTED),
+    )
+
+
+def _predictor(_: str) -> Permissions:
+    return Permissions(publish=(), subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED))
+
+
+def _placement(_: str) -> Permissions:
+    return Permissions(
+        publish=(*_to_any_worker("prefixes"), SCHEDULER_MOVE, PLACEMENT_WANTED),
         subscribe=(
             PLACEMENT_PLACE,
             ANY_WORKER_REPORTED,
@@ -241,48 +259,76 @@ PERMISSIONS: Mapping[str, Permissions] = {
             ANY_WORKER_CACHED,
             SCHEDULER_MOVED,
         ),
-    ),
-    "ledger": _service(
-        "ledger",
-        publish=(LEDGER_OFFERED, LEDGER_ANNOUNCED, _every(worker_settle)),
-        subscribe=(LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED, LEDGER_ANNOUNCED),
-    ),
-    "worker": _service(
-        "worker",
+    )
+
+
+def _ledger(_: str) -> Permissions:
+    return Permissions(
+        publish=(LEDGER_OFFERED, LEDGER_ANNOUNCED, *_to_any_worker("settle")),
+        subscribe=(ANY_LEDGER_CANDIDATES, ANY_WORKER_REPORTED, LEDGER_OFFERED, LEDGER_ANNOUNCED),
+    )
+
+
+def _worker(me: str) -> Permissions:
+    return Permissions(
         publish=(
-            _every(tokens),
-            ANY_WORKER_REPORTED,
-            ANY_WORKER_STEPPED,
-            ANY_WORKER_CACHED,
-            LEDGER_CANDIDATES,
-            _every(worker_borrow),
-            _every(worker_renew),
-            _every(worker_repay),
-            _every(worker_dial),
+            tokens.by(me),
+            worker_reported(me),
+            worker_stepped(me),
+            worker_cached(me),
+            ledger_candidates(me),
+            worker_borrow.by(me),
+            worker_renew.by(me),
+            worker_repay.by(me),
+            worker_dial.by(me),
         ),
         subscribe=(
-            _every(worker_borrow),
-            _every(worker_renew),
-            _every(worker_repay),
-            _every(worker_settle),
-            _every(worker_want),
-            _every(worker_dial),
-            _every(worker_pull),
+            worker_borrow.to(me),
+            worker_renew.to(me),
+            worker_repay.to(me),
+            worker_dial.to(me),
+            worker_settle(me),
+            worker_want(me),
+            worker_pull(me),
+            worker_plan(me),
+            worker_snapshot(me),
+            worker_cancel(me),
+            worker_fetch(me),
+            worker_extend(me),
+            worker_acknowledge(me),
+            worker_prefixes(me),
             ANY_WORKER_REPORTED,
-            _every(worker_plan),
-            _every(worker_snapshot),
-            _every(worker_cancel),
-            _every(worker_fetch),
-            _every(worker_extend),
-            _every(worker_acknowledge),
-            _every(worker_prefixes),
             ANY_GATEWAY_REPORTED,
         ),
-    ),
-    OPERATOR: Permissions(
-        publish=(*(status(service) for service in SERVICES), "$SRV.>"),
-        subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
-        may_answer=False,
-    ),
+    )
+
+
+_TABLE = {
+    "gateway": _gateway,
+    "scheduler": _scheduler,
+    "predictor": _predictor,
+    "placement": _placement,
+    "ledger": _ledger,
+    "worker": _worker,
 }
-"""By NATS user: one for each service, whatever its instances, and the operator. nats-server enforces it."""
+
+
+def permissions_of(user: str) -> Permissions:
+    """What nats-server enforces: for an instance, such as `worker-0`, or the operator. Raises ValueError for
+    a name that is neither."""
+    if user == OPERATOR:
+        return Permissions(
+            publish=(*(status(service) for service in SERVICES), "$SRV.>"),
+            subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
+            may_answer=False,
+        )
+    service = service_of(user)
+    special = _TABLE[service](user)
+    found = tuple(
+        f"$SRV.{verb}{whom}"
+        for verb in ("PING", "INFO", "STATS")
+        for whom in ("", f".{micro_name(service)}", f".{micro_name(service)}.*")
+    )
+    health = instance_status(service, user)
+    everybodys = (status(service), health, f"{inbox_prefix(user)}.>", *found)
+    return Permissions((*special.publish, health), (*special.subscribe, *everybodys))

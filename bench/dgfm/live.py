@@ -36,7 +36,7 @@ _HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
 )
-_USER = "placement"
+_USER = "placement-0"
 """Who may hear both."""
 
 
@@ -129,7 +129,7 @@ def measure(
 
 async def _want(access: BusAccess, load: Load) -> None:
     """Tells the workers, as the scheduler would, that each needs more than it has."""
-    bus = await Bus.connect(access.config("scheduler"), service="scheduler", instance="bench-want")
+    bus = await Bus.connect(access.config("scheduler-0"), service="scheduler", instance="bench-want")
     wanted = WantKv(tokens=(KV_BLOCKS + load.wanted_blocks) * BLOCK_TOKENS)
     try:
         until_s = time.perf_counter() + load.wanted_s
@@ -144,7 +144,7 @@ async def _want(access: BusAccess, load: Load) -> None:
 async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: float, load: Load) -> LiveRun:
     run = RunDirectory(stack.run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config(_USER), service=_USER, instance="bench-0")
+    bus = await Bus.connect(access.config(_USER), service="placement", instance="bench-0")
     witness, clients = _Witness(), _Clients(stack.target, requests)
     shares: list[tuple[float, int, int]] = []
     try:

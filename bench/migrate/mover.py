@@ -24,7 +24,7 @@ HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
     Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),
 )
-_USER = "placement"
+_USER = "placement-0"
 _ANSWER_S = 2.0
 _EPOCH_S = 0.5
 
@@ -119,7 +119,7 @@ async def mover(run_dir: Path, choice: Choice = "tokens") -> AsyncIterator[Mover
     """On the bus of the stack that runs from there."""
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config(_USER), service=_USER, instance="mover-0")
+    bus = await Bus.connect(access.config(_USER), service="placement", instance="mover-0")
     made = Mover(bus, choice)
     try:
         await bus.attach(HANDLERS, made)

@@ -19,8 +19,7 @@ from shared.messages.sequence import SequenceKey
 from shared.messages.tokens import TokenFrame
 
 GATEWAY = "gateway-0"
-HANDLERS: tuple[Handler, ...] = (Listener(subjects.tokens(GATEWAY), TokenFrame, "on_frame"),)
-_USER = "gateway"
+HANDLERS: tuple[Handler, ...] = (Listener(subjects.tokens.to(GATEWAY), TokenFrame, "on_frame"),)
 
 
 @dataclass
@@ -75,7 +74,7 @@ async def watch(run_dir: Path) -> AsyncIterator[Watch]:
     """On the bus of the stack that runs from there."""
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config(_USER), service=_USER, instance="watch-0")
+    bus = await Bus.connect(access.config(GATEWAY), service="gateway", instance="watch-0")
     made = Watch()
     try:
         await bus.attach(HANDLERS, made)

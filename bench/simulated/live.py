@@ -115,7 +115,7 @@ async def _run_load(
 ) -> LiveRun:
     draw, at_s, tap = random.Random(f"live/{seed}/arrivals"), 0.0, Tap()
     run = RunDirectory(stack.run_dir)
-    config = BusAccess.from_state(run.read_state(), run.credentials()).config("placement")
+    config = BusAccess.from_state(run.read_state(), run.credentials()).config("placement-0")
     bus = await Bus.connect(config, service="placement", instance="bench-tap")
     try:
         await bus.attach([_LISTENER], tap)

@@ -74,11 +74,11 @@ def as_item(job, worker):  # what a snapshot says, and what the items of a plan 
 
 async def main(run_dir):
     url = json.loads((run_dir / "state.json").read_text())["nats_url"]
-    password = json.loads((run_dir / "credentials.json").read_text())["nats_passwords"]["scheduler"]
-    await bus.connect(url, user="scheduler", password=password, inbox_prefix=b"_INBOX_scheduler")
+    password = json.loads((run_dir / "credentials.json").read_text())["nats_passwords"]["scheduler-0"]
+    await bus.connect(url, user="scheduler-0", password=password, inbox_prefix=b"_INBOX_scheduler-0")
     await bus.subscribe(f"{EVT}.worker.reported.*", cb=on_reported)
     await asyncio.sleep(0.6)  # a round of heartbeats
-    await bus.subscribe(f"{CMD}.scheduler.submit", cb=on_submit)
+    await bus.subscribe(f"{CMD}.scheduler.submit.*", cb=on_submit)
     while not bus.is_closed:
         await asyncio.sleep(1)
 

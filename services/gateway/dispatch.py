@@ -81,7 +81,10 @@ class Dispatch:
                 spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
                 command = SubmitSequence(spec=spec)
                 await self._bus.request(
-                    subjects.SCHEDULER_SUBMIT, command, SubmitReply, deadline_s=self._config.submit_deadline_s
+                    subjects.scheduler_submit(self._bus.instance),
+                    command,
+                    SubmitReply,
+                    deadline_s=self._config.submit_deadline_s,
                 )
             except Exception as error:
                 known = _known(error)

@@ -18,7 +18,7 @@ from services.gateway.routes import make_app
 from services.gateway.server import Server, bind, make_server
 from services.gateway.tokenizer import load_codec
 from shared import log, subjects
-from shared.bus import Bus, Gatherable, Listener
+from shared.bus import Bus, Listener, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.messages.base import Empty
@@ -37,12 +37,12 @@ SHUTDOWN_MARGIN_S = 2.0
 _logger = log.get_logger("gateway")
 
 HANDLERS = (
-    Listener(subjects.tokens, TokenFrame, "on_frame"),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
+    Listener(subjects.tokens.to, TokenFrame, "on_frame", sender="worker_id"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
     Listener(subjects.SCHEDULER_ANNOUNCED, SchedulerAnnounced, "on_scheduler_announced"),
     Listener(subjects.SCHEDULER_WORKER_LOST, WorkerLost, "on_worker_lost"),
     Listener(subjects.SCHEDULER_PREPARED, MovePrepared, "on_prepared"),
-    Gatherable(subjects.status("gateway"), Empty, "status"),
+    *status_handlers("gateway"),
 )
 
 

@@ -14,7 +14,7 @@ from services.ledger.policy import candidates
 from services.ledger.settlements import Settlements
 from services.ledger.state import Table
 from shared import subjects
-from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
+from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
@@ -24,11 +24,13 @@ from shared.messages.lending import CreditorOffered, KvTier, LedgerAnnounced
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
     Listener(subjects.LEDGER_OFFERED, CreditorOffered, "on_offered"),
     Listener(subjects.LEDGER_ANNOUNCED, LedgerAnnounced, "on_announced"),
-    Endpoint(subjects.LEDGER_CANDIDATES, FindCreditors, "find_creditors", concurrency=1),
-    Gatherable(subjects.status("ledger"), Empty, "status"),
+    Endpoint(
+        subjects.ANY_LEDGER_CANDIDATES, FindCreditors, "find_creditors", concurrency=1, sender="debtor_id"
+    ),
+    *status_handlers("ledger"),
 )
 _TICK_S = 0.5
 

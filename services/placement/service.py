@@ -15,9 +15,9 @@ from services.placement.relocation import HANDLERS as MOVE_HANDLERS
 from services.placement.relocation import Relocation
 from services.placement.state import Fleet
 from shared import subjects
-from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
+from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
 from shared.clock import Clock, monotonic_s
-from shared.errors import KvasirError
+from shared.errors import InvalidMessage, KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
@@ -26,11 +26,11 @@ from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
-    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
-    Listener(subjects.ANY_WORKER_CACHED, WorkerPrefixes, "on_cached"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
+    Listener(subjects.ANY_WORKER_CACHED, WorkerPrefixes, "on_cached", sender="worker_id"),
     Endpoint(subjects.PLACEMENT_PLACE, PlaceSequences, "place", concurrency=1),
-    Gatherable(subjects.status("placement"), Empty, "status"),
+    *status_handlers("placement"),
 )
 _TICK_S = 0.5
 _ANSWER_DEADLINE_S = 1.0
@@ -116,6 +116,8 @@ class Placement:
         subject = subjects.worker_prefixes(worker_id)
         try:
             answer = await self._bus.request(subject, question, WorkerPrefixes, deadline_s=_ANSWER_DEADLINE_S)
+            if answer.worker_id != worker_id:
+                raise InvalidMessage(f"{worker_id} answers as {answer.worker_id!r}")
         except KvasirError as error:
             _log.info("%s did not say what it has cached: %s", worker_id, error)
             return

@@ -13,7 +13,7 @@ from services.predictor.models import create
 from services.predictor.models.base import LengthQuery, LengthSample
 from services.predictor.state import PredictionAudit
 from shared import subjects
-from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
+from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest
 from shared.log import canonical, get_logger
@@ -25,7 +25,7 @@ from shared.messages.sequence import TOKEN_BYTES, FinishReason
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512),
     Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "learn"),
-    Gatherable(subjects.status("predictor"), Empty, "status"),
+    *status_handlers("predictor"),
 )
 
 _log = get_logger("predictor")

@@ -12,7 +12,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.effects import AskPlacement, AskPrediction, AskPull, AskSnapshot, AskTokens
 from shared import metrics, subjects
 from shared.bus import Bus
-from shared.errors import KvasirError, StaleEpoch
+from shared.errors import InvalidMessage, KvasirError, StaleEpoch
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
 from shared.messages.moves import BlocksPulled
@@ -139,6 +139,8 @@ class Questions:
                 WorkerReported,
                 deadline_s=self._config.snapshot_deadline_s,
             )
+            if snapshot.worker_id != question.worker_id:
+                raise InvalidMessage(f"{question.worker_id} answers as {snapshot.worker_id!r}")
         except StaleEpoch as error:
             self._end(str(error))
         except KvasirError as error:

@@ -12,7 +12,7 @@ from services.scheduler.policy import check_policy, find_policy
 from services.scheduler.term import HANDLERS as TERM_HANDLERS
 from services.scheduler.term import Term
 from shared import subjects
-from shared.bus import Bus, Gatherable, Lease, Listener
+from shared.bus import Bus, Lease, Listener, status_handlers
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, UnavailableError
 from shared.log import canonical, get_logger
@@ -24,8 +24,8 @@ _ROLE = "scheduler"
 _AFTER_ERROR_S = 0.5
 
 HANDLERS = (
-    Gatherable(subjects.status("scheduler"), Empty, "status"),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
+    *status_handlers("scheduler"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
 )
 """Served at all times; `term.HANDLERS` are added while leading."""
 

@@ -46,12 +46,12 @@ _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
 
 HANDLERS = (
-    Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+    Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit", sender="spec.gateway_id"),
     Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
     Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported"),
-    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
-    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
+    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
 )
 
 

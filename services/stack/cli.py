@@ -1,4 +1,4 @@
-"""The command line: `python -m services up | down | status | chat`."""
+"""The command line: `python -m services up | down | status | chat | credentials`."""
 
 import argparse
 import asyncio
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="One service alone: python -m services.NAME --help, where NAME is gateway, scheduler, "
         "predictor, placement, ledger or worker.",
     )
-    commands = parser.add_subparsers(required=True, metavar="up|down|status|chat")
+    commands = parser.add_subparsers(required=True, metavar="up|down|status|chat|credentials")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir", type=Path, default=ROOT / ".run", help="state, logs, credentials [%(default)s]"
@@ -107,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, help="0 is greedy")
     chat.add_argument("--max-tokens", type=int, help="longest answer")
     chat.set_defaults(command=_chat)
+
+    credentials = commands.add_parser(
+        "credentials", parents=[common], help="let another instance onto the bus, as a NATS user of its own"
+    )
+    credentials.add_argument("name", help="SERVICE-ID, such as worker-2; or operator")
+    credentials.set_defaults(command=_credentials)
     return parser
 
 
@@ -143,6 +149,12 @@ def _status(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.status import status
 
     return asyncio.run(status(RunDirectory(arguments.run_dir), console, as_json=arguments.json))
+
+
+def _credentials(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.newcomer import credentials
+
+    return credentials(RunDirectory(arguments.run_dir), arguments.name, console)
 
 
 def _chat(arguments: argparse.Namespace, console: Console) -> int:

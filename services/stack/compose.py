@@ -1,11 +1,12 @@
-"""`python -m services.stack.compose [FOLDER]`: writes the secrets that docker-compose.yml reads.
+"""`python -m services.stack.compose [FOLDER [INSTANCE …]]`: writes the secrets that docker-compose.yml reads.
 
-One environment file per service, with that service's NATS password and no other's; nats-server's
-configuration with the permissions of every user; the API key. What exists is kept, so it may be run again.
+One environment file per instance, with its NATS password and no other's; nats-server's configuration with
+the permissions of every user; the API key. What exists is kept, so it may be run again, also to name more.
 The folder is closed to other users; nats.conf alone has no lock of its own, since the container that it is
 mounted into runs as a user that this machine does not know.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from services.stack import nats_server
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
-from services.stack.healthcheck import PASSWORD_VARIABLE
 from services.stack.rundir import RunDirectory
 from services.stack.table import ROOT
 from shared import subjects
@@ -31,32 +31,38 @@ _STORE = Path("/data/nats")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 when nats-server would not start with the configuration."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    folder = Path(words[0]) if words else DEFAULT_FOLDER
+    parser = argparse.ArgumentParser(
+        prog="python -m services.stack.compose", description="The secrets that docker-compose.yml reads."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help="[deploy/secrets]")
+    parser.add_argument("instances", nargs="*", help="beside those of the compose file, such as worker-2")
+    arguments = parser.parse_args(argv)
     try:
-        write_secrets(folder)
+        write_secrets(arguments.folder, *arguments.instances)
     except ConfigError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
-    print(f"secrets are in {folder}; the API key is in {folder / KEY_FILE}")
+    print(f"secrets are in {arguments.folder}; the API key is in {arguments.folder / KEY_FILE}")
     return 0
 
 
-def write_secrets(folder: Path) -> None:
-    """Everything below `folder`. Raises ConfigError when nats-server does not accept its configuration."""
+def write_secrets(folder: Path, *more: str) -> None:
+    """Everything below `folder`, for the instances of the compose file, those of before and `more`. Raises
+    ConfigError for a name that is no instance's, and when nats-server does not accept its configuration."""
+    try:
+        instances = [*StackConfig().instances, *(name for name in more if subjects.service_of(name))]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    access = BusAccess(_URL, RunDirectory(folder).credentials())
+    access = BusAccess(_URL, RunDirectory(folder).credentials(*instances))
     nats_server.write_config(folder / NATS_CONFIG, StackConfig(), access, _STORE)
     (folder / NATS_CONFIG).chmod(0o644)
-    key = access.credentials.api_key
-    _write(folder / KEY_FILE, f"{key}\n")
-    operator = {PASSWORD_VARIABLE: access.credentials.nats_passwords[subjects.OPERATOR]}
-    for service in subjects.SERVICES:
-        _write_env(
-            folder / f"{service}.env", {**access.environment(service), **operator, **_own(service, access)}
-        )
-    _write_env(folder / "nats.env", {f"{ENV_PREFIX}BUS__URL": _URL, **operator})
+    _write(folder / KEY_FILE, f"{access.credentials.api_key}\n")
+    for instance in access.credentials.nats_passwords:
+        if instance != subjects.OPERATOR:
+            own = _own(subjects.service_of(instance), access)
+            _write_env(folder / f"{instance}.env", access.environment(instance) | own)
 
 
 def _own(service: str, access: BusAccess) -> dict[str, str]:

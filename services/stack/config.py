@@ -7,9 +7,17 @@ from pydantic import Field
 
 from shared.config import ServiceConfig
 
+SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
+
 
 class StackConfig(ServiceConfig):
     """Section `stack`."""
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """All of a stack, one of your own in a service's place included. Each is a NATS user."""
+        workers = (f"worker-{number}" for number in range(self.workers))
+        return ("gateway-0", *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)
 
     port: int = Field(default=8080, ge=0, le=65535, description="of the HTTP gateway; 0 takes a free one")
     nats_port: int | None = Field(

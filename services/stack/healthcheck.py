@@ -1,8 +1,9 @@
 """`python -m services.stack.healthcheck NAME`: what a container's health check runs inside it.
 
 NAME is `nats` or an instance such as `worker-1`. The gateway is asked for /ready, which covers the stack
-behind it; the others for their status, over the bus, as the user who may ask for nothing else. Prints what
-was answered and exits 0, or the reason and exits 1. It knows no container, only this process's environment.
+behind it; nats-server for its greeting, which needs no password; the others for their status, over the bus,
+as the NATS user that they are themselves. Prints what was answered and exits 0, or the reason and exits 1. It
+knows no container, only this process's environment.
 """
 
 import asyncio
@@ -11,22 +12,21 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-
-from pydantic import SecretStr
+from urllib.parse import urlsplit
 
 from services.stack.config import StackConfig
 from services.stack.probes import HttpProbe
-from services.stack.roll import RollCall
 from shared import subjects
 from shared.config import ENV_PREFIX, BusConfig, load
 from shared.errors import ConfigError, KvasirError, NoResponder
+from shared.messages.base import Empty
+from shared.messages.reports import ServiceStatus
 
-PASSWORD_VARIABLE = f"{ENV_PREFIX}OPERATOR_PASSWORD"
 _PORT_VARIABLE = f"{ENV_PREFIX}GATEWAY__PORT"
 _DEFAULT_PORT = "8080"
 _CONNECT_S = 3.0
-_ANSWER_S = 1.0
-"""Every instance of a service is waited for: how many there are is not known here."""
+_ANSWER_S = 2.0
+_GREETING = b"INFO {"
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
@@ -49,19 +49,16 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
 
 async def answer(name: str, environ: Mapping[str, str]) -> str:
     """What `name` says of itself. Raises KvasirError with the reason when it is not well, ConfigError when
-    there is no such name or no password."""
-    service = name.rpartition("-")[0]
+    there is no such name."""
+    if name == "nats":
+        return await _nats(_bus_config(environ))
+    try:
+        service = subjects.service_of(name)
+    except ValueError as error:
+        raise ConfigError(f"neither nats nor an instance: {error}") from None
     if service == "gateway":
         return await _gateway(int(environ.get(_PORT_VARIABLE) or _DEFAULT_PORT))
-    if name != "nats" and service not in subjects.SERVICES:
-        raise ConfigError(f"{name!r} is neither nats nor an instance such as worker-0")
-    roll = RollCall(_bus_config(environ))
-    try:
-        if name == "nats":
-            return await _nats(roll)
-        return await _instance(roll, service, name)
-    finally:
-        await roll.close()
+    return await _instance(_bus_config(environ), service, name)
 
 
 async def _gateway(port: int) -> str:
@@ -71,27 +68,39 @@ async def _gateway(port: int) -> str:
     return "ready"
 
 
-async def _nats(roll: RollCall) -> str:
-    """The server lets this user in and delivers a question, whoever may be there to answer it."""
-    heard = await roll.ask("scheduler", deadline_s=_ANSWER_S, expected=1)
-    return f"delivers; {len(heard)} scheduler heard"
+async def _nats(config: BusConfig) -> str:
+    """A server greets whoever connects, before it asks who that is."""
+    address = urlsplit(config.url)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            greeting = await reader.read(len(_GREETING))
+            writer.close()
+    except (OSError, TimeoutError) as error:
+        raise NoResponder(f"no greeting from {config.url}: {error or 'too late'}") from None
+    if greeting != _GREETING:
+        raise NoResponder(f"what listens at {config.url} is no nats-server")
+    return "greets"
 
 
-async def _instance(roll: RollCall, service: str, instance: str) -> str:
-    for status in await roll.ask(service, deadline_s=_ANSWER_S):
-        if status.instance == instance:
-            return json.dumps(status.details)
-    raise NoResponder(f"{instance} does not answer on the bus")
+async def _instance(config: BusConfig, service: str, instance: str) -> str:
+    from shared.bus import Bus  # The other checks need none of what it brings.
+
+    bus = await Bus.connect(config, service=service, instance=instance)
+    try:
+        subject = subjects.instance_status(service, instance)
+        status = await bus.request(subject, Empty(), ServiceStatus, deadline_s=_ANSWER_S)
+    except NoResponder:
+        raise NoResponder(f"{instance} does not answer on the bus") from None
+    finally:
+        await bus.close()
+    return json.dumps(status.details)
 
 
 def _bus_config(environ: Mapping[str, str]) -> BusConfig:
-    """As the service in this container reaches NATS, but as the operator."""
-    password = environ.get(PASSWORD_VARIABLE)
-    if not password:
-        raise ConfigError(f"{PASSWORD_VARIABLE} is not set; `make secrets` writes it")
+    """As the service in this container reaches NATS."""
     bus = load(StackConfig, "stack", argv=(), environ=environ).bus
-    operator = {"user": subjects.OPERATOR, "password": SecretStr(password), "connect_timeout_s": _CONNECT_S}
-    return bus.model_copy(update=operator)
+    return bus.model_copy(update={"connect_timeout_s": _CONNECT_S})
 
 
 if __name__ == "__main__":

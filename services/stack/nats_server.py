@@ -13,6 +13,7 @@ from services.stack.permissions import users_text
 from shared.errors import ConfigError
 
 _CHECK_DEADLINE_S = 20.0
+_USERS_BEGIN, _USERS_END = "    users: [\n", "\n    ]\n"
 
 
 def binary() -> str:
@@ -28,7 +29,7 @@ def binary() -> str:
 
 
 def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
-    """The server's configuration: loopback, one account, one user per service, JetStream on files.
+    """The server's configuration: loopback, one account, one user per instance, JetStream on files.
 
     There is no user that may do everything, and no entry without a password.
     """
@@ -45,10 +46,7 @@ jetstream {{
 {_tls_text(access)}accounts {{
   KVASIR {{
     jetstream {{ max_file: {config.nats_max_file_store_bytes}, max_streams: 1 }}
-    users: [
-{users_text(access.credentials.nats_passwords)}
-    ]
-  }}
+{_USERS_BEGIN}{users_text(access.credentials.nats_passwords)}{_USERS_END}  }}
 }}
 """
 
@@ -56,9 +54,21 @@ jetstream {{
 def write_config(path: Path, config: StackConfig, access: BusAccess, store: Path) -> None:
     """Writes the file, readable by its owner only. Raises ConfigError when nats-server would not start with
     it."""
+    _write_checked(path, config_text(config, access, store))
+
+
+def replace_users(path: Path, access: BusAccess) -> None:
+    """As `write_config` wrote it, with the users of now; nats-server reads it again on SIGHUP. Raises
+    ConfigError when it would not."""
+    before, _, rest = path.read_text().partition(_USERS_BEGIN)
+    users = users_text(access.credentials.nats_passwords)
+    _write_checked(path, f"{before}{_USERS_BEGIN}{users}{_USERS_END}{rest.partition(_USERS_END)[2]}")
+
+
+def _write_checked(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(config_text(config, access, store))
+        file.write(text)
     checked = subprocess.run(
         [binary(), "-c", str(path), "-t"],
         capture_output=True,

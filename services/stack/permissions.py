@@ -6,18 +6,18 @@ It judges nothing: what a user may do is decided there and enforced by the serve
 import json
 from collections.abc import Mapping
 
-from shared.subjects import PERMISSIONS, Permissions
+from shared.subjects import Permissions, permissions_of
 
 _ANSWER_WITHIN = "2m"
 """Longer than any deadline of a question on the bus."""
 
 
 def users_text(passwords: Mapping[str, str]) -> str:
-    """One entry per user of the table, with its password. Raises KeyError when one has none."""
+    """One entry per user. Raises ValueError for a name that is no user's."""
     return "\n".join(
-        f"      {{ user: {json.dumps(user)}, password: {json.dumps(passwords[user])}, "
-        f"permissions: {_permissions(permissions)} }}"
-        for user, permissions in PERMISSIONS.items()
+        f"      {{ user: {json.dumps(user)}, password: {json.dumps(password)}, "
+        f"permissions: {_permissions(permissions_of(user))} }}"
+        for user, password in passwords.items()
     )
 
 

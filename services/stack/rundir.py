@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.subjects import PERMISSIONS
+from shared.subjects import OPERATOR, permissions_of
 
 _KEPT_LOGS = 3
 LOG_LIMIT_BYTES = 64 * 1024 * 1024
@@ -28,7 +28,7 @@ class Credentials:
 
     api_key: str
     nats_passwords: Mapping[str, str]
-    """By NATS user."""
+    """By NATS user: each instance, and the operator."""
 
     @property
     def api_key_sha256(self) -> str:
@@ -44,6 +44,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.state_file = self.path / "state.json"
         self.credentials_file = self.path / "credentials.json"
+        self.nats_config = self.path / "nats.conf"
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
 
@@ -91,16 +92,17 @@ class RunDirectory:
         """Replaces the state in one step: a reader sees the old or the new one."""
         _write_private(self.state_file, json.dumps(state, indent=1))
 
-    def credentials(self) -> Credentials:
-        """The stack's secrets; what is missing is made and kept. Passwords begin with a letter: NATS parses $
-        and digits."""
+    def credentials(self, *instances: str) -> Credentials:
+        """The stack's secrets: of these instances, of all that ever were asked for, and of the operator. What
+        is missing is made and kept. Passwords begin with a letter: NATS parses $ and digits."""
         path = self.credentials_file
         found = _read_object(path)
         key, passwords = found.get("api_key"), found.get("nats_passwords")
         known = passwords if isinstance(passwords, dict) else {}
+        users = dict.fromkeys([OPERATOR, *filter(_is_user, known), *instances])
         credentials = Credentials(
             api_key=key if isinstance(key, str) else f"sk-{secrets.token_hex(24)}",
-            nats_passwords={user: known.get(user) or f"p{secrets.token_hex(24)}" for user in PERMISSIONS},
+            nats_passwords={user: known.get(user) or f"p{secrets.token_hex(24)}" for user in users},
         )
         if credentials.__dict__ != found:
             _write_private(path, json.dumps(credentials.__dict__))
@@ -127,6 +129,14 @@ class RunDirectory:
                 os.truncate(log, 0)
                 trimmed.append(log.stem)
         return trimmed
+
+
+def _is_user(name: str) -> bool:
+    try:
+        permissions_of(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _read_object(path: Path) -> dict[str, Any]:

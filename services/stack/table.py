@@ -25,7 +25,6 @@ from shared.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: where `python -m services.…` works."""
-SOFT_STATE_SERVICES = ("scheduler", "predictor", "placement", "ledger")
 _MODEL_SERVICES = ("GATEWAY", "WORKER")
 _BUS, _BACKEND, _FRONT = 0, 1, 2
 """Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
@@ -60,8 +59,7 @@ def kvasir_table(
     roll: RollCall,
 ) -> list[ChildSpec]:
     """Every child of a stack. `overrides` are (section or instance, setting, value). Raises ConfigError."""
-    nats_config = run.path / "nats.conf"
-    nats_server.write_config(nats_config, config, access, run.path / "nats")
+    nats_server.write_config(run.nats_config, config, access, run.path / "nats")
     shared_env = {
         **environ,
         f"{ENV_PREFIX}GATEWAY__PORT": str(port),
@@ -73,9 +71,8 @@ def kvasir_table(
     shared_env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.workers)))
     if _in_file(config_file, "predictor", "state_dir") is None:
         shared_env.setdefault(f"{ENV_PREFIX}PREDICTOR__STATE_DIR", str(run.path / "predictor"))
-    started = [name for name in SOFT_STATE_SERVICES if name not in config.without]
-    instances = {f"{name}-0": name for name in ("gateway", *started)}
-    instances |= {f"worker-{number}": "worker" for number in range(config.workers)}
+    instances = {name: subjects.service_of(name) for name in config.instances}
+    instances = {name: service for name, service in instances.items() if service not in config.without}
     for section, setting, _ in overrides:
         known = {*subjects.SERVICES, *instances, "bus", "log_level", "log_format"}
         if section not in known:
@@ -84,7 +81,7 @@ def kvasir_table(
             raise ConfigError("gateway and workers call the model the same: write --served-name NAME")
         if setting == "port":
             raise ConfigError("the stack looks for the gateway where it starts it: write --port PORT")
-    nats_argv = (nats_server.binary(), "-c", str(nats_config))
+    nats_argv = (nats_server.binary(), "-c", str(run.nats_config))
     table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"
     seed.unlink(missing_ok=True)
@@ -101,7 +98,7 @@ def kvasir_table(
             ChildSpec(
                 name=instance,
                 argv=(sys.executable, "-m", module, *arguments),
-                env=shared_env | access.environment(service) | _override_env(overrides, service, instance),
+                env=shared_env | access.environment(instance) | _override_env(overrides, service, instance),
                 ready=HttpProbe(port, page) if front else StatusProbe(roll, service, instance),
                 launcher=Seedling(seed, instance, module, arguments) if forked else Program(),
                 stage=_FRONT if front else _BACKEND,

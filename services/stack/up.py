@@ -67,7 +67,7 @@ class _Stack:
         self._url = f"http://127.0.0.1:{self._port}"
         self._access = BusAccess.to_local(
             choose_nats_port(config.nats_port, self._say),
-            self._run.credentials(),
+            self._run.credentials(*config.instances),
             certificate_for(config, self._run.path / "tls"),
         )
         self._roll = RollCall(self._access.config(OPERATOR))
@@ -140,7 +140,7 @@ class _Stack:
                 self._run.trim_logs()
 
     async def _served_model(self) -> str:
-        key = self._run.credentials().api_key
+        key = self._access.credentials.api_key
         try:
             _, body = await http_get(self._port, "/v1/models", (f"Authorization: Bearer {key}",))
             return str(json.loads(body)["data"][0]["id"])

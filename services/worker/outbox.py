@@ -51,7 +51,9 @@ class Outbox:
         if self._drop_final_frames:
             frames = without_ends(frames)
             _dropped.inc(len(effects.frames) - len(frames))
-        messages: list[Addressed] = [(subjects.tokens(each.gateway_id), each.frame) for each in frames]
+        messages: list[Addressed] = [
+            (subjects.tokens(each.gateway_id, each.frame.worker_id), each.frame) for each in frames
+        ]
         messages += [(subjects.worker_stepped(each.worker_id), each) for each in effects.stepped]
         return messages
 

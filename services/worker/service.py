@@ -28,7 +28,7 @@ from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.outbox import Outbox
 from services.worker.runner import Runner
 from shared import subjects
-from shared.bus import Bus, Endpoint, Gatherable, Handler, Listener
+from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
@@ -44,11 +44,11 @@ HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
     Listener(subjects.worker_extend, ExtendSequence, "on_extend"),
     Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_acknowledge"),
-    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway"),
+    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway", sender="gateway_id"),
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
     Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
     Endpoint(subjects.worker_prefixes, FindPrefixes, "find_prefixes"),
-    Gatherable(subjects.status("worker"), Empty, "status"),
+    *status_handlers("worker"),
 )
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0

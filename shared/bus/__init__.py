@@ -6,7 +6,7 @@ one of `shared.errors`. Knows no service and no message by name.
 
 from shared.bus.connection import Bus
 from shared.bus.express import Express
-from shared.bus.handlers import Endpoint, Gatherable, Handler, Listener
+from shared.bus.handlers import Endpoint, Gatherable, Handler, Listener, status_handlers
 from shared.bus.lease import Lease
 from shared.bus.runtime import run_main, run_service
 
@@ -20,4 +20,5 @@ __all__ = [
     "Listener",
     "run_main",
     "run_service",
+    "status_handlers",
 ]

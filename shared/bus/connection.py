@@ -62,7 +62,7 @@ class Bus:
         self.instance = checked_id(instance)
         self.incarnation = new_incarnation()
         self._counters = BusCounters(registry)
-        prefix = inbox_prefix(service)
+        prefix = inbox_prefix(config.user or instance)
         self._link = Link(config, name=instance, inbox_prefix=prefix, counters=self._counters)
         self._clearance = Clearance(self._link)
         self._inbox = Inbox(prefix)
@@ -80,7 +80,7 @@ class Bus:
         cls, config: BusConfig, *, service: str, instance: str, registry: CollectorRegistry | None = None
     ) -> "Bus":
         """Raises BusUnavailable after `config.connect_timeout_s`, and PermissionRefused when the user may not
-        have the inbox of that service. Afterwards the bus reconnects for ever."""
+        have that inbox. Afterwards the bus reconnects for ever."""
         bus = cls(config, service, instance, registry)
         await bus._link.open()
         try:

@@ -8,10 +8,13 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from shared.messages.base import Message
-from shared.subjects import checked_id
+from shared.errors import InvalidMessage
+from shared.messages.base import Empty, Message
+from shared.subjects import checked_id, instance_status, status
 
 Subject = str | Callable[[str], str]
 """A subject, or a function of `shared.subjects` that is called with the instance id."""
@@ -30,6 +33,9 @@ class Endpoint:
     concurrency: int = 64
     pending_limit: int = 1024
     """Requests that may wait for a lane; one more is answered `Overloaded`."""
+    sender: str | None = None
+    """The field of the request that says who sends it (`spec.gateway_id`). The subject has to end in the same
+    name, which NATS has checked."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Listener:
     queue: str | None = None
     """With a name, only one subscriber of that name gets each message."""
     pending_limit: int = 16_384
+    sender: str | None = None
+    """As of an `Endpoint`."""
 
 
 Handler = Endpoint | Gatherable | Listener
@@ -67,6 +75,26 @@ Handler = Endpoint | Gatherable | Listener
 def subject_for(subject: Subject, instance: str) -> str:
     """The subject a handler of this instance serves."""
     return subject if isinstance(subject, str) else subject(checked_id(instance))
+
+
+def status_handlers(service: str) -> tuple[Handler, ...]:
+    """`async def status(self, _: Empty)`: for the operator, who asks every instance at once, and for this
+    instance's own health check."""
+    own = Endpoint(partial(instance_status, service), Empty, "status")
+    return (Gatherable(status(service), Empty, "status"), own)
+
+
+def sender_check(field: str | None) -> Callable[[str, Any], None]:
+    """Raises InvalidMessage for a message on a subject that does not end in what its `field` says."""
+    if field is None:
+        return lambda subject, message: None
+    named = attrgetter(field)
+
+    def check(subject: str, message: Any) -> None:
+        if (claimed := named(message)) != subject.rpartition(".")[2]:
+            raise InvalidMessage(f"{subject}: its sender calls itself {claimed!r}")
+
+    return check
 
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from nats.micro.service import Service
 
 from shared.bus import tracing
 from shared.bus.counters import BusCounters
-from shared.bus.handlers import Endpoint, Gatherable, Lanes, Listener, subject_for
+from shared.bus.handlers import Endpoint, Gatherable, Lanes, Listener, sender_check, subject_for
 from shared.bus.inline import handle_inline
 from shared.bus.link import Link
 from shared.errors import (
@@ -62,6 +62,7 @@ class ServedListener:
         self.target = target
         self.subject = subject_for(spec.subject, instance)
         self._handle: Callable[[Any], Any] = getattr(target, spec.method)
+        self._check_sender = sender_check(spec.sender)
         self._counters = counters
         self._received = counters.received(spec.message)
         self._seconds = counters.handler_seconds(spec.message)
@@ -86,9 +87,14 @@ class ServedListener:
     def _on_inline(self, msg: Msg) -> None:
         self._received.inc()
         try:
-            self._handle(decoded(msg.data, self.spec.message))
+            self._handle(self._message_in(msg))
         except (Exception, asyncio.CancelledError) as error:
             _report(error, self.subject, self._counters)
+
+    def _message_in(self, msg: Msg) -> Any:
+        message = decoded(msg.data, self.spec.message)
+        self._check_sender(msg.subject, message)
+        return message
 
     async def _on_message(self, msg: Msg) -> None:
         self._received.inc()
@@ -102,7 +108,7 @@ class ServedListener:
     async def _run(self, msg: Msg) -> None:
         started_s = time.perf_counter()
         try:
-            await self._handle(decoded(msg.data, self.spec.message))
+            await self._handle(self._message_in(msg))
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
@@ -130,6 +136,7 @@ class ServedEndpoint:
         self._handle: Callable[[Any], Awaitable[msgspec.Struct]] = getattr(target, spec.method)
         if not inspect.iscoroutinefunction(self._handle):
             raise TypeError(f"{spec.method} serves {self.subject}, so it must be an async def")
+        self._check_sender = sender_check(spec.sender if isinstance(spec, Endpoint) else None)
         self._group = f"{instance}-{incarnation}" if isinstance(spec, Gatherable) else None
         self._counters = counters
         self._link = link
@@ -183,7 +190,9 @@ class ServedEndpoint:
         started_s = time.perf_counter()
         trace = tracing.attach(msg.headers)
         try:
-            reply = await self._handle(decoded(msg.data, self.spec.request))
+            request = decoded(msg.data, self.spec.request)
+            self._check_sender(msg.subject, request)
+            reply = await self._handle(request)
             await self._answer(msg, encode(reply))
             self._counters.sent(type(reply)).inc()
         except asyncio.CancelledError as error:

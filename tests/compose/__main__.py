@@ -93,8 +93,10 @@ def check_hardening(project: Project) -> None:
         host = state["HostConfig"]
         assert host["ReadonlyRootfs"] and host["Init"] and host["CapDrop"] == ["ALL"], service
         users = [name for name in state["Config"]["Env"] if name.startswith("KVASIR_BUS__USER=")]
-        expected = [] if service == "nats" else [f"KVASIR_BUS__USER={service.partition('-')[0]}"]
-        assert users == expected, (service, users)
+        instance = service if service.startswith("worker-") else f"{service.partition('-')[0]}-0"
+        assert users == ([] if service == "nats" else [f"KVASIR_BUS__USER={instance}"]), (service, users)
+        passwords = [name for name in state["Config"]["Env"] if "PASSWORD" in name]
+        assert len(passwords) == len(users), f"{service} holds another's password"
     say("non-root, read-only, each with its own NATS user")
 
 

@@ -28,19 +28,11 @@ def defined_names(path: Path) -> set[str]:
 
 
 def known_subjects() -> set[str]:
-    """Every subject `shared.subjects` can build, with `<id>` where an instance id goes, less the prefix."""
-    built = set()
-    for name, value in vars(subjects).items():
-        if isinstance(value, str) and value.startswith(subjects.PREFIX + "."):
-            built.add(value)
-        elif (
-            callable(value)
-            and not isinstance(value, type)
-            and not name.startswith("_")
-            and getattr(value, "__module__", "") == subjects.__name__
-            and name != "checked_id"
-        ):
-            built.add(value("ID").replace("ID", "<id>"))
+    """Every subject that some user may use, with `<id>` where an instance id goes, less the prefix."""
+    users = [f"{service}-0" for service in subjects.SERVICES]
+    table = [subjects.permissions_of(user) for user in (*users, subjects.OPERATOR)]
+    used = {subject for user in table for subject in (*user.publish, *user.subscribe)}
+    built = {re.sub(rf"({'|'.join(users)})\b", "*", subject) for subject in used}
     return {subject.removeprefix(subjects.PREFIX + ".").replace("*", "<id>") for subject in built}
 
 

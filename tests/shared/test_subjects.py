@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -17,26 +18,26 @@ BUILDERS: list[Callable[[str], str]] = [
     subjects.worker_acknowledge,
     subjects.worker_prefixes,
     subjects.worker_want,
-    subjects.worker_dial,
     subjects.worker_pull,
     subjects.worker_extend,
-    subjects.worker_borrow,
-    subjects.worker_renew,
-    subjects.worker_repay,
     subjects.worker_settle,
     subjects.worker_reported,
     subjects.worker_stepped,
     subjects.worker_cached,
     subjects.gateway_reported,
-    subjects.tokens,
+    subjects.scheduler_submit,
+    subjects.ledger_candidates,
 ]
+SIGNED = {name: value for name, value in vars(subjects).items() if isinstance(value, subjects.Signed)}
+USERS = ("gateway-0", "scheduler-0", "predictor-0", "placement-0", "ledger-0", "worker-0", subjects.OPERATOR)
 CONSTANTS = {
     name: value
     for name, value in vars(subjects).items()
     if isinstance(value, str) and value.startswith(f"{subjects.PREFIX}.")
 }
 SHAPE = re.compile(
-    r"kvasir\.v1\.(cmd\.(?P<service>\w+)\.[a-z]+(\.\w[\w-]*)?|evt\.\w+\.[a-z]+(\.\w[\w-]*|\.\*)?|tok\.\w[\w-]*)"
+    r"kvasir\.v1\.(cmd\.(?P<service>\w+)\.[a-z]+(\.(\w[\w-]*|\*)){,2}|evt\.\w+\.[a-z]+(\.\w[\w-]*|\.\*)?"
+    r"|tok\.\w[\w-]*\.\w[\w-]*)"
 )
 
 
@@ -49,14 +50,23 @@ def test_every_builder_is_tested() -> None:
         and getattr(value, "__module__", "") == subjects.__name__
         and not name.startswith("_")
     }
-    others = {subjects.checked_id, subjects.status, subjects.inbox_prefix, subjects.micro_name}
-    assert public - others == set(BUILDERS)
+    others = {
+        subjects.checked_id,
+        subjects.service_of,
+        subjects.permissions_of,
+        subjects.status,
+        subjects.instance_status,
+        subjects.inbox_prefix,
+        subjects.micro_name,
+    }
+    assert public - others - set(SIGNED.values()) == set(BUILDERS)
 
 
 def test_subjects_are_unique_and_well_shaped() -> None:
     built = [build("id-0") for build in BUILDERS] + [
         subjects.status(service) for service in subjects.SERVICES
     ]
+    built += [one("id-0", "id-1") for one in SIGNED.values()]
     everything = built + list(CONSTANTS.values())
     assert len(set(everything)) == len(everything)
     for subject in everything:
@@ -72,6 +82,9 @@ def test_subjects_are_unique_and_well_shaped() -> None:
         (subjects.ANY_WORKER_STEPPED, subjects.worker_stepped),
         (subjects.ANY_WORKER_CACHED, subjects.worker_cached),
         (subjects.ANY_GATEWAY_REPORTED, subjects.gateway_reported),
+        (subjects.ANY_SCHEDULER_SUBMIT, subjects.scheduler_submit),
+        (subjects.ANY_LEDGER_CANDIDATES, subjects.ledger_candidates),
+        (subjects.tokens.to("gateway-0"), lambda sender: subjects.tokens("gateway-0", sender)),
     ],
 )
 def test_a_wildcard_covers_its_instances(wildcard: str, build: Callable[[str], str]) -> None:
@@ -86,41 +99,63 @@ def test_bad_ids_are_refused_everywhere(bad: str) -> None:
     for build in [*BUILDERS, subjects.status, subjects.checked_id, subjects.inbox_prefix]:
         with pytest.raises(ValueError, match="is no instance id"):
             build(bad)
+    for signed in SIGNED.values():
+        for make in (signed.to, signed.by, partial(signed, "id-0"), partial(signed, sender="id-0")):
+            with pytest.raises(ValueError, match="is no instance id"):
+                make(bad)
+
+
+@pytest.mark.parametrize("name", ["worker", "worker-", "janitor-0", "bench-tap", "Worker-0", "a.b"])
+def test_a_user_is_an_instance_of_a_service_or_the_operator(name: str) -> None:
+    with pytest.raises(ValueError, match="is no instance"):
+        subjects.permissions_of(name)
+    assert subjects.service_of("worker-gpu-3") == "worker"
 
 
 @given(st.text(max_size=70))
 def test_whatever_is_accepted_is_one_token(text: str) -> None:
     try:
-        subject = subjects.tokens(text)
+        subject = subjects.tokens(text, "worker-0")
     except ValueError:
         return
-    assert subject.split(".") == ["kvasir", "v1", "tok", text]
+    assert subject.split(".") == ["kvasir", "v1", "tok", text, "worker-0"]
     assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether a subject exists that both patterns cover."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return one.count(".") == other.count(".") and all("*" in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def test_whatever_may_be_sent_may_be_heard_and_the_other_way_round() -> None:
     ours = f"{subjects.PREFIX}."
-    sent = {s for user in subjects.PERMISSIONS.values() for s in user.publish if s.startswith(ours)}
-    heard = {s for user in subjects.PERMISSIONS.values() for s in user.subscribe if s.startswith(ours)}
-    assert sent == heard
+    table = [subjects.permissions_of(user) for user in USERS]
+    sent = {s for user in table for s in user.publish if s.startswith(ours)}
+    heard = {s for user in table for s in user.subscribe if s.startswith(ours)}
+    assert not [s for s in sent if not any(overlap(s, other) for other in heard)]
+    assert not [s for s in heard if not any(overlap(s, other) for other in sent)]
 
 
 def test_every_subject_is_in_the_table() -> None:
-    patterns = {s for user in subjects.PERMISSIONS.values() for s in (*user.publish, *user.subscribe)}
-    built = {build("x").removesuffix("x") + "*" for build in BUILDERS} | {
-        subjects.status(service) for service in subjects.SERVICES
-    }
-    assert built | set(CONSTANTS.values()) <= patterns
+    table = [subjects.permissions_of(user) for user in USERS]
+    patterns = {s for user in table for s in (*user.publish, *user.subscribe)}
+    built = set(CONSTANTS.values()) | {subjects.status(service) for service in subjects.SERVICES}
+    built |= {one.to("gateway-0" if one is subjects.tokens else "worker-0") for one in SIGNED.values()}
+    assert built <= patterns
+    for build in BUILDERS:
+        assert any(overlap(build(user), pattern) for user in USERS for pattern in patterns)
 
 
-def test_one_user_per_service_and_no_wildcard_over_another() -> None:
-    assert set(subjects.PERMISSIONS) == {*subjects.SERVICES, subjects.OPERATOR}
-    for user, permissions in subjects.PERMISSIONS.items():
+def test_everybody_has_a_name_and_an_inbox_of_its_own() -> None:
+    for user in USERS:
+        permissions = subjects.permissions_of(user)
         inboxes = {s for s in permissions.subscribe if s.startswith("_INBOX")}
         assert inboxes == {f"{subjects.inbox_prefix(user)}.>"}
         for pattern in {*permissions.publish, *permissions.subscribe} - inboxes - {"$SRV.>"}:
             assert ">" not in pattern, pattern
             assert pattern.split(".").index("*") > 1 if "*" in pattern else True, pattern
+        service = user.partition("-")[0]
         assert not any(s.startswith("$SRV") for s in permissions.publish) or user == subjects.OPERATOR
-        assert not any(s.startswith(("$JS", "$KV")) for s in permissions.publish) or user == "scheduler"
+        assert not any(s.startswith(("$JS", "$KV")) for s in permissions.publish) or service == "scheduler"
         assert not any(s.startswith(("$JS", "$KV")) for s in permissions.subscribe)

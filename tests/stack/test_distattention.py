@@ -100,7 +100,7 @@ class Heartbeats:
 
 @asynccontextmanager
 async def heartbeats(stack: RunningStack) -> AsyncIterator[Heartbeats]:
-    bus = await Bus.connect(bus_access(stack).config("ledger"), service="ledger", instance="ledger-test")
+    bus = await Bus.connect(bus_access(stack).config("ledger-0"), service="ledger", instance="ledger-test")
     heard = Heartbeats()
     try:
         await bus.attach(Heartbeats.HANDLERS, heard)

@@ -23,6 +23,8 @@ from tests.stack.test_settling import SETTINGS, Asking, mutual_need, questions, 
 from tests.stack.watch import Seen, Watch, bus_access, nobody_owes, watching
 
 pytestmark = pytest.mark.stack
+ASKER = "worker-asker"
+"""One more user, let in while the stack runs."""
 OF_LEDGERS = {"SETTLE_THRESHOLD_TOKENS": "64", "SETTLE_INTERVAL_S": "0.5", "SETTLE_VALID_S": "3.0"}
 
 
@@ -39,7 +41,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 def ledger(stack: RunningStack, name: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is no child of the stack's: nobody starts it again."""
     env = {f"{ENV_PREFIX}LEDGER__{key}": value for key, value in OF_LEDGERS.items()}
-    env |= os.environ | bus_access(stack).environment("ledger")
+    let_in = stack.command("credentials", name)
+    assert let_in.returncode == 0, let_in.stderr
+    env |= os.environ | dict(line.split("=", 1) for line in let_in.stdout.splitlines())
     log = RunDirectory(stack.run_dir).path / "logs" / f"{name}.log"
     argv = [sys.executable, "-m", "services.ledger", "--instance", name]
     with (
@@ -70,11 +74,11 @@ class Debtor:
     missed: list[str] = field(default_factory=list)
 
     async def keep_asking(self) -> None:
-        question = FindCreditors(debtor_id="asker", tokens=16)
+        question = FindCreditors(debtor_id=ASKER, tokens=16)
         while True:
             try:
                 await self.bus.request(
-                    subjects.LEDGER_CANDIDATES, question, CreditorCandidates, deadline_s=1.0
+                    subjects.ledger_candidates(ASKER), question, CreditorCandidates, deadline_s=1.0
                 )
                 self.answered += 1
             except KvasirError as error:
@@ -84,7 +88,8 @@ class Debtor:
 
 @asynccontextmanager
 async def asking_ledgers(stack: RunningStack) -> AsyncIterator[Debtor]:
-    bus = await Bus.connect(bus_access(stack).config("worker"), service="worker", instance="asker")
+    assert stack.command("credentials", ASKER).returncode == 0
+    bus = await Bus.connect(bus_access(stack).config(ASKER), service="worker", instance=ASKER)
     debtor = Debtor(bus)
     task = asyncio.create_task(debtor.keep_asking())
     try:

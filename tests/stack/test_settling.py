@@ -66,7 +66,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 async def mutual_need(stack: RunningStack) -> AsyncIterator[None]:
     """Both workers are told, as a scheduler tells them, that more KV is needed there."""
     bus = await Bus.connect(
-        bus_access(stack).config("scheduler"), service="scheduler", instance="scheduler-test"
+        bus_access(stack).config("scheduler-0"), service="scheduler", instance="scheduler-test"
     )
 
     async def keep_on() -> None:

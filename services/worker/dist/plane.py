@@ -10,7 +10,9 @@ from shared.errors import NoResponder
 from shared.messages.bulk import AskTicket, BulkTicket
 from shared.messages.reports import WorkerReported
 
-HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_dial, AskTicket, "issue_ticket"),)
+HANDLERS: tuple[Handler, ...] = (
+    Endpoint(subjects.worker_dial.to, AskTicket, "issue_ticket", sender="worker_id"),
+)
 _DIAL_S = 2.0
 
 
@@ -74,7 +76,8 @@ class BulkPlane:
 
     async def _ask(self, worker_id: str) -> BulkTicket:
         asked = AskTicket(worker_id=self._own.worker_id, incarnation=self._own.incarnation)
-        return await self._bus.request(subjects.worker_dial(worker_id), asked, BulkTicket, deadline_s=_DIAL_S)
+        subject = subjects.worker_dial(worker_id, self._own.worker_id)
+        return await self._bus.request(subject, asked, BulkTicket, deadline_s=_DIAL_S)
 
     def close(self) -> bool:
         """See `Plane.close`."""

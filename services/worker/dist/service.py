@@ -42,7 +42,7 @@ from shared.messages.reports import WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.worker_want, WantKv, "on_want"),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
 )
 _WANT_S = 2.0
 """The scheduler repeats what it wants several times within this."""

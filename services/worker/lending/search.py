@@ -48,7 +48,7 @@ class Search:
     async def _ask_ledger(self, question: AskLedger) -> Question | None:
         try:
             answer = await self._bus.request(
-                subjects.LEDGER_CANDIDATES,
+                subjects.ledger_candidates(question.question.debtor_id),
                 question.question,
                 CreditorCandidates,
                 deadline_s=ANSWER_DEADLINE_S,
@@ -64,7 +64,7 @@ class Search:
         reply: BorrowReply | None = None
         try:
             reply = await self._bus.request(
-                subjects.worker_borrow(question.creditor_id),
+                subjects.worker_borrow(question.creditor_id, question.question.debtor_id),
                 question.question,
                 BorrowReply,
                 deadline_s=ANSWER_DEADLINE_S,

@@ -40,9 +40,9 @@ from shared.messages.lending import (
 from shared.messages.reports import Capacity, WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
-    Endpoint(subjects.worker_borrow, BorrowBlocks, "borrow", concurrency=1),
-    Endpoint(subjects.worker_renew, RenewLeases, "renew"),
-    Endpoint(subjects.worker_repay, ReturnBlocks, "take_back"),
+    Endpoint(subjects.worker_borrow.to, BorrowBlocks, "borrow", concurrency=1, sender="debtor_id"),
+    Endpoint(subjects.worker_renew.to, RenewLeases, "renew", sender="debtor_id"),
+    Endpoint(subjects.worker_repay.to, ReturnBlocks, "take_back", sender="debtor_id"),
 )
 _TICKS_IN_A_LEASE = 20
 
@@ -231,7 +231,7 @@ class Lending:
         sent_s = self._clock()
         try:
             reply = await self._bus.request(
-                subjects.worker_renew(due.creditor_id),
+                subjects.worker_renew(due.creditor_id, due.message.debtor_id),
                 due.message,
                 LeasesRenewed,
                 deadline_s=min(ANSWER_DEADLINE_S, self._config.lease_s / 2),
@@ -245,7 +245,7 @@ class Lending:
         """Whether the creditor has confirmed."""
         try:
             reply = await self._bus.request(
-                subjects.worker_repay(repayment.creditor_id),
+                subjects.worker_repay(repayment.creditor_id, repayment.message.debtor_id),
                 repayment.message,
                 BlocksReturned,
                 deadline_s=ANSWER_DEADLINE_S,

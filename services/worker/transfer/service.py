@@ -26,7 +26,7 @@ from shared.messages.reports import WorkerReported
 
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_pull, PullBlocks, "pull", concurrency=16),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
 )
 _PROBE_INTERVAL_S = 0.5
 _SILENCE_S = 5.0

@@ -189,7 +189,7 @@ class FakeWorker:
     async def send(self, delta: TokenDelta, gateway_id: str) -> None:
         if deltas := tuple(self.edit(delta)):
             frame = TokenFrame(self.bus.instance, self.bus.incarnation, deltas)
-            await self.bus.publish(subjects.tokens(gateway_id), frame)
+            await self.bus.publish(subjects.tokens(gateway_id, self.bus.instance), frame)
 
 
 @dataclass(eq=False)
@@ -197,7 +197,7 @@ class FakeScheduler:
     """Hands sequences to `workers` in turn; `refusal` is raised instead."""
 
     HANDLERS = (
-        Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+        Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit"),
         Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
         Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "on_finished"),
         Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway"),

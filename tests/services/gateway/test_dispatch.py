@@ -32,7 +32,7 @@ class Peer:
     """Scheduler and worker in one."""
 
     HANDLERS = (
-        Endpoint(subjects.SCHEDULER_SUBMIT, SubmitSequence, "submit"),
+        Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit"),
         Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_scheduler"),
         Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
         Listener(subjects.worker_cancel, CancelSequence, "on_worker"),

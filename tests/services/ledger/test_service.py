@@ -20,9 +20,8 @@ async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
 
     async def ask(*refused_by: str) -> list[tuple[str, int, int]]:
         question = FindCreditors(debtor_id="w0", tokens=64, refused_by=refused_by)
-        answer = await client.request(
-            subjects.LEDGER_CANDIDATES, question, CreditorCandidates, deadline_s=5.0
-        )
+        subject = subjects.ledger_candidates("w0")
+        answer = await client.request(subject, question, CreditorCandidates, deadline_s=5.0)
         return [(c.worker_id, c.free_tokens, c.distance) for c in answer.candidates]
 
     assert await ask() == []
@@ -56,9 +55,8 @@ async def test_several_ledgers_answer_and_spread_debtors_together(connect_bus: C
 
     async def first_for(debtor: str) -> str:
         question = FindCreditors(debtor_id=debtor, tokens=160)
-        answer = await client.request(
-            subjects.LEDGER_CANDIDATES, question, CreditorCandidates, deadline_s=5.0
-        )
+        subject = subjects.ledger_candidates(debtor)
+        answer = await client.request(subject, question, CreditorCandidates, deadline_s=5.0)
         creditor = answer.candidates[0].worker_id
         await until(lambda: all(debtor in ledger.table.promises_of(creditor) for ledger in tables))
         return creditor

@@ -139,7 +139,10 @@ class Reader:
 
     async def submit(self, spec: SequenceSpec) -> SubmitReply:
         return await self.bus.request(
-            subjects.SCHEDULER_SUBMIT, SubmitSequence(spec=spec), SubmitReply, deadline_s=2.0
+            subjects.scheduler_submit(self.bus.instance),
+            SubmitSequence(spec=spec),
+            SubmitReply,
+            deadline_s=2.0,
         )
 
     async def beat(self) -> None:

@@ -16,12 +16,16 @@ from services.stack.rundir import RunDirectory
 
 
 @asynccontextmanager
-async def secured_server(directory: Path, config: StackConfig | None = None) -> AsyncIterator[BusAccess]:
-    """Runs it, and tells how to get in."""
+async def secured_server(
+    directory: Path, config: StackConfig | None = None, users: tuple[str, ...] = ()
+) -> AsyncIterator[BusAccess]:
+    """Runs it, and tells how to get in; `users` beside a stack's own."""
     run, config = RunDirectory(directory), config or StackConfig()
     run.create()
     access = BusAccess.to_local(
-        ports.free_port(), run.credentials(), certificate_for(config, run.path / "tls")
+        ports.free_port(),
+        run.credentials(*config.instances, *users),
+        certificate_for(config, run.path / "tls"),
     )
     path = run.path / "nats.conf"
     nats_server.write_config(path, config, access, run.path / "nats")
@@ -31,6 +35,7 @@ async def secured_server(directory: Path, config: StackConfig | None = None) -> 
         async with asyncio.timeout(15.0):
             while await TcpProbe(access.port).obstacle(0.0):
                 await asyncio.sleep(0.01)
+        run.write_state({**access.state(), "children": [{"name": "nats", "pid": server.pid}]})
         yield access
     finally:
         server.kill()

@@ -18,7 +18,7 @@ CERTIFICATE = Certificate(Path("/c/server.pem"), Path("/c/key.pem"), Path("/c/ca
 def credentials(path: Path) -> Credentials:
     run = RunDirectory(path)
     run.create()
-    return run.credentials()
+    return run.credentials("worker-0", "worker-1", "gateway-0")
 
 
 @pytest.mark.parametrize("certificate", [None, CERTIFICATE, Certificate(Path("/c"), Path("/k"), None)])
@@ -29,8 +29,8 @@ def test_children_and_state_lead_to_the_same_server(tmp_path: Path, certificate:
     state = json.dumps(access.state())
     assert not any(password in state for password in access.credentials.nats_passwords.values())
     assert BusAccess.from_state(json.loads(state), access.credentials) == access
-    child = load(ServiceConfig, "worker", argv=[], environ=access.environment("worker"))
-    assert child.bus == access.config("worker")
+    child = load(ServiceConfig, "worker", argv=[], environ=access.environment("worker-0"))
+    assert child.bus == access.config("worker-0")
 
 
 def test_everybody_gets_the_own_password_only(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from services.stack.compose import main, write_secrets
-from services.stack.healthcheck import PASSWORD_VARIABLE
-from shared import subjects
+from services.stack.config import StackConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 STACK = {"nats", "scheduler", "predictor", "placement", "ledger", "worker-0", "worker-1", "gateway"}
@@ -26,17 +25,29 @@ def services_of(file: str) -> dict[str, dict[str, Any]]:
     return services
 
 
-def test_a_service_is_told_its_own_password_and_the_operators(tmp_path: Path) -> None:
-    write_secrets(tmp_path / "s")
+def test_an_instance_is_told_its_own_password_and_nobody_elses(tmp_path: Path) -> None:
+    """Not the operator's either: health checks run as who they check."""
+    write_secrets(tmp_path / "s", "worker-2")
     passwords = json.loads((tmp_path / "s" / "credentials.json").read_text())["nats_passwords"]
-    for service in subjects.SERVICES:
-        text = (tmp_path / "s" / f"{service}.env").read_text()
-        told = {user for user, password in passwords.items() if password in text}
-        assert told == {service, subjects.OPERATOR}
-        own = variables(tmp_path / "s" / f"{service}.env")
-        assert own["KVASIR_BUS__USER"] == service
-        assert own["KVASIR_BUS__PASSWORD"] == passwords[service]
-        assert own[PASSWORD_VARIABLE] == passwords[subjects.OPERATOR]
+    files = {path.stem for path in (tmp_path / "s").glob("*.env")}
+    assert files == {*StackConfig().instances, "worker-2"}
+    for instance in files:
+        text = (tmp_path / "s" / f"{instance}.env").read_text()
+        assert {user for user, password in passwords.items() if password in text} == {instance}
+        own = variables(tmp_path / "s" / f"{instance}.env")
+        assert own["KVASIR_BUS__USER"] == instance
+        assert own["KVASIR_BUS__PASSWORD"] == passwords[instance]
+
+
+def test_instances_are_added_and_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "worker-2"]) == 0
+    before = json.loads((tmp_path / "credentials.json").read_text())
+    assert main([str(tmp_path), "worker-3"]) == 0
+    after = json.loads((tmp_path / "credentials.json").read_text())
+    assert after["nats_passwords"].items() > before["nats_passwords"].items()
+    assert '"worker-2"' in (tmp_path / "nats.conf").read_text()
+    assert main([str(tmp_path), "janitor-0"]) == 2
+    assert "janitor-0" in capsys.readouterr().err
 
 
 def test_only_the_api_key_file_holds_the_key(tmp_path: Path) -> None:
@@ -51,7 +62,7 @@ def test_secrets_are_kept_and_private(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = tmp_path / "s"
     assert main([str(folder)]) == 0
     first = {path.name: path.read_text() for path in folder.iterdir()}
-    (folder / "worker.env").chmod(0o666)
+    (folder / "worker-0.env").chmod(0o666)
     assert main([str(folder)]) == 0
     assert {path.name: path.read_text() for path in folder.iterdir()} == first
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
@@ -79,8 +90,9 @@ def test_every_container_is_fenced_in_and_asked_how_it_is(tmp_path: Path) -> Non
         assert service["init"] and service["read_only"] and service["cap_drop"] == ["ALL"], name
         asked = "nats" if name == "nats" else name if name.startswith("worker") else f"{name}-0"
         assert service["healthcheck"]["test"][-2:] == ["services.stack.healthcheck", asked]
-        (env_file,) = service["env_file"]
-        assert (tmp_path / Path(env_file).name).exists(), name
+        env_files = [Path(one).name for one in service.get("env_file", ())]
+        assert env_files == ([] if name == "nats" else [f"{asked}.env"])
+        assert all((tmp_path / one).exists() for one in env_files), name
         waited_for = {} if name == "nats" else service["depends_on"]
         assert waited_for.keys() == (STACK - {"gateway"} if name == "gateway" else {"nats"} - {name})
         assert all(one == {"condition": "service_healthy"} for one in waited_for.values())

@@ -15,18 +15,18 @@ from services.predictor.batching import Batcher
 from services.predictor.models import create
 from services.predictor.service import HANDLERS, Predictor
 from services.stack.compose import write_secrets
-from services.stack.healthcheck import PASSWORD_VARIABLE, answer, main
+from services.stack.healthcheck import answer, main
 from services.stack.nats_server import binary
 from services.stack.ports import is_free
 from shared.bus import Bus
 from shared.config import ServiceConfig, load
-from shared.errors import BusUnavailable, ConfigError, NoResponder
+from shared.errors import BusUnavailable, ConfigError, NoResponder, PermissionRefused
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def environment(folder: Path, service: str, port: int) -> dict[str, str]:
-    lines = (folder / f"{service}.env").read_text().splitlines()
+def environment(folder: Path, instance: str, port: int) -> dict[str, str]:
+    lines = (folder / f"{instance}.env").read_text().splitlines() if instance != "nats" else ()
     return {**dict(line.split("=", 1) for line in lines), "KVASIR_BUS__URL": f"nats://127.0.0.1:{port}"}
 
 
@@ -52,23 +52,39 @@ def secrets(tmp_path: Path, free_port: int) -> Iterator[Path]:
 
 
 async def test_who_answers_is_well(secrets: Path, free_port: int) -> None:
-    told = environment(secrets, "predictor", free_port)
-    assert await answer("nats", environment(secrets, "nats", free_port)) == "delivers; 0 scheduler heard"
+    told = environment(secrets, "predictor-0", free_port)
+    assert await answer("nats", environment(secrets, "nats", free_port)) == "greets"
     with pytest.raises(NoResponder):
         await answer("predictor-0", told)
     config = load(ServiceConfig, "predictor", argv=(), environ=told)
     bus = await Bus.connect(config.bus, service="predictor", instance="predictor-0")
     await bus.attach(HANDLERS, Predictor(bus, Batcher(create("constant"))))
     assert json.loads(await answer("predictor-0", told))["model"] == "constant"
-    with pytest.raises(NoResponder, match="predictor-1 does not answer"):
-        await answer("predictor-1", told)
     await bus.close()
 
 
-async def test_a_wrong_password_is_not_well(secrets: Path, free_port: int) -> None:
-    told = environment(secrets, "worker", free_port)
+async def test_a_wrong_password_is_not_well_and_neither_is_another_instance(
+    secrets: Path, free_port: int
+) -> None:
+    told = environment(secrets, "worker-0", free_port)
     with pytest.raises(BusUnavailable):
-        await answer("nats", {**told, PASSWORD_VARIABLE: "guessed"})
+        await answer("worker-0", {**told, "KVASIR_BUS__PASSWORD": "guessed"})
+    with pytest.raises(PermissionRefused):
+        await answer("worker-1", told)
+
+
+async def test_a_server_that_does_not_greet_is_not_well(free_port: int) -> None:
+    told = {"KVASIR_BUS__URL": f"nats://127.0.0.1:{free_port}"}
+    with pytest.raises(NoResponder, match="no greeting"):
+        await answer("nats", told)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", free_port):
+        with pytest.raises(NoResponder, match="is no nats-server"):
+            await answer("nats", told)
 
 
 async def test_the_gateway_is_asked_whether_it_is_ready(free_port: int) -> None:
@@ -92,14 +108,14 @@ async def test_the_gateway_is_asked_whether_it_is_ready(free_port: int) -> None:
 @pytest.mark.parametrize("name", ["worker", "postgres-0", ""])
 async def test_no_such_name(name: str) -> None:
     with pytest.raises(ConfigError):
-        await answer(name, {PASSWORD_VARIABLE: "p"})
+        await answer(name, {})
 
 
 def test_exit_codes(free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway-0"], {"KVASIR_GATEWAY__PORT": str(free_port)}) == 1
     assert "no answer" in capsys.readouterr().out
-    assert main(["nats"], {}) == 2
-    assert PASSWORD_VARIABLE in capsys.readouterr().err
+    assert main(["janitor-0"], {}) == 2
+    assert "janitor-0" in capsys.readouterr().err
     assert main([]) == 2
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import importlib
+import importlib.util
+import pkgutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import nats
 import pytest
@@ -13,21 +16,24 @@ from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry
 
 from services.stack.access import BusAccess
+from services.stack.config import StackConfig
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Listener
 from shared.bus.handlers import Handler, subject_for
 from shared.errors import NoResponder, PermissionRefused
 from shared.messages.base import Empty
-from shared.subjects import OPERATOR, PERMISSIONS
+from shared.subjects import OPERATOR, permissions_of
 from tests.services.stack.secured import secured_server
 
-USERS = tuple(PERMISSIONS)
+USERS = (*StackConfig().instances, "gateway-1", OPERATOR)
+PERMISSIONS = {user: permissions_of(user) for user in USERS}
 PROMPTLY_S = 1.0
 UNIVERSE = sorted(
     {
-        pattern.replace("*", "x-0").replace(">", "a.b")
+        pattern.replace("*", name).replace(">", "a.b")
         for permissions in PERMISSIONS.values()
         for pattern in (*permissions.publish, *permissions.subscribe)
+        for name in ("x-0", "worker-1", "gateway-0")
     }
     | {
         "kvasir.v1.evt.nobody.knows",
@@ -67,7 +73,7 @@ class Ear:
 
 @pytest_asyncio.fixture
 async def access(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BusAccess]:
-    async with secured_server(tmp_path_factory.mktemp("secured")) as found:
+    async with secured_server(tmp_path_factory.mktemp("secured"), users=USERS[:-1]) as found:
         yield found
 
 
@@ -78,7 +84,8 @@ async def connect(access: BusAccess) -> AsyncIterator[ConnectUser]:
     async def connect_user(user: str) -> Bus:
         config = access.config(user, connect_timeout_s=15.0, drain_timeout_s=0.5)
         registry = CollectorRegistry()
-        opened.append(await Bus.connect(config, service=user, instance=f"{user}-9", registry=registry))
+        service = user.partition("-")[0]
+        opened.append(await Bus.connect(config, service=service, instance=user, registry=registry))
         return opened[-1]
 
     yield connect_user
@@ -150,7 +157,7 @@ async def test_what_is_sent_arrives_at_all_who_may_hear_it(connect: ConnectUser)
 @pytest.mark.parametrize("user", USERS)
 async def test_the_lease_is_the_schedulers(connect: ConnectUser, user: str) -> None:
     bus = await connect(user)
-    if user != "scheduler":
+    if user != "scheduler-0":
         assert not await outcome(bus.acquire_lease("scheduler", ttl_s=1.0))
         return
     async with asyncio.timeout(10):
@@ -175,7 +182,7 @@ async def raw(access: BusAccess, user: str, errors: list[str]) -> Client:
 async def test_the_asked_may_answer_once_and_nobody_else_at_all(access: BusAccess) -> None:
     errors: list[str] = []
     gateway, scheduler, worker = [
-        await raw(access, user, errors) for user in ("gateway", "scheduler", "worker")
+        await raw(access, user, errors) for user in ("gateway-0", "scheduler-0", "worker-0")
     ]
     answers: list[bytes] = []
     asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -186,12 +193,12 @@ async def test_the_asked_may_answer_once_and_nobody_else_at_all(access: BusAcces
     async def on_question(msg: Msg) -> None:
         asked.set_result(msg.reply)
 
-    inbox = f"{subjects.inbox_prefix('gateway')}.7.1"
+    inbox = f"{subjects.inbox_prefix('gateway-0')}.7.1"
     await gateway.subscribe(inbox, cb=on_answer)
     await gateway.flush()
-    await scheduler.subscribe(subjects.SCHEDULER_SUBMIT, cb=on_question)
+    await scheduler.subscribe(subjects.scheduler_submit("gateway-0"), cb=on_question)
     await scheduler.flush()
-    await gateway.publish(subjects.SCHEDULER_SUBMIT, b"?", reply=inbox)
+    await gateway.publish(subjects.scheduler_submit("gateway-0"), b"?", reply=inbox)
     async with asyncio.timeout(5):
         reply = await asked
     for client, answer in ((worker, b"forged"), (scheduler, b"true"), (scheduler, b"again")):
@@ -215,7 +222,7 @@ async def test_the_operator_finds_services_with_micro_discovery(
             return Empty()
 
     for service in subjects.SERVICES:
-        bus = await connect(service)
+        bus = await connect(f"{service}-0")
         await bus.attach([Gatherable(subjects.status(service), Empty, "status")], Desk())
     errors: list[str] = []
     operator, found = await raw(access, OPERATOR, errors), set[str]()
@@ -233,13 +240,60 @@ async def test_the_operator_finds_services_with_micro_discovery(
     await operator.close()
 
 
+OTHERS = {
+    "reads its prompts": ("subscribe", subjects.worker_plan("worker-0")),
+    "reads all prompts": ("subscribe", "kvasir.v1.cmd.worker.plan.*"),
+    "takes what is meant for it": ("subscribe", subjects.worker_dial.to("worker-0")),
+    "listens to its inbox": ("subscribe", f"{subjects.inbox_prefix('worker-0')}.>"),
+    "listens to every inbox": ("subscribe", "*.>"),
+    "reads the answers": ("subscribe", subjects.tokens.to("gateway-0")),
+    "answers in its name": ("publish", subjects.tokens("gateway-0", "worker-0")),
+    "reports in its name": ("publish", subjects.worker_reported("worker-0")),
+    "ends its sequences": ("publish", subjects.worker_stepped("worker-0")),
+    "empties its cache": ("publish", subjects.worker_cached("worker-0")),
+    "takes a ticket in its name": ("publish", subjects.worker_dial("worker-9", "worker-0")),
+    "borrows in its name": ("publish", subjects.worker_borrow("worker-9", "worker-0")),
+    "renews in its name": ("publish", subjects.worker_renew("worker-9", "worker-0")),
+    "repays in its name": ("publish", subjects.worker_repay("worker-9", "worker-0")),
+    "asks the ledger in its name": ("publish", subjects.ledger_candidates("worker-0")),
+    "tells it what to compute": ("publish", subjects.worker_plan("worker-0")),
+    "fetches what it computed": ("publish", subjects.worker_fetch("worker-0")),
+    "submits as a gateway": ("publish", subjects.scheduler_submit("gateway-0")),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+async def test_a_worker_can_do_nothing_with_another_worker_s_name(connect: ConnectUser, what: str) -> None:
+    """One compromised worker reads no prompt, and forges no answer, of another. Spelt out, so that whoever
+    widens the table sees what that would allow."""
+    verb, subject = OTHERS[what]
+    bus = await connect("worker-1")
+    if verb == "subscribe":
+        assert not await outcome(bus.attach([Listener(subject, Empty, "hear")], Ear())), f"worker-1 {what}"
+    else:
+        assert not await outcome(bus.publish(subject, Empty())), f"worker-1 {what}"
+
+
+def handler_tables(service: str) -> list[Handler]:
+    package = importlib.import_module(f"services.{service}")
+    names = [one.name for one in pkgutil.walk_packages(package.__path__, f"services.{service}.")]
+    modules = [importlib.import_module(name) for name in names if "HANDLERS" in source(name)]
+    return [handler for module in modules for handler in getattr(module, "HANDLERS", ())]
+
+
+def source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_text() if spec.origin.endswith(".py") else ""
+
+
 @pytest.mark.parametrize("service", subjects.SERVICES)
-def test_handlers_are_within_the_table(service: str) -> None:
-    modules = [f"services.{service}.service"] + (
-        ["services.scheduler.term"] if service == "scheduler" else []
-    )
-    tables: list[Handler] = [h for name in modules for h in importlib.import_module(name).HANDLERS]
+def test_handlers_are_within_the_table_and_check_who_sends(service: str) -> None:
+    tables = handler_tables(service)
+    assert tables
     for handler in tables:
         assert isinstance(handler, Endpoint | Gatherable | Listener)
         subject = subject_for(handler.subject, f"{service}-0")
-        assert allowed(PERMISSIONS[service].subscribe, subject), subject
+        assert allowed(PERMISSIONS[f"{service}-0"].subscribe, subject), subject
+        if subject.endswith(".*"):
+            assert not isinstance(handler, Gatherable) and handler.sender, f"{subject}: from whom?"

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from services.stack.rundir import RunDirectory
-from shared.subjects import PERMISSIONS
+from shared.subjects import OPERATOR
 
 
 def made(path: Path) -> RunDirectory:
@@ -29,11 +29,11 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
     run = made(tmp_path)
-    first = run.credentials()
+    first = run.credentials("worker-0", "worker-1")
     assert first == made(tmp_path).credentials()
     assert first.api_key.startswith("sk-")
-    assert set(first.nats_passwords) == set(PERMISSIONS)
-    assert len(set(first.nats_passwords.values())) == len(PERMISSIONS)
+    assert set(first.nats_passwords) == {OPERATOR, "worker-0", "worker-1"}
+    assert len(set(first.nats_passwords.values())) == 3
     assert all(p[0].isalpha() and p.isalnum() and len(p) > 40 for p in first.nats_passwords.values())
     assert len(first.api_key_sha256) == 64
     assert first.api_key not in first.api_key_sha256
@@ -47,12 +47,12 @@ def test_damaged_files_are_made_anew(tmp_path: Path) -> None:
     made_anew = run.credentials()
     assert made_anew.api_key.startswith("sk-")
     (run.path / "credentials.json").write_text(
-        json.dumps({"api_key": "sk-kept", "nats_passwords": {"worker": "kept", "janitor": "gone"}})
+        json.dumps({"api_key": "sk-kept", "nats_passwords": {"worker-7": "kept", "worker": "gone"}})
     )
-    completed = run.credentials()
+    completed = run.credentials("ledger-0")
     assert completed.api_key == "sk-kept"
-    assert completed.nats_passwords["worker"] == "kept"
-    assert set(completed.nats_passwords) == set(PERMISSIONS)
+    assert completed.nats_passwords["worker-7"] == "kept"
+    assert set(completed.nats_passwords) == {OPERATOR, "worker-7", "ledger-0"}
     assert completed == run.credentials()
     run.state_file.write_text("[1]")
     assert run.read_state() == {}

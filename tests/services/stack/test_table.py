@@ -24,7 +24,7 @@ async def table(path: Path, *overrides: str, config: StackConfig | None = None) 
         config or StackConfig(workers=2),
         run,
         port=8080,
-        access=BusAccess.to_local(4222, run.credentials(), None),
+        access=BusAccess.to_local(4222, run.credentials(*(config or StackConfig()).instances), None),
         config_file=path / "local.yaml",
         overrides=[parse_override(text) for text in overrides],
         environ={"PATH": "/bin"},
@@ -56,7 +56,7 @@ async def test_secrets_go_where_they_are_needed_only(tmp_path: Path) -> None:
     assert json.loads(gateway["KVASIR_GATEWAY__API_KEY_SHA256"]) == [credentials.api_key_sha256]
     passwords = credentials.nats_passwords
     for spec in specs.values():
-        user = spec.name.rpartition("-")[0]
+        user = spec.name if "-" in spec.name else ""
         told = {name for name, password in passwords.items() if password in spec.env.values()}
         assert told == ({user} if user in passwords else set()), spec.name
         assert spec.env.get("KVASIR_BUS__USER") == (user or None)

@@ -41,7 +41,7 @@ async def test_a_worker_announces_where_it_listens_and_issues_tickets(
     assert set(addresses) == {"shm", "tcp"}
     own = Peer("worker-1", asker.incarnation)
     question = AskTicket(worker_id=own.worker_id, incarnation=own.incarnation)
-    subject = subjects.worker_dial("worker-0")
+    subject = subjects.worker_dial("worker-0", "worker-1")
 
     async def issue() -> bytes:
         return (await asker.request(subject, question, BulkTicket, deadline_s=10.0)).ticket

@@ -46,7 +46,7 @@ class Reader:
 
 
 LISTENERS = (
-    Listener(subjects.tokens("gateway-0"), TokenFrame, "on_frame"),
+    Listener(subjects.tokens.to("gateway-0"), TokenFrame, "on_frame"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
 )
 

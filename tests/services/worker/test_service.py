@@ -118,7 +118,7 @@ async def peers(connect_bus: ConnectBus) -> Peers:
     bus = await connect_bus("tester", "peers-0")
     peers = Peers(bus)
     listeners = (
-        Listener(subjects.tokens("gateway-0"), TokenFrame, "on_frame"),
+        Listener(subjects.tokens.to("gateway-0"), TokenFrame, "on_frame"),
         Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
         Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
         Listener(subjects.ANY_WORKER_CACHED, WorkerPrefixes, "on_cached"),

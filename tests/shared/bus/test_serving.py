@@ -154,3 +154,26 @@ async def test_a_refusal_on_purpose_is_not_logged_with_a_traceback(
         await caller.request(ASK, Question(text="typed"), Answer, deadline_s=DEADLINE_S)
     record = next(record for record in caplog.records if "context_length_exceeded" in record.getMessage())
     assert record.exc_info is None
+
+
+async def test_nobody_speaks_in_another_s_name(connect_bus: ConnectBus) -> None:
+    """NATS lets an instance publish under its own name alone; what the message says has to be that name."""
+    stem, desk, registry = "kvasir.v1.evt.desk.noted", Desk(), CollectorRegistry()
+    bus = await connect_bus("desk", "desk-0", registry)
+    table = (
+        Listener(f"{stem}.*", Note, "note", sender="text"),
+        Listener("kvasir.v1.evt.desk.filed.*", Note, "file", sender="text"),
+        Endpoint("kvasir.v1.cmd.desk.ask.*", Question, "ask", sender="text"),
+    )
+    await bus.attach(table, desk)
+    caller = await connect_bus()
+    for sender, number in (("worker-1", 1), ("worker-0", 2)):
+        await caller.publish(f"{stem}.{sender}", Note(text="worker-0", number=number))
+        await caller.publish(f"kvasir.v1.evt.desk.filed.{sender}", Note(text="worker-0", number=number))
+    await until(lambda: desk.noted == [2] and desk.filed == [2])
+    assert metric(registry, "kvasir_bus_errors_total", side="handler", code="invalid_message") == 2
+    question = Question(text="worker-0")
+    with pytest.raises(errors.InvalidMessage, match="calls itself 'worker-0'"):
+        await caller.request("kvasir.v1.cmd.desk.ask.worker-1", question, Answer, deadline_s=DEADLINE_S)
+    answer = await caller.request("kvasir.v1.cmd.desk.ask.worker-0", question, Answer, deadline_s=DEADLINE_S)
+    assert answer.text == "worker-0"

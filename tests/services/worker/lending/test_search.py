@@ -38,9 +38,9 @@ async def test_refused_by_one_granted_a_part_by_the_next(connect_bus: ConnectBus
     granting = Lender(BorrowReply(grant=grant("c1", 4, 5)))
     for name, lender in (("c0", refusing), ("c1", granting)):
         bus = await connect_bus("worker", name)
-        await bus.attach((Endpoint(subjects.worker_borrow, BorrowBlocks, "borrow"),), lender)
+        await bus.attach((Endpoint(subjects.worker_borrow.to, BorrowBlocks, "borrow"),), lender)
     ledger = await connect_bus("ledger", "ledger-0")
-    await ledger.attach((Endpoint(subjects.LEDGER_CANDIDATES, FindCreditors, "find"),), Ledger())
+    await ledger.attach((Endpoint(subjects.ANY_LEDGER_CANDIDATES, FindCreditors, "find"),), Ledger())
     debts = Debts(RBlockTable("w", 10), 1)
     search = Search(
         await connect_bus("worker", "w"),

@@ -182,7 +182,8 @@ async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: Conn
         question = BorrowBlocks(
             debtor_id="w0", debtor_incarnation=incarnation, request=1, blocks=blocks, fingerprint=b"f"
         )
-        return await client.request(subjects.worker_borrow("w1"), question, BorrowReply, deadline_s=5.0)
+        subject = subjects.worker_borrow("w1", "w0")
+        return await client.request(subject, question, BorrowReply, deadline_s=5.0)
 
     try:
         while True:
@@ -197,14 +198,15 @@ async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: Conn
         third = await borrow(3, 99)
         assert third.grant is not None and len(third.grant.blocks) == 10
         renewed = await client.request(
-            subjects.worker_renew("w1"),
+            subjects.worker_renew("w1", "w0"),
             renew("w0", first.grant.grant_id, creditor_incarnation=first.grant.creditor_incarnation),
             LeasesRenewed,
             deadline_s=5.0,
         )
         assert renewed.held == ()
         question = BorrowBlocks(debtor_id="w9", debtor_incarnation=1, request=1, blocks=1, fingerprint=b"g")
-        other = await client.request(subjects.worker_borrow("w1"), question, BorrowReply, deadline_s=5.0)
+        subject = subjects.worker_borrow("w1", "w9")
+        other = await client.request(subject, question, BorrowReply, deadline_s=5.0)
         assert other.refusal is Refusal.OTHER_KV
         creditor.check()
     finally:
