@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?=
+AT_ONCE ?= auto
 CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
@@ -24,8 +25,8 @@ status: .venv/.runtime ## what every service says of itself
 chat: .venv/.runtime ## talk to the model in this terminal
 	@$(BIN)/python -m services chat
 
-test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT_ONCE=1: one file after another
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(AT_ONCE) --dist loadfile $(ARGS)
 
 dev: .venv/.dev ## set up what tests, checks and pictures need
 
