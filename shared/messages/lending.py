@@ -1,9 +1,9 @@
 """What workers say to each other about lent KV, and the ledger to workers about debts that cancel out.
 
 A *grant* is a set of blocks that a creditor holds for one debtor under a lease. Its generation rises whenever
-the set changes; whoever reads, writes or queries lent blocks names both, and a stale name is refused. Blocks
-are the creditor's own, of its `block_tokens`. No KV travels here: that is the bulk plane's.
-Source: papers/001 §4.3–4.5; `algorithms.md` §4.
+the set changes; whoever reads, writes or queries lent blocks names both, and is refused where a block has
+left the grant since. Blocks are the creditor's own, of its `block_tokens`. No KV travels here: that is the
+bulk plane's. Source: papers/001 §4.3–4.5; `algorithms.md` §4.
 """
 
 from enum import StrEnum

@@ -6,6 +6,7 @@ blocks and the links. Decides nothing about how much is borrowed.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from services.worker.bulk.base import Link
@@ -14,6 +15,7 @@ from services.worker.dist.homecoming import Homecoming, Pair
 from services.worker.dist.messages import GrantRef
 from services.worker.dist.plane import BulkPlane
 from services.worker.kv.extended import ExtendedPool
+from services.worker.lending.table import GrantKey
 from services.worker.runner import Runner
 from services.worker.steps import StepCore
 from shared.errors import CreditorLost, KvasirError
@@ -25,6 +27,14 @@ Lender = tuple[str, int, KvTier]
 
 T = TypeVar("T")
 _log = get_logger("worker.borrower")
+
+
+@dataclass(slots=True)
+class _Held:
+    """A grant, as the engine's thread knows it."""
+
+    generation: int
+    blocks: int = 0
 
 
 class Borrower:
@@ -42,6 +52,8 @@ class Borrower:
         self._holders: dict[Lender, int] = {}
         self._of_block: dict[int, tuple[Lender, int]] = {}
         """Lender and grant."""
+        self._grants: dict[Lender, dict[int, _Held]] = {}
+        """Those that have blocks here: named with every message."""
 
     def attach(self, runner: Runner) -> None:
         """The engine's thread is this one's."""
@@ -64,6 +76,19 @@ class Borrower:
             if link is not None:
                 link.close()
             return False
+
+    def rename(self, grant: GrantKey, generation: int) -> None:
+        """The grant has that generation now, at least."""
+
+        def rename(core: StepCore, now_s: float) -> None:
+            for lender, held in self._grants.items():
+                if lender[:2] == (grant.creditor_id, grant.creditor_incarnation) and grant.grant_id in held:
+                    named = held[grant.grant_id]
+                    named.generation = max(generation, named.generation)
+                    self._name_grants(lender)
+
+        assert self._runner is not None
+        self._runner.give(rename)
 
     async def retire(self, most_blocks: int) -> list[int]:
         """Up to so many that no sequence has are given up."""
@@ -141,6 +166,8 @@ class Borrower:
         elif link is not None:
             link.close()
         self._of_block.update(dict.fromkeys(logical, (lender, grant.grant_id)))
+        held = self._grants.setdefault(lender, {}).setdefault(grant.grant_id, _Held(grant.generation))
+        held.blocks += len(logical)
         self._debtor.homes.place(logical, holder, grant.blocks)
         self._name_grants(lender)
         self._pool.admit(logical)
@@ -154,17 +181,23 @@ class Borrower:
     def _forget(self, blocks: Iterable[int]) -> None:
         lenders: set[Lender] = set()
         for block in list(blocks):
-            found = self._of_block.pop(block, None)
-            if found is not None:
-                lenders.add(found[0])
-                self._debtor.homes.forget([block])
+            lender, grant_id = self._of_block.pop(block, (None, 0))
+            if lender is None:
+                continue
+            self._debtor.homes.forget([block])
+            lenders.add(lender)
+            held = self._grants[lender][grant_id]
+            held.blocks -= 1
+            if not held.blocks:
+                del self._grants[lender][grant_id]
         for lender in lenders:
             self._name_grants(lender)
 
     def _name_grants(self, lender: Lender) -> None:
         """A grant without blocks here may end there, and must not be named any more."""
-        grants = sorted({grant for owner, grant in self._of_block.values() if owner == lender})
-        if grants:
-            self._debtor.set_grants(self._holders[lender], [GrantRef(grant, 0) for grant in grants])
+        refs = [GrantRef(grant_id, held.generation) for grant_id, held in self._grants[lender].items()]
+        if refs:
+            self._debtor.set_grants(self._holders[lender], refs)
         else:
+            del self._grants[lender]
             self._debtor.remove(self._holders.pop(lender))

@@ -27,6 +27,7 @@ from services.worker.dist.messages import (
     WRITE,
     Attended,
     Described,
+    GrantRef,
     Request,
     from_wire,
     read_request,
@@ -67,7 +68,7 @@ class Creditor:
         self.clock = clock
         self.is_busy = is_busy
         self.computing = threading.Lock()
-        self._described: dict[tuple[Peer, KvTier], OrderedDict[int, Described]] = {}
+        self._described: dict[tuple[Peer, KvTier], OrderedDict[int, _Known]] = {}
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
             ATTEND: _Questions(self),
@@ -86,25 +87,38 @@ class Creditor:
             raise InvalidMessage(f"this worker lends no {request.tier} memory")
         if not 0 <= request.layer < len(memory.pools):
             raise InvalidMessage(f"layer {request.layer} of {len(memory.pools)}")
-        if not self.grants.enter(peer, request.grants):
+        now = self.grants.enter(peer, request.grants)
+        if now is None:
             raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
         try:
-            return Visit(self, memory, peer, request, self._understand(peer, request))
+            return Visit(self, memory, peer, request, self._understand(peer, request, now))
         except BaseException:
             self.grants.leave(peer, request.grants)
             raise
 
-    def _understand(self, peer: Peer, request: Request) -> Described:
-        with self._lock:
-            known = self._described.setdefault((peer, request.tier), OrderedDict())
-            if request.part is not None:
-                known[request.step] = self._checked(peer, request)
-                while len(known) > _STEPS_KEPT:
-                    known.popitem(last=False)
-            described = known.get(request.step)
-        if described is None:
-            raise InvalidMessage(f"step {request.step} was never described, or is long over")
-        return described
+    def _understand(self, peer: Peer, request: Request, now: tuple[GrantRef, ...]) -> Described:
+        """The part, every block of which is lent under these grants, at these generations."""
+        key = peer, request.tier
+        if request.part is not None:
+            known = _Known(from_wire(request.part, self.block_tokens))
+        else:
+            with self._lock:
+                steps = self._described.get(key)
+                found = None if steps is None else steps.get(request.step)
+            if found is None:
+                raise InvalidMessage(f"step {request.step} was never described, or is long over")
+            known = found
+        if known.checked != now:
+            if not self.grants.covers(peer, now, request.tier, known.described.spans.blocks):
+                raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
+            known.checked = now
+        if request.part is not None:
+            with self._lock:
+                steps = self._described.setdefault(key, OrderedDict())
+                steps[request.step] = known
+                while len(steps) > _STEPS_KEPT:
+                    steps.popitem(last=False)
+        return known.described
 
     def forget(self, worker_id: str) -> None:
         """A debtor is gone."""
@@ -112,12 +126,13 @@ class Creditor:
             for key in [key for key in self._described if key[0].worker_id == worker_id]:
                 del self._described[key]
 
-    def _checked(self, peer: Peer, request: Request) -> Described:
-        assert request.part is not None
-        described = from_wire(request.part, self.block_tokens)
-        if not self.grants.covers(peer, request.grants, request.tier, described.spans.blocks):
-            raise StaleEpoch("blocks that none of these grants covers: borrow anew")
-        return described
+
+@dataclass(slots=True)
+class _Known:
+    """A part that was described, and what its blocks were found to be lent under the last time."""
+
+    described: Described
+    checked: tuple[GrantRef, ...] | None = None
 
 
 @dataclass(slots=True)

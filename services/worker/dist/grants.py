@@ -15,9 +15,9 @@ from shared.messages.lending import KvTier
 class Grants(Protocol):
     """Asked on the threads that serve links, for every message."""
 
-    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
-        """Whether each is this debtor's and lasts; then none of their blocks is given to anybody else until
-        `leave`, which must follow."""
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
+        """Their generations now, where each is this debtor's and lasts: then none of their blocks is given to
+        anybody else until `leave`, which must follow. None where one is not."""
         ...
 
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
@@ -27,7 +27,8 @@ class Grants(Protocol):
     def covers(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
     ) -> bool:
-        """Whether each of the tier's blocks belongs to one of these grants."""
+        """Whether each of the tier's blocks belongs to one of these grants (which were entered) still. While
+        their generations stay the same, so does the answer."""
         ...
 
 
@@ -46,11 +47,11 @@ class GrantBook:
             self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
             self._generations[(debtor_id, ref.grant_id)] = ref.generation
 
-    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
         with self._lock:
-            return all(
-                self._generations.get((debtor.worker_id, ref.grant_id)) == ref.generation for ref in grants
-            )
+            named = {(debtor.worker_id, ref.grant_id): ref.generation for ref in grants}
+            is_current = all(self._generations.get(key) == generation for key, generation in named.items())
+        return tuple(grants) if is_current else None
 
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
         return

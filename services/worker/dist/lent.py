@@ -1,7 +1,7 @@
 """The lending table as the threads that serve links see it: who may touch which blocks now.
 
-Grants are given and ended on the event loop; a lock keeps both sides apart. A message that names an earlier
-generation of a grant is served when the blocks it names are in the grant still: blocks only ever leave one.
+Grants are given and ended on the event loop; a lock keeps both sides apart. What was found to be lent under
+some generations of grants need not be looked up again while these are the present ones.
 Source: `algorithms.md` §4 (fencing).
 """
 
@@ -34,6 +34,14 @@ class SharedGrants(Grants):
         super().__init__(table, incarnation, terms)
         self.lock = threading.RLock()
 
+    def generation(self, grant_id: int) -> int | None:
+        with self.lock:
+            return super().generation(grant_id)
+
+    def answer(self, asked: BorrowBlocks) -> BorrowReply | int:
+        with self.lock:
+            return super().answer(asked)
+
     def lend(self, asked: BorrowBlocks, blocks: Sequence[int], now_s: float) -> BorrowReply:
         with self.lock:
             return super().lend(asked, blocks, now_s)
@@ -64,10 +72,9 @@ class SharedGrants(Grants):
 
     def generation_for(self, debtor: Peer, grant_id: int) -> int | None:
         """The grant's now, if it is this life of this debtor's."""
-        lent = self._grants.get(grant_id)
-        if lent is None or lent.debtor != (debtor.worker_id, debtor.incarnation):
-            return None
-        return lent.generation
+        with self.lock:
+            lent = self._of(debtor.worker_id, debtor.incarnation, grant_id)
+            return None if lent is None else lent.generation
 
 
 class LentGrants:
@@ -85,16 +92,20 @@ class LentGrants:
         self._on_freed = on_freed
         self._clock = clock
 
-    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> bool:
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
         entered: list[GrantRef] = []
         with self._grants.lock:
             for ref in grants:
                 generation = self._grants.generation_for(debtor, ref.grant_id)
-                if generation is None or not self._grants.enter(ref.grant_id, generation, (), self._clock()):
-                    self.leave(debtor, entered)
-                    return False
-                entered.append(ref)
-        return True
+                if generation is None or not self._grants.enter(
+                    ref.grant_id, ref.generation, (), self._clock()
+                ):
+                    break
+                entered.append(GrantRef(ref.grant_id, generation))
+        if len(entered) < len(grants):
+            self.leave(debtor, entered)
+            return None
+        return tuple(entered)
 
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
         for ref in grants:
@@ -105,10 +116,5 @@ class LentGrants:
     def covers(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
     ) -> bool:
-        allowed = {ref.grant_id for ref in grants}
         with self._grants.lock:
-            for block in blocks.tolist():
-                row = self._table.lent_row(tier, block)
-                if row is None or row.debtor_id != debtor.worker_id or row.grant_id not in allowed:
-                    return False
-        return True
+            return self._table.are_lent(tier, blocks, [ref.grant_id for ref in grants])

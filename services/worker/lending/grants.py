@@ -188,10 +188,12 @@ class Grants:
     def enter(self, grant_id: int, generation: int, blocks: Iterable[int], now_s: float) -> bool:
         """Whether blocks of a grant may be read, written or queried now; if so, `leave` must follow.
 
-        False for another generation, a lease that ran out, or a block that is not in the grant.
+        False for a generation that never was, a lease that ran out, or a block that is not in the grant (any
+        more). An earlier generation is as good as the present one for blocks that are left: a debtor hears of
+        a new one late, and blocks only ever leave a grant.
         """
         lent = self._grants.get(grant_id)
-        if lent is None or lent.over or lent.generation != generation or now_s >= lent.ends_s:
+        if lent is None or lent.over or generation > lent.generation or now_s >= lent.ends_s:
             return False
         if any(block not in lent.blocks for block in blocks):
             return False
@@ -262,9 +264,12 @@ class Grants:
         """Takes blocks out of a grant for good once nobody is at work on it; an empty grant is forgotten."""
         lent.parting += blocks
         if lent.users:
+            if blocks:
+                self._table.part(lent.tier, blocks)
             return None
         freed, lent.parting = lent.parting, []
-        self._table.take_back(lent.tier, freed)
+        if freed:
+            self._table.take_back(lent.tier, freed)
         if not lent.blocks:
             del self._grants[lent.grant_id]
             of_debtor = self._by_debtor[lent.debtor[0]]

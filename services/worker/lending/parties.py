@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.worker.lending.table import GrantKey
 from shared.messages.lending import Grant
 
 
@@ -24,6 +25,10 @@ class Borrower(Protocol):
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
         """These may be used from now on. False when their creditor cannot be reached."""
+        ...
+
+    def rename(self, grant: GrantKey, generation: int) -> None:
+        """The grant has that generation now, at least."""
         ...
 
     async def retire(self, most_blocks: int) -> list[int]:

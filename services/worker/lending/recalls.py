@@ -182,13 +182,8 @@ class Recalls:
     def _rejoin(self) -> None:
         """What the settlement has let go of is as before for the engine, too."""
         over = self._apart - self._core.frozen
-        if not over or self.is_swapping:
-            return
-        try:
+        if over and not self.is_swapping:
             self._borrower.rejoin(sorted(over))
-        except Overloaded as error:
-            _log.debug("blocks stay apart until the next tick: %s", error)
-        else:
             self._apart -= over
 
     # --- repayment

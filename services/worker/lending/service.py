@@ -22,7 +22,7 @@ from services.worker.lending.repayment import Pressures
 from services.worker.lending.search import ANSWER_DEADLINE_S, Search
 from services.worker.lending.settings import LendingConfig
 from services.worker.lending.stock import Stock
-from services.worker.lending.table import RBlockTable
+from services.worker.lending.table import GrantKey, RBlockTable
 from services.worker.lending.telling import annotated, loans
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
@@ -254,6 +254,10 @@ class Lending:
             _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
             return False
         self.debts.on_returned(repayment, reply)
+        if self._borrower is not None:
+            asked = repayment.message
+            key = GrantKey(repayment.creditor_id, asked.creditor_incarnation, asked.grant_id)
+            self._borrower.rename(key, reply.generation)
         return True
 
     def _lose(self, logical: Sequence[int], why: str) -> None:

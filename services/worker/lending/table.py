@@ -3,12 +3,18 @@
 Logical numbers below `local_blocks` are this worker's own memory and mean themselves; those above are
 borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant. Own host memory
 (`host_blocks`) has no logical numbers: it is for others. Knows no bytes and no lease's end.
+
+What is borrowed belongs to one thread. What is lent is freed by the threads that serve links as well: whoever
+changes that takes care that nobody else does, and to count it is safe at any time.
 Source: papers/001 §4.3 (Figure 3); `algorithms.md` §4.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from shared.messages.lending import Grant, KvTier
 
@@ -73,8 +79,11 @@ class RBlockTable:
         self._by_grant: dict[GrantKey, dict[int, int]] = {}
         """Physical → logical."""
         self._generations: dict[GrantKey, int] = {}
-        self._lent: dict[tuple[KvTier, int], LentRow] = {}
         self._next = local_blocks
+        self._grant_of = {tier: np.zeros(self.own_blocks(tier), dtype=np.int64) for tier in KvTier}
+        """By block: the grant under which it is lent, negative on its way back; 0: it is not."""
+        self._lent: dict[tuple[KvTier, LentRow], int] = {}
+        """Blocks by grant. Replaced, never changed: it may be looked through meanwhile."""
 
     # --- what is borrowed
 
@@ -163,37 +172,66 @@ class RBlockTable:
     # --- what is lent
 
     def lend(self, tier: KvTier, blocks: Iterable[int], row: LentRow) -> None:
-        """Own memory goes to a debtor. Raises ValueError for what is not there, or lent already."""
-        for block in blocks:
-            if not 0 <= block < self.own_blocks(tier) or (tier, block) in self._lent:
-                raise ValueError(f"{tier} block {block} is not this worker's, or lent already")
-            self._lent[tier, block] = row
+        """Own memory goes to a debtor. Raises ValueError, and lends nothing, for what is not there, or lent
+        already."""
+        at = _indices(blocks)
+        is_free = self._are_there(tier, at) and len(np.unique(at)) == len(at)
+        if not is_free or self._grant_of[tier][at].any():
+            raise ValueError(f"some {tier} block of {at.tolist()} is not this worker's, or lent already")
+        self._grant_of[tier][at] = row.grant_id
+        self._lent = {**self._lent, (tier, row): self._lent.get((tier, row), 0) + len(at)}
 
     def own_blocks(self, tier: KvTier) -> int:
         """Of this worker's own memory."""
         return self.local_blocks if tier is KvTier.DEVICE else self.host_blocks
 
+    def part(self, tier: KvTier, blocks: Iterable[int]) -> None:
+        """These are lent until somebody who is at work on them has left, and `are_lent` no more."""
+        at = _indices(blocks)
+        self._grant_of[tier][at] = -np.abs(self._grant_of[tier][at])
+
     def take_back(self, tier: KvTier, blocks: Iterable[int]) -> None:
-        """Raises KeyError for what is not lent."""
-        for block in blocks:
-            del self._lent[tier, block]
+        """Raises KeyError, and takes nothing, for what is not lent."""
+        at = _indices(blocks)
+        found = np.abs(self._grant_of[tier][at]) if self._are_there(tier, at) else at[:0]
+        if len(found) < len(at) or not found.all():
+            raise KeyError(f"some {tier} block of {at.tolist()} is not lent")
+        self._grant_of[tier][at] = 0
+        back = {
+            int(grant): int(count) for grant, count in zip(*np.unique(found, return_counts=True), strict=True)
+        }
+        left = {
+            (at_tier, row): count - (back.get(row.grant_id, 0) if at_tier is tier else 0)
+            for (at_tier, row), count in self._lent.items()
+        }
+        self._lent = {key: count for key, count in left.items() if count}
+
+    def are_lent(self, tier: KvTier, blocks: npt.NDArray[np.int32], grants: Sequence[int]) -> bool:
+        """Whether each belongs to one of these grants still."""
+        if not self._are_there(tier, blocks):
+            return False
+        found = self._grant_of[tier][blocks]
+        return bool((found == grants[0]).all() if len(grants) == 1 else np.isin(found, grants).all())
 
     def lent_row(self, tier: KvTier, block: int) -> LentRow | None:
-        return self._lent.get((tier, block))
+        grant_id = abs(int(self._grant_of[tier][block])) if 0 <= block < self.own_blocks(tier) else 0
+        rows = [row for at, row in self._lent if at is tier and row.grant_id == grant_id]
+        return rows[0] if rows else None
 
     def lent_blocks(self, tier: KvTier | None = None) -> int:
         """Of one tier, or of all."""
-        if tier is None:
-            return len(self._lent)
-        return sum(at is tier for at, _ in self._lent)
+        return sum(count for (at, _), count in self._lent.items() if tier is None or at is tier)
 
     def lent_to(self, tier: KvTier | None = None) -> dict[str, int]:
         """Blocks by debtor, of one tier, or of both."""
         counts: dict[str, int] = {}
-        for (at, _), row in self._lent.items():
+        for (at, row), count in self._lent.items():
             if tier is None or at is tier:
-                counts[row.debtor_id] = counts.get(row.debtor_id, 0) + 1
+                counts[row.debtor_id] = counts.get(row.debtor_id, 0) + count
         return counts
+
+    def _are_there(self, tier: KvTier, at: npt.NDArray[np.integer]) -> bool:
+        return not len(at) or (int(at.min()) >= 0 and int(at.max()) < self.own_blocks(tier))
 
     def _tier_of(self, numbers: dict[int, int]) -> KvTier:
         """Of a grant's blocks: all are of one."""
@@ -201,8 +239,8 @@ class RBlockTable:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself, or lends what it borrows."""
-        entered = {number for numbers in self._by_grant.values() for number in numbers.values()}
-        assert entered == set(self._borrowed), "a borrowed block has no grant, or two"
+        borrowed = {number for numbers in self._by_grant.values() for number in numbers.values()}
+        assert borrowed == set(self._borrowed), "a borrowed block has no grant, or two"
         assert set(self._by_grant) == set(self._generations)
         for number, block in self._borrowed.items():
             place = block.place
@@ -211,5 +249,12 @@ class RBlockTable:
             assert place.worker_id != self.worker_id, "a worker owes itself"
             assert self._by_grant[place.grant][place.physical] == number
             assert not block.is_orphan or block.state is BlockState.FROZEN
-        for tier, block_id in self._lent:
-            assert block_id < self.own_blocks(tier), "borrowed memory was lent on"
+        for tier in KvTier:
+            ids, counts = np.unique(np.abs(self._grant_of[tier]), return_counts=True)
+            found = {int(grant): int(count) for grant, count in zip(ids, counts, strict=True) if grant}
+            entered = {row.grant_id: count for (at, row), count in self._lent.items() if at is tier}
+            assert found == entered, "lent blocks and their counts disagree"
+
+
+def _indices(blocks: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(blocks, dtype=np.int64)

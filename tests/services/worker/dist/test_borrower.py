@@ -14,6 +14,7 @@ from services.worker.dist.messages import GrantRef
 from services.worker.engine.engine import Row
 from services.worker.kv.extended import ExtendedPool
 from services.worker.kv.pool import BlockPool
+from services.worker.lending.table import GrantKey
 from services.worker.reports import Identity
 from services.worker.runner import Runner
 from services.worker.sequences import SequenceTable
@@ -56,7 +57,6 @@ class World:
 
     def __init__(self, owner: Lender, engine: Any) -> None:
         self.owner = owner
-        owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, 0), range(6))
         self.plane = Dialler(owner)
         self.engine = engine
         self.failed: list[str] = []
@@ -114,7 +114,6 @@ def test_memory_of_both_tiers_of_a_creditor_is_lost_together(make_model: ModelFa
     with lender(model, 6, host_blocks=3) as owner:
         here = World(owner, make_engine(model, OWN))
         here.runner.start()
-        owner.book.grant(DEBTOR.worker_id, GrantRef(HOST_GRANT.grant_id, 0), range(3), KvTier.HOST)
         assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4,)), [10]))
         host = msgspec.structs.replace(here.grant(HOST_GRANT.grant_id, (2, 0)), tier=KvTier.HOST)
         assert asyncio.run(here.borrower.admit(host, [11, 12]))
@@ -186,3 +185,20 @@ def test_a_creditor_that_fails_while_blocks_come_home(make_model: ModelFactory) 
         assert here.failed == [here.owner.desk.own.worker_id]
         assert here.pool.borrowed_blocks == 0, "all of that creditor is lost"
         assert asyncio.run(here.borrower.swap_home([(10, home[0])])) == home, "nobody needs it"
+
+
+def test_messages_name_the_generation_that_is_known(make_model: ModelFactory) -> None:
+    """They named generation 0, whatever had been granted or returned."""
+    with world(make_model) as here:
+        name = here.owner.desk.own.worker_id
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4, 1)), [10, 11]))
+        blocks = here.pool.allocate(OWN + 1)
+        row = Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)
+        here.engine.step([row])
+        asyncio.run(here.borrower.retire(1))
+        here.owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, 2), range(6))
+        here.borrower.rename(GrantKey(name, 1, GRANT.grant_id), 2)
+        here.borrower.rename(GrantKey(name, 1, GRANT.grant_id), 1)  # late
+        here.borrower.rename(GrantKey(name, 2, GRANT.grant_id), 9)  # another life's
+        here.runner.ask(lambda core, now_s: here.engine.step([row])).result(5.0)
+        assert here.failed == []

@@ -1,5 +1,8 @@
 """Who may touch lent blocks, seen from the threads that serve links."""
 
+import sys
+import threading
+
 import numpy as np
 
 from services.worker.bulk.base import Peer
@@ -7,7 +10,9 @@ from services.worker.dist.lent import LentGrants, SharedGrants
 from services.worker.dist.messages import GrantRef
 from services.worker.lending.grants import Freed, Terms
 from services.worker.lending.table import RBlockTable
+from services.worker.lending.telling import loans
 from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
+from tests.services.worker.lending.builders import renew
 
 DEBTOR = Peer("debtor", 3)
 REF = GrantRef(1, 1)
@@ -54,7 +59,7 @@ def test_blocks_of_the_grant_and_no_others() -> None:
     assert world.covers(2, 6, 5) and world.covers()
     assert not world.covers(2, 3)
     assert not world.lent.covers(DEBTOR, [GrantRef(7, 1)], KvTier.DEVICE, np.array([2], dtype=np.int32))
-    assert not world.lent.covers(Peer("other", 1), [REF], KvTier.DEVICE, np.array([2], dtype=np.int32))
+    assert not world.covers(-1) and not world.covers(8)
 
 
 def test_a_number_is_of_one_tier() -> None:
@@ -75,9 +80,68 @@ def test_a_number_is_of_one_tier() -> None:
 def test_an_earlier_generation_is_served_for_blocks_that_are_left() -> None:
     world = World()
     world.give_back(5)
-    assert world.lent.enter(DEBTOR, [REF])
+    assert world.lent.enter(DEBTOR, [REF]) == (GrantRef(1, 2),), "what to compare with the next time"
     assert world.covers(2, 6) and not world.covers(5)
     world.lent.leave(DEBTOR, [REF])
+    assert world.lent.enter(DEBTOR, [GrantRef(1, 3)]) is None, "never given"
+
+
+def test_what_is_returned_while_somebody_is_inside_is_lent_no_more() -> None:
+    """It is not free yet, for whoever is inside may be writing to it: nobody may begin to."""
+    world = World()
+    assert world.lent.enter(DEBTOR, [REF])
+    assert world.give_back(5) is None
+    assert world.covers(2, 6) and not world.covers(5)
+    assert world.table.lent_row(KvTier.DEVICE, 5) is not None
+    world.grants.check_integrity()
+    world.lent.leave(DEBTOR, [REF])
+    assert [freed.blocks for freed in world.freed] == [(5,)]
+
+
+def test_loans_are_told_while_links_free_blocks() -> None:
+    """A heartbeat walked through a table that a link's thread changed, and the worker ended."""
+    world = World()
+    world.table = RBlockTable("creditor", 4096)
+    world.grants = SharedGrants(world.table, 1, Terms(4096, 1e9, 0.5))
+    freed: list[Freed] = []
+    lent = LentGrants(world.grants, world.table, freed.append, lambda: 0.0)
+    telling, failures = threading.Event(), []
+
+    def serve_links() -> None:
+        try:
+            for number in range(300):
+                asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=number, blocks=1500)
+                grant = world.grants.lend(asked, range(1500), 0.0).grant
+                assert grant is not None
+                ref = GrantRef(grant.grant_id, 1)
+                assert lent.enter(DEBTOR, [ref])
+                back = ReturnBlocks(
+                    debtor_id="debtor",
+                    debtor_incarnation=3,
+                    creditor_incarnation=1,
+                    grant_id=grant.grant_id,
+                    blocks=grant.blocks,
+                )
+                assert world.grants.give_back(back)[1] is None
+                lent.leave(DEBTOR, [ref])
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            telling.set()
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=serve_links)
+    try:
+        thread.start()
+        while not telling.is_set():
+            assert loans(world.table)["lent_blocks"] in (0, 1500)
+            world.grants.answer(BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=-1, blocks=1))
+            world.grants.renew(renew("debtor", 1, incarnation=3), 0.0)
+    finally:
+        sys.setswitchinterval(before_s)
+        thread.join()
+    assert not failures and sum(len(part.blocks) for part in freed) == 300 * 1500
 
 
 def test_what_ends_while_somebody_is_inside_is_freed_by_the_last_who_leaves() -> None:

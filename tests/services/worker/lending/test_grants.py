@@ -92,9 +92,11 @@ def test_returning_is_idempotent_and_raises_the_generation() -> None:
     reply, freed = grants.give_back(give_back("d", 1, 0, 1))
     assert (reply.generation, freed) == (2, None)
     assert grants.give_back(give_back("e", 1, 2))[1] is None, "not that debtor's"
-    assert not grants.enter(1, 1, [2], 0.0), "a stale generation"
+    assert not grants.enter(1, 3, [2], 0.0), "a generation that never was"
     assert grants.enter(1, 2, [2], 0.0)
-    assert not grants.enter(1, 2, [0], 0.0), "not in the grant any more"
+    assert grants.enter(1, 1, [2], 0.0), "the debtor may not know yet that the others are back"
+    for generation in (1, 2):
+        assert not grants.enter(1, generation, [0], 0.0), "not in the grant any more"
     grants.check_integrity()
 
 

@@ -11,7 +11,7 @@ from services.worker.lending.grants import Grants, Terms
 from services.worker.lending.lendable import lend
 from services.worker.lending.recalls import Recalls
 from services.worker.lending.repayment import Pressure
-from services.worker.lending.table import BlockState, RBlockTable
+from services.worker.lending.table import BlockState, GrantKey, RBlockTable
 from shared.errors import CreditorLost, Overloaded
 from shared.messages.lending import BlocksReturned, Grant, Settle, SettlePhase
 from tests.services.worker.lending.builders import borrow, grant
@@ -34,6 +34,9 @@ class Engine:
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
         return True
 
+    def rename(self, grant: GrantKey, generation: int) -> None:
+        return
+
     async def retire(self, most_blocks: int) -> list[int]:
         return []
 
@@ -43,8 +46,6 @@ class Engine:
         return chosen
 
     def rejoin(self, logical: Sequence[int]) -> None:
-        if self.is_overloaded:
-            raise Overloaded("as told")
         self.apart.difference_update(logical)
 
     async def copy_home(self, pairs: Sequence[tuple[int, int]]) -> bool:
@@ -221,17 +222,3 @@ async def test_no_repayment_during_a_settlement() -> None:
     await world.recalls.tick()
     await world.ask(SettlePhase.FREEZE)
     assert not world.recalls.may_recall()
-
-
-async def test_blocks_set_apart_rejoin_once_the_engine_has_room() -> None:
-    """A tick that found the engine's thread overloaded ended the worker once."""
-    world = World()
-    await world.recalls.tick()
-    assert await world.ask(SettlePhase.FREEZE, 3) == 3
-    world.engine.is_overloaded = True
-    world.now_s = 99.0
-    await world.recalls.tick()
-    assert not world.recalls.is_settling and world.engine.apart == set(world.there[:3])
-    world.engine.is_overloaded = False
-    await world.recalls.tick()
-    assert world.engine.apart == set()
