@@ -6,7 +6,7 @@ resync.
 """
 
 from services.scheduler.effects import Effect
-from services.scheduler.planning import Lane
+from services.scheduler.planning import Lane, planned_capacity_blocks
 from services.scheduler.policy.contract import Holding, PolicyFactory, WorkerShape
 from services.scheduler.roster import Roster
 from services.scheduler.state import HELD, Phase, Sequence
@@ -40,20 +40,15 @@ def adopt_snapshot(
         roster.adopt(sequence, lane, _PHASES[listed.state], now_s)
         adopted.append((sequence, listed))
     effects += _note_missing(roster, lane, {sequence.key for sequence, _ in adopted}, now_s)
-    capacity = snapshot.capacity
-    held_blocks = sum(
-        listed.allocated_blocks for listed in alive
-    )  # more than there are where they are shared
-    capacity_blocks = min(
-        held_blocks + capacity.plannable_blocks, capacity.total_blocks - capacity.doomed_blocks
+    policy = make_policy(
+        WorkerShape(snapshot.block_tokens, planned_capacity_blocks(snapshot)), roster.rules.settings
     )
-    policy = make_policy(WorkerShape(snapshot.block_tokens, capacity_blocks), roster.rules.settings)
     policy.on_measured(snapshot.prefill_tokens_per_s, snapshot.decode_step_s, now_s)
     for sequence, listed in adopted:
         decoding = listed.state is SequenceState.DECODING
         holding = Holding(listed.computed_tokens, listed.allocated_blocks, decoding)
         policy.on_adopted(sequence.task(), holding, now_s)
-    lane.begin(policy, snapshot, capacity_blocks, now_s)
+    lane.begin(policy, snapshot, now_s)
     for listed in stale:
         lane.drop(listed.ref)
     for sequence in roster.of_worker(lane.worker_id):

@@ -69,7 +69,7 @@ class Fleet:
     def _compare(self, lane: Lane, report: WorkerReported, now_s: float) -> Trouble | None:
         if lane.policy is None:
             return None
-        lane.resize(report.capacity, now_s)
+        lane.resize(report, now_s)
         lane.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
         return lane.on_heartbeat(report, now_s) or self._strangers(lane, report)
 

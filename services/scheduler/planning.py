@@ -20,7 +20,7 @@ from services.scheduler.rules import Rules
 from services.scheduler.state import Phase, Sequence
 from shared.errors import ModelMismatch
 from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk, WorkerStepped
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 
 MAX_OUTSTANDING_PLANS = 4
@@ -72,8 +72,6 @@ class Lane:
     _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
     _last_keys: tuple[SequenceKey, ...] = field(default=(), init=False)
-    _unplanned_blocks: int = field(default=0, init=False)
-    """Of the pool, those that neither free blocks nor sequences account for."""
 
     def __post_init__(self) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.heard_s)
@@ -82,13 +80,10 @@ class Lane:
     def outstanding_steps(self) -> int:
         return self._outstanding.steps
 
-    def begin(
-        self, policy: BatchPolicy, snapshot: WorkerReported, capacity_blocks: int, now_s: float
-    ) -> None:
+    def begin(self, policy: BatchPolicy, snapshot: WorkerReported, now_s: float) -> None:
         """In step again: plans are numbered from 1, reports go on after the snapshot's."""
         self._clear(now_s, snapshot.stepped_seq)
         self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
-        self._unplanned_blocks = _lasting_blocks(snapshot.capacity) - capacity_blocks
 
     def lose_step(self, now_s: float) -> None:
         """A snapshot is asked for; the policy's projection is void."""
@@ -109,11 +104,11 @@ class Lane:
         self._lingering.clear()
         self.strangers.clear()
 
-    def resize(self, capacity: Capacity, now_s: float) -> None:
+    def resize(self, report: WorkerReported, now_s: float) -> None:
         """Follow the pool; what moves with every allocation (free, evictable) is the policy's own account."""
-        lasting_blocks = _lasting_blocks(capacity)
-        if self.policy is not None and lasting_blocks != _lasting_blocks(self.report.capacity):
-            self.policy.on_resized(max(0, lasting_blocks - self._unplanned_blocks), now_s)
+        capacity_blocks = planned_capacity_blocks(report)
+        if self.policy is not None and capacity_blocks != planned_capacity_blocks(self.report):
+            self.policy.on_resized(capacity_blocks, now_s)
 
     def arrive(self, sequence: Sequence, now_s: float, *, midway: bool = False) -> None:
         """A sequence that the worker does not hold; a long plan may be cut short for it, and any that may
@@ -312,5 +307,14 @@ class Lane:
             self.policy.check_integrity()
 
 
-def _lasting_blocks(capacity: Capacity) -> int:
-    return capacity.total_blocks - capacity.doomed_blocks
+def planned_capacity_blocks(report: WorkerReported) -> int:
+    """What plans may hand out altogether, by one report: all that sequences hold and all that they could get.
+
+    Less than the pool where the cache keeps blocks for what hangs on them although no sequence has them. They
+    come and go with their users, so each report counts anew. Shared blocks are held more than once."""
+    capacity = report.capacity
+    held_blocks = sum(
+        listed.allocated_blocks for listed in report.sequences if listed.state is not SequenceState.ENDED
+    )
+    lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
+    return max(0, min(held_blocks + capacity.plannable_blocks, lasting_blocks))

@@ -18,11 +18,14 @@ FINGERPRINT = b"fingerprint"
 
 @dataclass(frozen=True)
 class Wanted:
-    """One request: how long its prompt is, how long its true answer, how long the answer may be."""
+    """One request: how long its prompt is, how long its true answer, how long the answer may be.
+
+    Prompts of one word begin alike."""
 
     prompt_tokens: int
     answer_tokens: int
     max_tokens: int
+    word: int = 1
 
     def answer(self, key: SequenceKey) -> list[int]:
         """The tokens that the client must get, each exactly once."""

@@ -29,9 +29,11 @@ from services.scheduler.effects import (
     SendPlan,
 )
 from services.scheduler.effects import Effect as SchedulerEffect
+from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.rules import Rules
 from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.extended import OwnPool, Pool
 from services.worker.kv.gate import CostGate
 from services.worker.kv.pool import BlockPool
 from services.worker.prefixes import Prefixes
@@ -70,10 +72,13 @@ class World(VirtualNet):
         kv_blocks: int,
         loss: float,
         cached: bool = False,
+        policy: PolicyFactory = VllmPolicy,
     ) -> None:
         """`cached`: blocks outlive their sequences, on the device alone."""
         super().__init__(seed, loss)
-        self.cached = cached
+        self.cached, self.policy = cached, policy
+        self.choose: Callable[[list[str | None]], str | None] = self.random.choice
+        """Placement: of these workers."""
         self.moved: list[SequenceMoved] = []
         self.wanted = {(f"r{number}", 0): one for number, one in enumerate(wanted)}
         self.kv_blocks = kv_blocks
@@ -156,7 +161,7 @@ class World(VirtualNet):
             ref=msgspec.structs.replace(stream.ref, attempt=attempt),
             gateway_id="g",
             gateway_incarnation=1,
-            prompt=pack_tokens([1] * wanted.prompt_tokens),
+            prompt=pack_tokens([wanted.word] * wanted.prompt_tokens),
             sampling=Sampling(seed=0, max_tokens=wanted.max_tokens, end_token_ids=(END_TOKEN,)),
             generated=pack_tokens(stream.tokens),
             open_tokens=stream.open_tokens(wanted.max_tokens),
@@ -206,7 +211,7 @@ class World(VirtualNet):
     def start_scheduler(self) -> None:
         self.scheduler.alive = True
         self._epoch += 1
-        self.core = SchedulerCore(Rules(), VllmPolicy, self._epoch, self.now_s)
+        self.core = SchedulerCore(Rules(), self.policy, self._epoch, self.now_s)
         self._every(TICK_S, lambda: self._feed("on_tick"), self.scheduler)
         self._every(REPORT_S, self._announce, self.scheduler)
 
@@ -262,7 +267,7 @@ class World(VirtualNet):
             case AskPlacement(question, items, excluded):
                 named = [name for name in self.workers if name not in excluded]
                 open_: list[str | None] = [*named] or [None]
-                answer = tuple(self.random.choice(open_) for _ in items)
+                answer = tuple(self.choose(open_) for _ in items)
                 self.at(self.now_s + 0.002, self._while_it_lives("on_placed", question, answer))
             case AskSnapshot(worker_id, epoch, _):
                 worker = self.workers[worker_id]
@@ -317,10 +322,19 @@ class World(VirtualNet):
 
     # --- workers
 
+    @property
+    def longest_tokens(self) -> int:
+        """That a worker takes."""
+        return self.kv_blocks * 16
+
+    def pool_over(self, worker: WorkerProcess, own: OwnPool) -> Pool:
+        """What its sequences get their blocks from."""
+        return own
+
     def start_worker(self, worker: WorkerProcess) -> None:
         worker.alive, worker.busy, worker.beats = True, False, 0
         worker.incarnation += 1
-        limits = Limits(self.kv_blocks * 16, 1000, 60.0, 10.0)
+        limits = Limits(self.longest_tokens, 1000, 60.0, 10.0)
         identity = Identity(worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here")
         pool = BlockPool(self.kv_blocks, 16)
         prefixes = None
@@ -328,7 +342,8 @@ class World(VirtualNet):
             mover: Any = None  # There is no lower tier to copy to.
             cache = self.caches[worker.name] = PrefixCache(pool, Tiers(), mover, CostGate())
             prefixes = Prefixes(cache, FINGERPRINT)
-        table = SequenceTable(pool if prefixes is None else prefixes.cache, limits, prefixes)
+        own = pool if prefixes is None else prefixes.cache
+        table = SequenceTable(self.pool_over(worker, own), limits, prefixes)
         worker.core = StepCore(identity, table)
         self._every(BEAT_S, lambda: self._beat(worker), worker)
         self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)

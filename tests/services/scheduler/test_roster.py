@@ -31,7 +31,7 @@ def roster_with_lane() -> tuple[Roster, Lane]:
     lane = Lane("worker-0", 1, 1, roster.rules, roster.sequences, report, 0.0)
     roster.lanes["worker-0"] = lane
     assert roster.closed_workers() == ("worker-0",)
-    lane.begin(VllmPolicy(WorkerShape(4, 20), roster.rules.settings), report, 20, 0.0)
+    lane.begin(VllmPolicy(WorkerShape(4, 20), roster.rules.settings), report, 0.0)
     return roster, lane
 
 
