@@ -193,7 +193,7 @@ class SimWorker:
         ended = self._account(running, stretch.start_s, now_s, steps)
         for held in ended:
             self.books.end(held)
-            self.policy.on_ended(held.record.request.key, now_s)
+            self.policy.on_ended(held.record.request.key, now_s, held.generated_tokens)
         running.steps_done += steps
         reported = running.steps_done if ended else running.reported_of(running.steps_done)
         running.steps_reported = reported

@@ -161,7 +161,7 @@ class SchedulerCore:
         lane = self._roster.lanes.get(sequence.worker_id or "")
         if lane is not None and lane.policy is not None:
             lane.policy.on_predicted(ref.key, prediction, now_s)
-        return []
+        return self._after([], now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """To be called every few hundredths of a second while connected, and only then."""

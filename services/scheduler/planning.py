@@ -119,9 +119,10 @@ class Lane:
             self._urgent = True
             self._midway = self._midway or midway
 
-    def end(self, key: SequenceKey, now_s: float) -> None:
+    def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        """`answer_tokens`: of an answer that ended by itself."""
         if self.policy is not None:
-            self.policy.on_ended(key, now_s)
+            self.policy.on_ended(key, now_s, answer_tokens)
 
     def linger(self, ref: SequenceRef, now_s: float) -> None:
         """It was replaced, and runs on for a moment; then it ends here and is dropped."""

@@ -15,6 +15,7 @@ from shared.messages.commands import CancelSequence
 from shared.messages.reports import WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _LIMIT = 65_536
 """Entries of each memory of what is over."""
 
@@ -146,7 +147,9 @@ class Roster:
             self.backlog.remove(sequence)
         elif sequence.worker_id is not None:
             held = sequence.phase in HELD
-            lane = self._forget_at_lane(sequence, now_s, lingers=lingers and held)
+            is_whole = reason in _OWN_ENDS and not (sequence.spec is not None and sequence.spec.rehearsal)
+            answer_tokens = generated_tokens if is_whole else None
+            lane = self._forget_at_lane(sequence, now_s, answer_tokens, lingers=lingers and held)
             if lingers and held and lane is not None:
                 lane.linger(sequence.ref, now_s)
             elif lane is not None and held and phase not in (Phase.ENDED, Phase.LOST):
@@ -201,8 +204,10 @@ class Roster:
             assert lane.worker_id == worker_id
             lane.check_integrity()
 
-    def _forget_at_lane(self, sequence: Sequence, now_s: float, *, lingers: bool = False) -> Lane | None:
+    def _forget_at_lane(
+        self, sequence: Sequence, now_s: float, answer_tokens: int | None = None, *, lingers: bool = False
+    ) -> Lane | None:
         lane = self.lanes.get(sequence.worker_id or "")
         if not lingers and lane is not None and lane.sync is Sync.IN_STEP:
-            lane.end(sequence.key, now_s)
+            lane.end(sequence.key, now_s, answer_tokens)
         return lane

@@ -45,7 +45,7 @@ class Scripted:
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         raise AssertionError("nothing is adopted in the simulator")
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         self.heard.append(("ended", (key, now_s)))
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:

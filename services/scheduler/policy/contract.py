@@ -153,8 +153,9 @@ class BatchPolicy(Protocol):
         """A sequence that lives at the worker already (found in a snapshot, or moved there).
         `task.generated_tokens` is what it has by now."""
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
-        """Ended or cancelled: its blocks are free by the time the next plan is applied."""
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        """Ended or cancelled: its blocks are free by the time the next plan is applied. `answer_tokens`: how
+        long the answer became, which may be less than was planned; None where it did not end by itself."""
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         """Decodes-only batches were cut short: this sequence generated `missing_tokens` fewer than was

@@ -63,8 +63,8 @@ class FastServePolicy(RankedPolicy):
             self._turns[task.key] = self._join(self._first_level(task), now_s)
             super().on_adopted(task, holding, now_s)
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
-        super().on_ended(key, now_s)
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        super().on_ended(key, now_s, answer_tokens)
         self._turns.pop(key, None)
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float) -> None:

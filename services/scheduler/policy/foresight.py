@@ -86,8 +86,8 @@ class Foreseeing(FirstComePolicy):
             self._foresight.note_task(task)
             super().on_adopted(task, holding, now_s)
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
-        super().on_ended(key, now_s)
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        super().on_ended(key, now_s, answer_tokens)
         self._foresight.forget(key)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:

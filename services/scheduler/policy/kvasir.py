@@ -70,11 +70,11 @@ class KvasirPolicy(Rescuing):
         """The latest start at which the deadline is met."""
         job.due_s = job.deadline_s - self._work_s(job)
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         job = self._jobs.get(key)
-        if job is not None and job.generated_tokens > job.task.generated_tokens:
-            self._lengths.learn(job.first_prediction, job.generated_tokens)
-        super().on_ended(key, now_s)
+        if job is not None and answer_tokens is not None and answer_tokens > job.task.generated_tokens:
+            self._lengths.learn(job.first_prediction, answer_tokens)
+        super().on_ended(key, now_s, answer_tokens)
         self._aged.discard(key)
 
     def plan(self, now_s: float) -> PlannedBatch | None:

@@ -34,8 +34,8 @@ class OrcaPolicy(FirstComePolicy):
         if self._entries[task.key].allocated_blocks < self._blocks(task.limit_tokens):
             self._adopted.add(task.key)
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
-        super().on_ended(key, now_s)
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        super().on_ended(key, now_s, answer_tokens)
         self._adopted.discard(key)
 
     def plan(self, now_s: float) -> PlannedBatch | None:

@@ -78,7 +78,7 @@ class Projection:
         else:
             insort(self._running, entry, key=self._rank)
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._used_blocks -= entry.allocated_blocks

@@ -1,7 +1,10 @@
 """The core against fake workers in virtual time: the protocol's single cases, one by one."""
 
+from typing import ClassVar
+
+from services.scheduler.policy.vllm import VllmPolicy
 from shared.errors import ContextOverflow
-from shared.messages.sequence import FinishReason
+from shared.messages.sequence import FinishReason, SequenceKey
 from tests.services.scheduler.world import Chaos, World
 
 
@@ -21,6 +24,28 @@ def test_an_answer_may_end_with_its_first_token() -> None:
     assert (first.ends, second.ends) == ([FinishReason.STOP], [FinishReason.LENGTH])
     world.time.run_for(1.0)
     assert world.core is not None and (world.core.queued, world.core.running) == (0, 0)
+
+
+class Learning(VllmPolicy):
+    """Notes how long it is told that answers became."""
+
+    told: ClassVar[dict[str, int | None]] = {}
+
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        self.told[key[0]] = answer_tokens
+        super().on_ended(key, now_s, answer_tokens)
+
+
+def test_a_policy_hears_how_long_answers_became_not_how_long_they_were_planned() -> None:
+    Learning.told.clear()
+    world = World(workers=1, make_policy=Learning)
+    stopped = world.submit("stopped", prompt_tokens=5, answer_tokens=7, max_tokens=50)
+    limited = world.submit("limited", prompt_tokens=5, answer_tokens=90, max_tokens=12)
+    cancelled = world.submit("cancelled", prompt_tokens=5, answer_tokens=60, max_tokens=60)
+    world.run_until(lambda: stopped.over and limited.over, limit_s=2.0)
+    world.cancel(cancelled)
+    world.time.run_for(0.5)
+    assert Learning.told == {"stopped": 7, "limited": 12, "cancelled": None}
 
 
 def test_equal_histories_make_equal_plans() -> None:

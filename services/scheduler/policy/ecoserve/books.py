@@ -84,7 +84,7 @@ class Books(ABC):
         else:
             self._complete_job(job)
 
-    def on_ended(self, key: SequenceKey, now_s: float) -> None:
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         job = self._jobs.pop(key, None)
         if job is not None:
             self._take_out(job)
@@ -139,7 +139,7 @@ class Books(ABC):
         self._speeds.on_measured(prefill_tokens_per_s, decode_step_s)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
-        """The deadline follows the first prediction; where it waits follows each."""
+        """The deadline follows the first prediction; where it waits, and when it ends, follow each."""
         job = self._jobs.get(key)
         if job is None:
             return
@@ -154,6 +154,11 @@ class Books(ABC):
             self._queue_prompt(job, now_s)
         elif is_queued[1]:
             self._queue_generation(job, now_s)
+        elif job.stage is not Stage.COMPLETE:
+            self._estimate_rest(job)
+            now = job.prefill_tokens if job.stage is Stage.PROMPT else job.computed_tokens
+            job.end_tokens = now + job.rest_tokens
+            self._changed = True
 
     def _fix_deadline(self, job: Job) -> None:
         tokens = self._lengths.whole_tokens(job.prediction, job.task.max_tokens)

@@ -3,8 +3,8 @@ that nobody has predicted.
 
 A predictor that is always too high leaves memory idle, one that is always too low leads to evictions: both
 show in the ratio of what answers were to what they were said to be, so lengths are multiplied by it. It
-forgets: the last few hundred answers count. Cancelled answers count as they were, which errs on the short
-side. Source: our own; algorithms.md §1 demands only that wrong predictions break nothing.
+forgets: the last few hundred answers count. Cancelled answers do not: nobody knows how long they would be.
+Source: our own; algorithms.md §1 demands only that wrong predictions break nothing.
 """
 
 _WEIGHT = 1 / 256
@@ -12,7 +12,7 @@ _ENOUGH = 32
 """Answers before anything is corrected."""
 _MOST = 4.0
 _NEAR = 0.15
-"""A smaller error is none: plans made ahead blur the ends by a few tokens."""
+"""A smaller error is none."""
 
 
 class Calibration:
@@ -25,7 +25,7 @@ class Calibration:
         self._unpredicted_tokens = 0.0
 
     def learn(self, predicted_tokens: int | None, actual_tokens: int) -> None:
-        """An answer is over. None: nobody had predicted it."""
+        """An answer is over, of so many tokens as it really had. None: nobody had predicted it."""
         if predicted_tokens is None:
             self._unpredicted += 1
             weight = max(_WEIGHT, 1 / self._unpredicted)

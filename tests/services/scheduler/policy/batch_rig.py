@@ -112,7 +112,7 @@ class BatchRig:
     def end(self, job: Job) -> None:
         """Cancelled, or over by itself."""
         job.over, job.blocks, job.computed = True, 0, 0
-        self.policy.on_ended(job.task.key, self.now_s)
+        self.policy.on_ended(job.task.key, self.now_s, job.generated)
         self.policy.check_integrity()
 
     def drain(self) -> None:

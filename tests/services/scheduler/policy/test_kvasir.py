@@ -1,9 +1,18 @@
 """`kvasir`: least work first, admitted by the profile, and nobody starves."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.contract import (
+    Holding,
+    PlannedBatch,
+    PolicyFactory,
+    PolicySettings,
+    Task,
+    WorkerShape,
+)
+from services.scheduler.policy.ecoserve.variants import EcoServeProfile
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.vllm import VllmPolicy
 from tests.services.scheduler.policy.batch_rig import (
@@ -143,6 +152,71 @@ def test_lengths_that_are_always_wrong_are_corrected() -> None:
         return most
 
     assert running(4) >= 0.6 * running(1) > 0
+
+
+def test_answers_that_end_within_a_plan_teach_their_own_length_and_not_the_plans() -> None:
+    """Predicted exactly, answers of two tokens counted as the five and more that were planned for them, and
+    were "corrected". What is cancelled teaches nothing."""
+
+    def most_at_once(*, ended: int = 0, cancelled: int = 0) -> int:
+        bench = rig(KvasirPolicy, PolicySettings(max_steps=16), blocks=60, lag=1)
+        bench.predict = truth
+        for number in range(ended):
+            bench.arrive(f"r{number:02}", 4, 2, 100)
+            bench.finish()
+        for number in range(cancelled):
+            bench.policy.on_arrival(Task((f"c{number}", 0), 4, 100, 9.0, prediction=predicted(90)), 9.0)
+            bench.policy.plan(9.0)
+            bench.policy.on_ended((f"c{number}", 0), 9.0)
+        before = len(bench.batches)
+        for number in range(30):
+            bench.arrive(f"s{number:02}", 4, 20, 100)
+        bench.turn()
+        return len(bench.batches[before].prefills)
+
+    assert most_at_once(ended=60) == most_at_once(cancelled=60) == most_at_once() > 4
+
+
+TOLD_LATE = [KvasirPolicy, EcoServeProfile]
+
+
+@pytest.mark.parametrize("make_policy", TOLD_LATE)
+def test_a_prediction_moves_the_end_of_what_runs(make_policy: PolicyFactory) -> None:
+    """It was ignored once its prompt was computed, so a short answer kept the room of a long one."""
+    policy = make_policy(WorkerShape(BLOCK_TOKENS, 160), PolicySettings(max_steps=1))
+    policy.on_arrival(Task(("late", 0), 20, 600, 0.0), 0.0)
+    policy.plan(0.0)
+    policy.on_arrival(Task(("next", 0), 20, 600, 0.0, prediction=predicted(300)), 0.1)
+
+    def decoding() -> set[str]:
+        batches = [policy.plan(0.2), policy.plan(0.3)]
+        return {item.key[0] for batch in batches if batch is not None for item in batch.decodes}
+
+    assert decoding() == {"late"}, "as long as it may get there is no room for both"
+    policy.on_predicted(("late", 0), predicted(8), 0.4)
+    assert decoding() == {"late", "next"}
+
+
+def test_a_prediction_moves_the_end_of_what_is_partly_prefilled() -> None:
+    policy = policy_with(PolicySettings(max_steps=1, token_budget=16), 160)
+    policy.on_arrival(Task(("late", 0), 40, 600, 0.0), 0.0)
+    policy.plan(0.0)
+    policy.on_predicted(("late", 0), predicted(8), 0.1)
+    policy.on_arrival(Task(("next", 0), 8, 600, 0.0, prediction=predicted(450)), 0.1)
+    assert [starts(policy.plan(turn)) for turn in (0.2, 0.3)] == [[], ["next"]], "beside what is left of it"
+
+
+@pytest.mark.parametrize("make_policy", TOLD_LATE)
+def test_the_answer_to_its_own_question_moves_the_end(make_policy: PolicyFactory) -> None:
+    """It asks when an answer outlives its prediction, and never used what it was told."""
+    policy = make_policy(WorkerShape(BLOCK_TOKENS, 160), PolicySettings(max_steps=1))
+    policy.on_arrival(Task(("long", 0), 20, 600, 0.0, prediction=predicted(4)), 0.0)
+    batches = (policy.plan(0.01 * turn) for turn in range(30))
+    assert next(batch.questions for batch in batches if batch is not None and batch.questions)
+    policy.on_predicted(("long", 0), predicted(550), 1.0)
+    policy.on_arrival(Task(("next", 0), 20, 600, 0.0, prediction=predicted(300)), 1.0)
+    later = [policy.plan(1.0 + 0.1 * turn) for turn in range(3)]
+    assert not any(item.key[0] == "next" for batch in later if batch is not None for item in batch.decodes)
 
 
 def crowded(step_s: float) -> KvasirPolicy:
