@@ -52,11 +52,15 @@ class Backlog:
         """Something changed: the next question need not wait for the interval."""
         self._due_s = float("-inf")
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether somebody is to be asked about, and no question is open."""
+        return self._open is None and bool(self._waiting) and now_s >= self._due_s
+
     def ask(
         self, excluded_workers: tuple[str, ...], now_s: float, kinds: tuple[Kind, ...] = ()
     ) -> AskPlacement | None:
         """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks."""
-        if self._open is not None or not self._waiting or now_s < self._due_s:
+        if not self.is_due(now_s):
             return None
         batch = self._waiting[: self._rules.placement_batch]
         self._question += 1

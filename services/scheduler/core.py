@@ -159,8 +159,8 @@ class SchedulerCore:
             return []
         sequence.prediction = prediction
         lane = self._roster.lanes.get(sequence.worker_id or "")
-        if lane is not None and lane.policy is not None:
-            lane.policy.on_predicted(ref.key, prediction, now_s)
+        if lane is not None:
+            lane.predict(ref.key, prediction, now_s)
         return self._after([], now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -186,17 +186,19 @@ class SchedulerCore:
         return self._after(effects, now_s)
 
     def _after(self, effects: list[Effect], now_s: float) -> list[Effect]:
-        """Whatever changed: plan where there is room, and ask for places."""
+        """Whatever changed: plan where there is room, and ask for places. What it costs does not grow with
+        the workers to which nothing happened."""
         if self._deposed:
             return effects
         effects += self._moves.advance(now_s)
-        for lane in self._roster.lanes.values():
+        for lane in self._roster.changed_lanes():
             effects += lane.next_plans(now_s)
         return effects + self._ask_placement(now_s)
 
     def _ask_placement(self, now_s: float) -> list[Effect]:
         lanes = self._roster.lanes
-        if not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
+        is_due = self._roster.backlog.is_due(now_s)
+        if not is_due or not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
             return []
         kinds = kinds_of(self._roster.reports())
         question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)

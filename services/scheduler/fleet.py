@@ -40,7 +40,7 @@ class Fleet:
             effects += self.lose(lane, now_s)
             lane = None
         if lane is None:
-            lane = self._welcome(report, now_s)
+            lane = self.roster.welcome(report, self.epoch, now_s)
         lane.heard_s = now_s
         if report.seq < lane.report.seq:
             return effects
@@ -51,20 +51,6 @@ class Fleet:
         elif trouble is not None:
             effects += self._resync(lane, trouble, now_s)
         return effects
-
-    def _welcome(self, report: WorkerReported, now_s: float) -> Lane:
-        lane = Lane(
-            worker_id=report.worker_id,
-            incarnation=report.incarnation,
-            epoch=self.epoch,
-            rules=self._rules,
-            sequences=self.roster.sequences,
-            report=report,
-            heard_s=now_s,
-        )
-        self.roster.lanes[report.worker_id] = lane
-        self.roster.lost_workers.pop(report.worker_id)
-        return lane
 
     def _compare(self, lane: Lane, report: WorkerReported, now_s: float) -> Trouble | None:
         if lane.policy is None:
@@ -175,8 +161,7 @@ class Fleet:
 
     def lose(self, lane: Lane, now_s: float) -> list[Effect]:
         """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
-        del self.roster.lanes[lane.worker_id]
-        self.roster.lost_workers.put(lane.worker_id, lane.incarnation, now_s)
+        self.roster.lose(lane, now_s)
         effects: list[Effect] = []
         refs = []
         for sequence in self.roster.of_worker(lane.worker_id):

@@ -19,6 +19,7 @@ from services.scheduler.preempting import Preempting
 from services.scheduler.rules import Rules
 from services.scheduler.state import Phase, Sequence
 from shared.errors import ModelMismatch
+from shared.messages.commands import LengthPrediction
 from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
@@ -51,6 +52,10 @@ class Lane:
     report: WorkerReported
     """The latest."""
     heard_s: float
+    number: int = 0
+    """The larger, the later it came."""
+    changed: dict[str, "Lane"] = field(default_factory=dict)
+    """The roster's: lanes to which something happened since they planned last."""
     sync: Sync = Sync.UNSYNCED
     asked_s: float = 0.0
     """When the resync began."""
@@ -75,6 +80,10 @@ class Lane:
 
     def __post_init__(self) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.heard_s)
+
+    def touch(self) -> None:
+        """Something happened that may let it plan."""
+        self.changed[self.worker_id] = self
 
     @property
     def outstanding_steps(self) -> int:
@@ -103,6 +112,7 @@ class Lane:
         self._drops.clear()
         self._lingering.clear()
         self.strangers.clear()
+        self.touch()
 
     def resize(self, report: WorkerReported, now_s: float) -> None:
         """Follow the pool; what moves with every allocation (free, evictable) is the policy's own account."""
@@ -118,16 +128,24 @@ class Lane:
             self.policy.on_arrival(sequence.task(is_open=True), now_s)
             self._urgent = True
             self._midway = self._midway or midway
+            self.touch()
 
     def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         """`answer_tokens`: of an answer that ended by itself."""
         if self.policy is not None:
             self.policy.on_ended(key, now_s, answer_tokens)
+            self.touch()
+
+    def predict(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        if self.policy is not None:
+            self.policy.on_predicted(key, prediction, now_s)
+            self.touch()
 
     def linger(self, ref: SequenceRef, now_s: float) -> None:
         """It was replaced, and runs on for a moment; then it ends here and is dropped."""
         if self.policy is not None:
             self._lingering[ref.key] = (ref, now_s + _LINGER_S)
+            self.touch()
 
     def _settle(self, key: SequenceKey, now_s: float) -> None:
         ref, _ = self._lingering.pop(key, (None, 0.0))
@@ -138,6 +156,7 @@ class Lane:
     def drop(self, ref: SequenceRef) -> None:
         """The next plan, if need be one with nothing else in it, makes the worker forget this attempt."""
         self._drops[ref] = None
+        self.touch()
 
     def next_plans(self, now_s: float) -> list[Effect]:
         """Plans until enough steps are outstanding; also what the policy wants predicted."""
@@ -158,6 +177,8 @@ class Lane:
             effects += self._questions(batch)
         if policy is not None and self._drops and not len(outstanding):
             effects += self._send(PlannedBatch(), now_s)
+        if not self._lingering:
+            self.changed.pop(self.worker_id, None)
         return effects
 
     def _steps_ahead(self) -> int:
@@ -248,6 +269,7 @@ class Lane:
         """A report of this incarnation; its ends have been taken note of before."""
         if self.policy is None:
             return None
+        self.touch()
         progress = self._outstanding.on_stepped(event, self._is_over, now_s)
         if isinstance(progress, Trouble):
             return progress
@@ -292,10 +314,12 @@ class Lane:
                     self.sequences[key].faults = 0
 
     def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
+        self.touch()
         self.preempting.on_heartbeat()
         return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
 
     def on_tick(self, now_s: float) -> Trouble | None:
+        self.touch()
         return None if self.policy is None else self._outstanding.on_tick(now_s)
 
     def check_integrity(self) -> None:

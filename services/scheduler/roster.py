@@ -27,6 +27,8 @@ class Roster:
         self.rules = rules
         self.sequences: dict[SequenceKey, Sequence] = {}
         self.lanes: dict[str, Lane] = {}
+        self._changed: dict[str, Lane] = {}
+        self._welcomed = 0
         self.backlog = Backlog(rules)
         self.tombstones: RecentMap[SequenceKey, int] = RecentMap(rules.tombstone_s, _LIMIT)
         """Highest cancelled attempt."""
@@ -44,6 +46,33 @@ class Roster:
 
     def of_worker(self, worker_id: str) -> list[Sequence]:
         return [sequence for sequence in self.sequences.values() if sequence.worker_id == worker_id]
+
+    def welcome(self, report: WorkerReported, epoch: int, now_s: float) -> Lane:
+        """A lane for this incarnation of a worker, which has none."""
+        self._welcomed += 1
+        lane = self.lanes[report.worker_id] = Lane(
+            worker_id=report.worker_id,
+            incarnation=report.incarnation,
+            epoch=epoch,
+            rules=self.rules,
+            sequences=self.sequences,
+            report=report,
+            heard_s=now_s,
+            number=self._welcomed,
+            changed=self._changed,
+        )
+        self.lost_workers.pop(report.worker_id)
+        return lane
+
+    def lose(self, lane: Lane, now_s: float) -> None:
+        """The lane is gone; its sequences are the caller's affair."""
+        del self.lanes[lane.worker_id]
+        self._changed.pop(lane.worker_id, None)
+        self.lost_workers.put(lane.worker_id, lane.incarnation, now_s)
+
+    def changed_lanes(self) -> list[Lane]:
+        """Those to which something happened since they planned last, in the order in which they came."""
+        return sorted(self._changed.values(), key=lambda lane: lane.number)
 
     def is_full(self, *, resumed: bool) -> bool:
         """Whether as many sequences wait as may; those that were accepted before have room of their own."""
