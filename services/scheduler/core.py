@@ -12,6 +12,7 @@ from services.scheduler.effects import Effect, StepDown
 from services.scheduler.fleet import Fleet
 from services.scheduler.intake import Admission, Intake
 from services.scheduler.moves import Moves
+from services.scheduler.oversized import OversizedWatch
 from services.scheduler.planning import Sync
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.prefixes import kinds_of
@@ -41,6 +42,7 @@ class SchedulerCore:
         self._intake = Intake(self._roster)
         self._moves = Moves(self._roster, rules.moves)
         self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
+        self._oversized = OversizedWatch(self._roster, self._moves, rules.oversized)
         self._round_ends_s = now_s + rules.round_s
         self._ticked_s = now_s
         self._expired_s = now_s
@@ -73,8 +75,7 @@ class SchedulerCore:
         if lane is None or sequence is None or self._deposed:
             return admission, effects + self._ask_placement(now_s)
         self._roster.place(sequence, lane, now_s, midway=target is not None)
-        others = tuple(name for name in self._roster.lanes if name != lane.worker_id)
-        told = self._roster.backlog.tell(sequence, (*self._roster.closed_workers(), *others))
+        told = self._roster.told_of(sequence, lane)
         return admission, [*self._after(effects, now_s), told]
 
     def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
@@ -146,7 +147,7 @@ class SchedulerCore:
         try:
             self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
         except ContextOverflow as error:
-            return [self._roster.give_up(sequence, error.message, now_s)]
+            return [self._roster.give_up(sequence, error, now_s)]
         lane = self._roster.lanes.get(worker_id or "")
         in_step = lane is not None and lane.sync is Sync.IN_STEP
         if in_step and lane is not None and sequence.limit_tokens <= lane.report.max_context_tokens:
@@ -182,7 +183,9 @@ class SchedulerCore:
             self._roster.expire(now_s)
         if now_s - self._wanted_s > WANT_INTERVAL_S and not self._deposed:
             self._wanted_s = now_s
-            effects += self._pressure.with_limits(self._roster.wanted(), now_s)
+            wants = self._roster.wanted()
+            effects += self._pressure.with_limits(wants, now_s)
+            effects += self._oversized.on_wants(wants, now_s)
         return self._after(effects, now_s)
 
     def _after(self, effects: list[Effect], now_s: float) -> list[Effect]:

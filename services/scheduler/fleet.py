@@ -12,6 +12,7 @@ from services.scheduler.planning import Lane, Sync
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.roster import Roster
 from services.scheduler.state import HELD, Phase
+from shared.errors import InternalError
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
 from shared.messages.sequence import SequenceRef
@@ -188,9 +189,8 @@ class Fleet:
         for sequence in culprits:
             sequence.faults += 1
             if sequence.faults > self._rules.max_faults:
-                effects.append(
-                    self.roster.give_up(sequence, f"{lane.worker_id} cannot run it: {trouble.reason}", now_s)
-                )
+                error = InternalError(f"{sequence.ref} was given up: {lane.worker_id}: {trouble.reason}")
+                effects.append(self.roster.give_up(sequence, error, now_s))
         self.snapshots += 1
         return [*effects, AskSnapshot(lane.worker_id, self.epoch, trouble.reason)]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.scheduler.effects import AskPrediction, Effect
 from services.scheduler.roster import Roster
 from services.scheduler.state import HELD, Phase, Sequence
-from shared.errors import ContextOverflow, InternalError, InvalidRequest, MessageTooLarge, Overloaded
+from shared.errors import ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import TOKEN_BYTES, FinishReason, SequenceSpec
@@ -67,8 +67,10 @@ class Intake:
     def _check(self, spec: SequenceSpec, now_s: float) -> None:
         self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
         given_up = self.roster.dropped.get(spec.ref.key, now_s)
-        if given_up is not None and spec.ref.attempt <= given_up[0]:
-            raise InternalError(f"{spec.ref} was given up: {given_up[1]}")
+        if given_up is not None:
+            attempt, error = given_up
+            if spec.ref.attempt <= attempt or isinstance(error, ContextOverflow):
+                raise error.with_traceback(None)
         if not spec.prompt or len(spec.prompt) % TOKEN_BYTES or len(spec.generated) % TOKEN_BYTES:
             raise InvalidRequest(
                 "the prompt is empty or not a whole number of packed token ids", param="prompt"

@@ -11,6 +11,7 @@ from services.scheduler.recent import RecentMap
 from services.scheduler.rules import Rules
 from services.scheduler.state import HELD, Phase, Sequence
 from services.scheduler.wants import Claim, is_deprived, who_may_borrow
+from shared.errors import KvasirError
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
@@ -34,7 +35,7 @@ class Roster:
         """Highest cancelled attempt."""
         self.ended: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.ended_s, _LIMIT)
         """Attempt that ended, and the worker that keeps its tokens."""
-        self.dropped: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.tombstone_s, _LIMIT)
+        self.dropped: RecentMap[SequenceKey, tuple[int, KvasirError]] = RecentMap(rules.tombstone_s, _LIMIT)
         """Attempt that was given up, and why."""
         self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
         """Incarnation; until it is heard again."""
@@ -137,6 +138,11 @@ class Roster:
         sequence.worker_id = lane.worker_id
         lane.arrive(sequence, now_s, midway=midway)
 
+    def told_of(self, sequence: Sequence, lane: Lane) -> Effect:
+        """For placement's books: the sequence is at this lane's worker, which nobody asked about."""
+        others = tuple(name for name in self.lanes if name != lane.worker_id)
+        return self.backlog.tell(sequence, (*self.closed_workers(), *others))
+
     def wanted(self) -> list[WantKvAtWorker]:
         """Which workers are to gather KV now, for a sequence that is too long for their own."""
         capacities = {report.worker_id: report.capacity for report in self.reports()}
@@ -209,7 +215,7 @@ class Roster:
             effects.append(CancelAtWorker(held_by, CancelSequence(ref=sequence.ref, reason=reason)))
         return effects
 
-    def give_up(self, sequence: Sequence, why: str, now_s: float) -> SequenceLeft:
+    def give_up(self, sequence: Sequence, why: KvasirError, now_s: float) -> SequenceLeft:
         """It can run nowhere. The gateway learns why when it submits the sequence again."""
         self.dropped.put(sequence.key, (sequence.ref.attempt, why), now_s)
         return self.leave(sequence, Phase.DROPPED, now_s, reason=FinishReason.ERROR)

@@ -40,6 +40,16 @@ class ReliefRules:
 
 
 @dataclass(frozen=True, slots=True)
+class OversizedRules:
+    """Of sequences that are larger than their worker has become."""
+
+    wait_s: float = 10.0
+    """For a worker that could not even borrow enough: so long it may take until it grows again."""
+    gather_s: float = 60.0
+    """For one that may borrow, from the sequence's turn on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """All times in seconds on one monotonic clock."""
 
@@ -73,5 +83,6 @@ class Rules:
     """A plan that a worker's heartbeat does not know after so long was lost on the way."""
     moves: MoveRules = field(default_factory=MoveRules)
     relief: ReliefRules = field(default_factory=ReliefRules)
+    oversized: OversizedRules = field(default_factory=OversizedRules)
     stall_s: float = 1.0
     """A pause between two ticks longer than this was the scheduler's own: nobody else is blamed for it."""

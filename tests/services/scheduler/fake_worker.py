@@ -68,6 +68,8 @@ class FakeWorker:
     worker_id: str
     incarnation: int
     total_blocks: int = 64
+    doomed_blocks: int = 0
+    """About to go: still given out to plans on their way, and not reported as lasting."""
     block_tokens: int = 4
     max_context_tokens: int = 10_000
     epoch: int = 0
@@ -178,9 +180,12 @@ class FakeWorker:
             model="fake",
             weights=self.weights,
             block_tokens=self.block_tokens,
-            max_context_tokens=min(self.max_context_tokens, self.total_blocks * self.block_tokens),
+            max_context_tokens=min(
+                self.max_context_tokens, (self.total_blocks - self.doomed_blocks) * self.block_tokens
+            ),
             capacity=Capacity(
                 total_blocks=self.total_blocks,
+                doomed_blocks=self.doomed_blocks,
                 free_blocks=self.total_blocks - self.used_blocks,
                 lendable_blocks=self.lendable_blocks,
                 growable_blocks=self.growable_blocks,

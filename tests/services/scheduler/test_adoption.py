@@ -9,6 +9,7 @@ from services.scheduler.policy.vllm import VllmPolicy
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
 from services.scheduler.state import Phase, Sequence
+from shared.errors import InternalError
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 from tests.services.scheduler.world import World
@@ -128,7 +129,7 @@ def test_one_attempt_lives_at_one_worker_only() -> None:
 def test_a_cancelled_or_given_up_attempt_is_dropped() -> None:
     desk = Desk()
     desk.roster.tombstones.put(("a", 0), 1, 0.0)
-    desk.roster.dropped.put(("b", 0), (1, "because"), 0.0)
+    desk.roster.dropped.put(("b", 0), (1, InternalError("because")), 0.0)
     desk.adopt("worker-0", listed("a"), listed("b"))
     assert {ref.request_id for ref in desk.drops("worker-0")} == {"a", "b"}
     assert desk.roster.sequences == {}

@@ -1,0 +1,82 @@
+"""Workers that shrink under what waits for them: within a bound it runs elsewhere, or its gateway is told."""
+
+import pytest
+
+from services.scheduler.policy import BUILT_IN
+from services.scheduler.rules import OversizedRules, Rules
+from shared.errors import ContextOverflow
+from tests.services.scheduler.fake_gateway import FRAME_TIMEOUT_S, Request
+from tests.services.scheduler.world import SMALL, World
+
+RULES = Rules(
+    settings=SMALL.settings, round_s=SMALL.round_s, oversized=OversizedRules(wait_s=2.0, gather_s=4.0)
+)
+BOUND_S = RULES.oversized.wait_s + 2 * FRAME_TIMEOUT_S + 1.0
+every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
+
+
+def crowded(policy: str) -> tuple[World, Request]:
+    """One worker of 64 blocks of 4, kept busy, and a long one that was placed on it and has not begun."""
+    world = World(rules=RULES, workers=1, make_policy=BUILT_IN[policy])
+    world.time.run_for(1.0)
+    for number in range(8):
+        world.submit(f"r{number}", prompt_tokens=30, answer_tokens=400, max_tokens=60)
+    world.time.run_for(0.03)
+    long = world.submit("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
+    world.time.run_for(0.002)
+    world.run_until(lambda: world.core is not None and not world.core.describe().get("queued"), limit_s=1.0)
+    assert not long.tokens and not long.over
+    return world, long
+
+
+def is_answered(request: Request) -> bool:
+    return request.over or request.refused is not None
+
+
+@every_policy
+def test_one_that_no_worker_can_hold_any_more_is_refused_within_the_bound(policy: str) -> None:
+    """It waited for ever: it had been placed, and nobody looked again at whether it could run."""
+    world, long = crowded(policy)
+    world.workers["worker-0"].doomed_blocks = 34
+    world.run_until(lambda: is_answered(long), limit_s=BOUND_S)
+    assert isinstance(long.refused, ContextOverflow)
+    world.run_until(lambda: not [key for key in world.unfinished() if key != long.key], limit_s=20.0)
+
+
+@every_policy
+def test_one_that_another_worker_can_hold_runs_there_within_the_bound(policy: str) -> None:
+    world, long = crowded(policy)
+    world.workers["worker-0"].doomed_blocks = 34
+    world.start_worker("worker-1")
+    world.run_until(lambda: len(long.tokens) > 0, limit_s=BOUND_S)
+    assert world.worker_of(long) == "worker-1"
+    world.run_until(lambda: not world.unfinished(), limit_s=20.0)
+    assert long.tokens == long.expected
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@every_policy
+def test_one_that_lost_its_blocks_to_the_shrinking_is_answered_too(policy: str, others: int) -> None:
+    """It had begun: its worker has its tokens, and no room for their KV."""
+    world = World(rules=RULES, workers=1, make_policy=BUILT_IN[policy])
+    world.time.run_for(1.0)
+    long = world.submit("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
+    world.run_until(lambda: len(long.tokens) > 5, limit_s=5.0)
+    for number in range(others):
+        world.start_worker(f"worker-{number + 1}")
+    world.workers["worker-0"].doomed_blocks = 34
+    world.run_until(lambda: is_answered(long), limit_s=3 * BOUND_S)
+    if others:
+        assert long.tokens == long.expected
+    else:
+        assert isinstance(long.refused, ContextOverflow)
+
+
+@every_policy
+def test_a_worker_that_grows_again_in_time_serves_what_waited(policy: str) -> None:
+    world, long = crowded(policy)
+    world.workers["worker-0"].doomed_blocks = 34
+    world.time.run_for(RULES.oversized.wait_s / 2)
+    world.workers["worker-0"].doomed_blocks = 0
+    world.run_until(lambda: not world.unfinished(), limit_s=30.0)
+    assert long.tokens == long.expected and long.refused is None
