@@ -6,15 +6,16 @@ Knows the model's codec and the configured limits; nothing of HTTP connections o
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from services.gateway import features, schemas
+from services.gateway.body import parse_chat, parse_object
 from services.gateway.config import GatewayConfig
+from services.gateway.errors import unknown_model
 from services.gateway.replies import Kind
 from services.gateway.sampling import sampling_of
 from services.gateway.threads import TokenizerThreads
 from services.gateway.tokenizer import Codec
-from shared.errors import ContextOverflow, InvalidRequest, UnknownModel
+from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.sequence import Sampling
 
 DEFAULT_TEXT_MAX_TOKENS = 16
@@ -48,50 +49,50 @@ class Job:
 
 
 class Acceptance:
-    """Turns bodies into jobs; tokenizes in threads of its own, at most so many requests at a time."""
+    """Turns bodies into jobs; reads and tokenizes in threads of its own, a bounded number at a time."""
 
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
         self._config = config
         self.codec = codec
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
 
-    async def chat(self, body: dict[str, Any], context: ContextLimit) -> Job:
+    async def chat(self, body: bytes, context: ContextLimit) -> Job:
         """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
-        request = schemas.parse(schemas.ChatRequest, body)
-        unknown = self._check(request)
-        messages = schemas.template_messages(request.messages)
-        prompt = await self.threads.run(
-            lambda: self.codec.encode_chat(messages), sum(len(message["content"]) for message in messages)
-        )
+        request, messages = await self.threads.read(lambda: self._chat(body), len(body))
+        prompt = await self.threads.encode(lambda: self.codec.encode_chat(messages), len(body))
         limit = request.max_completion_tokens or request.max_tokens
-        return self._job("chat", request, [prompt], limit, await context(), unknown)
+        return self._job("chat", request, [prompt], limit, await context())
 
-    async def text(self, body: dict[str, Any], context: ContextLimit) -> Job:
+    async def text(self, body: bytes, context: ContextLimit) -> Job:
         """A job of one or several prompts. Raises as `chat` does."""
-        request = schemas.parse(schemas.TextRequest, body)
-        unknown = self._check(request)
+        request = await self.threads.read(lambda: self._text(body), len(body))
+        prompts = await self.threads.encode(lambda: [self._encode(p) for p in request.prompts], len(body))
+        return self._job("text", request, prompts, request.max_tokens, await context())
+
+    def _chat(self, body: bytes) -> tuple[schemas.ChatRequest, list[dict[str, str]]]:
+        request = schemas.parse(schemas.ChatRequest, parse_chat(body, self._config.max_messages))
+        self._check(request)
+        return request, schemas.template_messages(request.messages)
+
+    def _text(self, body: bytes) -> schemas.TextRequest:
+        request = schemas.parse(schemas.TextRequest, parse_object(body))
+        self._check(request)
         if (request.best_of or 1) > (request.n or 1):
             raise InvalidRequest("best_of above n is not supported", param="best_of")
         if len(request.prompts) * (request.n or 1) > self._config.max_sequences_per_request:
             limit = self._config.max_sequences_per_request
             raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
-        prompts = await self.threads.run(
-            lambda: [self._encode(prompt) for prompt in request.prompts], sum(map(len, request.prompts))
-        )
-        return self._job("text", request, prompts, request.max_tokens, await context(), unknown)
+        return request
 
     def close(self) -> None:
         self.threads.close()
 
-    def _check(self, request: schemas.CompletionFields) -> list[str]:
+    def _check(self, request: schemas.CompletionFields) -> None:
         if request.model != self._config.served_name:
-            text = f"the model {request.model!r} does not exist; there is {self._config.served_name!r}"
-            raise UnknownModel(text, param="model")
-        extra = request.model_extra or {}
-        features.refuse_unsupported(extra)
+            raise unknown_model(request.model, self._config.served_name)
+        features.refuse_unsupported(request.model_extra or {})
         if (request.n or 1) > self._config.max_n:
             raise InvalidRequest(f"n may be at most {self._config.max_n}", param="n")
-        return features.unknown_fields(extra)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -107,7 +108,6 @@ class Acceptance:
         prompts: Sequence[Sequence[int]],
         limit: int | None,
         context_tokens: int,
-        unknown: Sequence[str],
     ) -> Job:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         limits = [self._limit(kind, len(prompt), limit, context_tokens) for prompt in prompts]
@@ -119,7 +119,7 @@ class Acceptance:
             stops=tuple(request.stop or ()),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            unknown_fields=tuple(unknown),
+            unknown_fields=tuple(features.unknown_fields(request.model_extra or {})),
             cache_salt=request.cache_salt or "",
         )
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from shared.errors import Unauthorized
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 """Probes: no key needed, nothing secret in the answer."""
+OPERATOR_PATHS = OPEN_PATHS | {"/metrics"}
+"""The same on the operator's listener."""
 
 
 class KeyRing:

@@ -17,6 +17,10 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
+MAX_FIELDS = 1024
+"""On the outermost level of a body; OpenAI's API has some forty."""
+
+
 async def read_body(
     receive: Receive, content_length: str | None, *, max_bytes: int, timeout_s: float
 ) -> bytes:
@@ -42,6 +46,25 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequest("the body is not a JSON object")
+    if len(content) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(content)} fields; send at most {MAX_FIELDS}")
+    return content
+
+
+def parse_chat(body: bytes, max_messages: int) -> dict[str, Any]:
+    """`parse_object` of a body with `messages`, of which an empty one costs as much to render as a long one.
+
+    Raises InvalidRequest for more than `max_messages`, each part of a content counted as one, before anything
+    looks at them.
+    """
+    content = parse_object(body)
+    messages = content.get("messages")
+    if isinstance(messages, list):
+        parts = (message.get("content") for message in messages if isinstance(message, dict))
+        count = len(messages) + sum(len(part) for part in parts if isinstance(part, list))
+        if count > max_messages:
+            text = f"{count} messages and content parts; send at most {max_messages} in one request"
+            raise InvalidRequest(text, param="messages")
     return content
 
 

@@ -15,6 +15,12 @@ class GatewayConfig(ModelServiceConfig):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    operator_host: str = Field(
+        "127.0.0.1", description="address of the operator's listener: /health, /ready, /metrics, no key"
+    )
+    operator_port: int = Field(
+        8081, ge=0, le=65535, description="port of the operator's listener; 0 takes a free one"
+    )
     api_key_sha256: tuple[KeyHash, ...] = Field(
         (), description="SHA-256 of each accepted API key, in hex; none means that every request is refused"
     )
@@ -24,13 +30,20 @@ class GatewayConfig(ModelServiceConfig):
     )
 
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="longest request body")
-    max_header_bytes: int = Field(64 * 1024, gt=0, description="longest request line and headers")
+    max_header_bytes: int = Field(16 * 1024, gt=0, description="longest request line and headers")
     receive_timeout_s: float = Field(
         10.0, gt=0, description="for the headers, and again for the body, to arrive"
     )
     write_timeout_s: float = Field(60.0, gt=0, description="for a client to take in more of its answer")
     keep_alive_s: float = Field(30.0, gt=0, description="an idle connection is kept this long")
-    max_connections: int = Field(8192, gt=0, description="open connections")
+    max_connections: int = Field(
+        8192, gt=0, description="open connections; above it the longest idle one gives way"
+    )
+    max_connections_per_address: int = Field(
+        2048,
+        gt=0,
+        description="the same from one address (IPv6: one /64); behind a proxy set it to max_connections",
+    )
     sse_keep_alive_s: float = Field(
         15.0, gt=0, description="a stream with nothing to send for this long sends a comment"
     )
@@ -41,9 +54,15 @@ class GatewayConfig(ModelServiceConfig):
     )
     max_request_timeout_s: float = Field(3600.0, gt=0, description="longest X-Request-Timeout that is taken")
     shutdown_grace_s: float = Field(
-        5.0, ge=0, description="running answers may go on this long after SIGTERM"
+        5.0,
+        ge=0,
+        description="running answers may go on this long after SIGTERM, then they end with an error; the "
+        "process ends 2 s later at the latest, which fits into the 10 s that docker stop gives",
     )
 
+    max_messages: int = Field(
+        4096, ge=1, description="messages in one chat; of a content in parts each part counts as one"
+    )
     max_n: int = Field(16, ge=1, le=128, description="choices per request")
     max_sequences_per_request: int = Field(128, ge=1, description="prompts times choices in one request")
     max_active_sequences: int = Field(

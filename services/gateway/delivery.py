@@ -109,13 +109,13 @@ class Delivery(Response):
                     break
                 await out.wait(exchange)
             usage = self._letterhead.usage_event(self._usage(answers)) if self._job.include_usage else b""
-            tail = usage + DONE
+            tail = usage
         except KvasirError as error:
             if not out.has_begun:
                 raise
             self._record.error = error
             tail = error_event(error)
-        await out.write(tail, is_last=True)
+        await out.write(tail + DONE, is_last=True)
 
     def _push(self, exchange: Exchange, answers: list[Answer], out: EventStream, begun: set[int]) -> bool:
         """Write what has just arrived without waking a task for it; False when there is more to it than

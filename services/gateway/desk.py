@@ -15,6 +15,7 @@ from services.gateway.counters import Counters
 from services.gateway.deadline import NONE, Deadline
 from services.gateway.dispatch import Dispatch
 from services.gateway.effects import Effects, WorkerStart, disown
+from services.gateway.errors import ShuttingDown
 from services.gateway.exchange import Exchange, Sequence
 from services.gateway.record import RequestRecord
 from services.gateway.state import SchedulerView, WorkerTable
@@ -52,6 +53,7 @@ class Desk:
         self._now_s = now_s
         self._open: dict[SequenceKey, Sequence] = {}
         self._worker_seen = asyncio.Event()
+        self._is_draining = self._is_ended = False
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         self.vocabulary = Vocabulary(codec.tokenizer)
         self.counters = Counters()
@@ -80,6 +82,7 @@ class Desk:
     def unready_reasons(self) -> list[str]:
         """What is missing before a request can be answered; empty when nothing is."""
         checks = {
+            "the server is shutting down": not self._is_draining,
             "not connected to the bus": self._bus.connected,
             "no scheduler has announced itself": self.scheduler.is_present(self._now_s()),
             self.workers.absence: self.workers.serving > 0,
@@ -105,10 +108,12 @@ class Desk:
                 self.counters.first_token_s.observe(record.first_token_s - record.accepted_s)
 
     def open(self, job: Job, request_id: str, deadline: Deadline = NONE, salt: bytes = b"") -> Exchange:
-        """Submit the job's sequences. Raises Overloaded when that would be too many at once.
+        """Submit the job's sequences. Raises Overloaded when that would be too many at once, ShuttingDown.
 
         Stored prefixes are shared among requests of one `salt`.
         """
+        if self._is_ended:
+            raise ShuttingDown
         if len(self._open) + len(job.prompts) * job.n > self._config.max_active_sequences:
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
         exchange = Exchange(deadline=deadline)
@@ -150,6 +155,19 @@ class Desk:
         """Nobody reads any more: cancel what is still running."""
         for sequence in exchange.sequences:
             self.apply(sequence, sequence.stream.cancel())
+
+    def drain(self) -> None:
+        """This process is about to end: not ready for more; what runs goes on."""
+        self._is_draining = True
+
+    def end(self) -> None:
+        """What still runs ends now, with ShuttingDown, and nothing begins any more."""
+        self._is_draining = self._is_ended = True
+        left = {id(sequence.exchange): sequence.exchange for sequence in self._open.values()}
+        if left:
+            log.canonical(_logger, "answers ended by the shutdown", exchanges=len(left))
+        for exchange in left.values():
+            exchange.fail(ShuttingDown())
 
     # --- for the bus side
 

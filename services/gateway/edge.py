@@ -3,11 +3,14 @@
 Everything needs a key that is not open on purpose. One canonical log line per request. Knows no routes.
 """
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.auth import OPEN_PATHS, KeyRing
 from services.gateway.counters import Counters
-from services.gateway.errors import error_response
+from services.gateway.errors import HttpError, ShuttingDown, error_response
+from services.gateway.protocol import ENGAGE
 from services.gateway.record import RequestRecord, echoed_id
 from shared import log
 from shared.bus import tracing
@@ -25,10 +28,13 @@ LABELLED = ("/v1/", "/tokenize", "/detokenize")
 class Edge:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, counters: Counters) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, counters: Counters, open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._keys = keys
         self._counters = counters
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -37,17 +43,23 @@ class Edge:
         record.trace_id = tracing.trace_id()
         scope[RECORD] = record
         try:
-            await self._serve(scope, receive, _stamped(record, send), headers.get("authorization"))
+            await self._serve(scope, receive, _stamped(record, send))
         finally:
             tracing.detach(trace)
             self._log(record)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, authorization: str | None) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope[RECORD]
         try:
-            if scope["path"] not in OPEN_PATHS:
-                record.tenant = self._keys.check(authorization)
+            if scope["path"] not in self._open_paths:
+                record.tenant = self._keys.check(_authorization(scope))
+                if ENGAGE in scope:
+                    scope[ENGAGE]()
             await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if record.status is None:
+                await error_response(ShuttingDown())(scope, receive, send)
+            raise
         except Exception as error:
             record.error = error
             if not isinstance(error, KvasirError):
@@ -65,8 +77,17 @@ class Edge:
         if record.path.startswith("/v1/models/"):
             route = "/v1/models/{id}"
         self._counters.requests.labels(route, str(record.status)).inc()
-        if record.path not in OPEN_PATHS or record.error is not None:
+        if record.path not in self._open_paths or record.error is not None:
             log.canonical(_logger, "request", **record.fields(monotonic_s()))
+
+
+def _authorization(scope: Scope) -> str | None:
+    """The one header of that name. Raises HttpError for two: a proxy may have looked at the other one."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) > 1:
+        text = "there are several Authorization headers: send one"
+        raise HttpError(400, text, error_code=HttpError.code)
+    return values[0].decode("latin-1") if values else None
 
 
 def _stamped(record: RequestRecord, send: Send) -> Send:

@@ -24,6 +24,9 @@ from shared.errors import (
 
 DEFAULT_RETRY_AFTER_S = 1.0
 INVALID = "invalid_request_error"
+RATE_LIMIT, SERVER = "rate_limit_error", "server_error"
+MAX_SHOWN_CHARS = 1000
+"""Of any text in an error body or a log line: parts of it may come from the client."""
 
 
 class HttpError(CallerError):
@@ -39,6 +42,15 @@ class HttpError(CallerError):
         """The rest of the body is not read, so the connection cannot be used again."""
 
 
+class ShuttingDown(UnavailableError):
+    """This process ends before the answer does."""
+
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down: send the request again", retry_after_s=2.0)
+
+
 class UnsupportedFeature(InvalidRequest):
     """The request asks for something this server does not do; `param` names it."""
 
@@ -50,20 +62,32 @@ _KINDS: tuple[tuple[type[KvasirError], int, str], ...] = (
     (InvalidRequest, 400, INVALID),
     (Unauthorized, 401, INVALID),
     (MessageTooLarge, 413, INVALID),
-    (Overloaded, 429, "rate_limit_error"),
-    (DeadlineExceeded, 504, "server_error"),
-    (UnavailableError, 503, "server_error"),
+    (Overloaded, 429, RATE_LIMIT),
+    (DeadlineExceeded, 504, SERVER),
+    (UnavailableError, 503, SERVER),
 )
 
 
 def status_of(error: KvasirError) -> tuple[int, str]:
     """HTTP status and OpenAI error type. What is nobody's fault outside is a 500."""
     if isinstance(error, HttpError):
-        return error.status, INVALID
+        return error.status, {429: RATE_LIMIT, 503: SERVER}.get(error.status, INVALID)
     for kind, status, type_name in _KINDS:
         if isinstance(error, kind):
             return status, type_name
-    return 500, "server_error"
+    return 500, SERVER
+
+
+def shown(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
+    """`text`, cut to `limit` characters where it is longer; what a client sent is never shown in full."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def unknown_model(name: str, served_name: str) -> UnknownModel:
+    """The error for a model that is not the one served here."""
+    return UnknownModel(
+        f"the model {shown(name, 100)!r} does not exist; there is {served_name!r}", param="model"
+    )
 
 
 def code_of(error: KvasirError) -> str | None:
@@ -81,7 +105,8 @@ def body_of(error: KvasirError) -> dict[str, dict[str, str | None]]:
     """The error object. Our own faults keep their text to the log."""
     status, type_name = status_of(error)
     message = error.message if status != 500 else "the server failed to answer; its log has the reason"
-    return {"error": {"message": message, "type": type_name, "param": error.param, "code": code_of(error)}}
+    param = None if error.param is None else shown(error.param, 200)
+    return {"error": {"message": shown(message), "type": type_name, "param": param, "code": code_of(error)}}
 
 
 def headers_of(error: KvasirError) -> dict[str, str]:

@@ -86,7 +86,11 @@ class Exchange:
 
     def expire(self) -> None:
         """The deadline has passed."""
-        self.failure = self.deadline.error()
+        self.fail(self.deadline.error())
+
+    def fail(self, error: KvasirError) -> None:
+        """It ends here, with this error."""
+        self.failure = error
         self.changed.set()
 
     async def wait(self) -> None:

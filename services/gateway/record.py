@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.answer import Answer
+from services.gateway.errors import shown
 from shared.clock import monotonic_s
 from shared.errors import KvasirError
 
@@ -69,7 +70,7 @@ class RequestRecord:
             "client_request_id": self.client_request_id,
             "trace_id": self.trace_id,
             "method": self.method,
-            "path": self.path,
+            "path": shown(self.path, 256),
             "status": self.status,
             "key": self.tenant[:8] or None,
             "duration_s": round(now_s - self.began_s, 6),
@@ -82,7 +83,7 @@ class RequestRecord:
             "handovers": self.handovers or None,
             "unknown_fields": [name[:64] for name in self.unknown_fields[:10]] or None,
             "error": code or (type(self.error).__name__ if self.error else None),
-            "error_text": str(self.error) if self.error else None,
+            "error_text": shown(str(self.error)) if self.error else None,
             "client_gone": self.is_gone or None,
         }
 

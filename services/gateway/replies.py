@@ -111,7 +111,7 @@ class Letterhead:
 
 
 def error_event(error: KvasirError) -> bytes:
-    """What a stream that has begun says before it breaks off."""
+    """What a stream that has begun ends with when its answer is not complete; `DONE` follows it, too."""
     return b"data: " + orjson.dumps(body_of(error)) + b"\n\n"
 
 

@@ -3,8 +3,6 @@
 Each reads its request, asks the service, and answers; errors are raised, never written here.
 """
 
-from typing import Any
-
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,20 +11,20 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.gateway.acceptance import Acceptance
-from services.gateway.body import ClientGone, parse_object, read_body
+from services.gateway.body import ClientGone, read_body
 from services.gateway.config import GatewayConfig
 from services.gateway.deadline import HEADER, deadline_of
 from services.gateway.delivery import Delivery
 from services.gateway.desk import Desk
 from services.gateway.edge import CLIENT_GONE_STATUS, RECORD
-from services.gateway.errors import HttpError, error_response
+from services.gateway.errors import HttpError, error_response, unknown_model
 from services.gateway.record import RequestRecord
 from services.gateway.replies import Kind, Letterhead, model_body
 from services.gateway.shortcut import Handler, Shortcut
 from services.gateway.tokenization import Tokenization
 from shared import metrics
 from shared.clock import unix_s
-from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder, UnknownModel
+from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder
 
 VERSION = "0.1.0"
 
@@ -40,14 +38,32 @@ def make_app(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> ASGIA
     _add_tokenization(app, desk, acceptance, config)
     _add_models(app, desk, config)
     _add_probes(app, desk)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": VERSION})
+
     _handle_errors(app)
     return Shortcut(app, completions)
+
+
+def make_operator_app(desk: Desk) -> ASGIApp:
+    """What the operator's listener serves, behind an `Edge` of its own."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    _add_probes(app, desk)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    _handle_errors(app)
+    return app
 
 
 def _completions(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> dict[str, Handler]:
     async def complete(kind: Kind, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
-        fields = await _fields(request, config)
+        body = await _body(request, config)
         deadline = deadline_of(
             request.headers.get(HEADER),
             config.request_timeout_s,
@@ -56,7 +72,7 @@ def _completions(desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> d
         )
         accept = acceptance.chat if kind == "chat" else acceptance.text
         async with deadline.enforced():
-            job = await accept(fields, lambda: desk.context_tokens(config.admit_timeout_s))
+            job = await accept(body, lambda: desk.context_tokens(config.admit_timeout_s))
         desk.note_accepted(job, record)
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
@@ -83,7 +99,7 @@ def _add_models(app: FastAPI, desk: Desk, config: GatewayConfig) -> None:
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         if model_id != config.served_name:
-            raise UnknownModel(f"the model {model_id!r} does not exist", param="model")
+            raise unknown_model(model_id, config.served_name)
         return _json(model_body(config.served_name, began_s, desk.workers.context_tokens))
 
 
@@ -99,40 +115,37 @@ def _add_probes(app: FastAPI, desk: Desk) -> None:
             raise NoResponder("not ready: " + "; ".join(reasons))
         return _json({"status": "ready"})
 
-    @app.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
-
-    @app.get("/version")
-    async def version() -> Response:
-        return _json({"version": VERSION})
-
 
 def _add_tokenization(app: FastAPI, desk: Desk, acceptance: Acceptance, config: GatewayConfig) -> None:
-    tokenization = Tokenization(config.served_name, acceptance.codec, acceptance.threads, desk.vocabulary)
+    tokenization = Tokenization(
+        config.served_name, acceptance.codec, acceptance.threads, desk.vocabulary, config.max_messages
+    )
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        fields = await _fields(request, config)
+        body = await _body(request, config)
         limit = await desk.context_tokens(config.admit_timeout_s)
-        return _json(await tokenization.tokenize(fields, limit))
+        return _written(await tokenization.tokenize(body, limit))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _json(await tokenization.detokenize(await _fields(request, config)))
+        return _written(await tokenization.detokenize(await _body(request, config)))
 
 
-async def _fields(request: Request, config: GatewayConfig) -> dict[str, Any]:
-    """The request's body. Raises as `read_body` and `parse_object` do."""
+async def _body(request: Request, config: GatewayConfig) -> bytes:
+    """Raises as `read_body` does."""
     length = request.headers.get("content-length")
-    body = await read_body(
+    return await read_body(
         request.receive, length, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s
     )
-    return parse_object(body)
 
 
 def _json(content: object) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+    return _written(orjson.dumps(content))
+
+
+def _written(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 def _handle_errors(app: FastAPI) -> None:

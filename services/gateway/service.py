@@ -5,17 +5,18 @@ Turns messages into events of `Desk`; decides nothing itself.
 
 import asyncio
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from typing import Any
 
 from services.gateway.acceptance import Acceptance
-from services.gateway.auth import KeyRing
+from services.gateway.auth import OPERATOR_PATHS, KeyRing
 from services.gateway.clock import AttentiveClock
 from services.gateway.config import GatewayConfig
 from services.gateway.desk import Desk
 from services.gateway.edge import Edge
-from services.gateway.routes import make_app
-from services.gateway.server import Server, bind, make_server
+from services.gateway.routes import make_app, make_operator_app
+from services.gateway.server import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.tokenizer import load_codec
 from shared import log, subjects
 from shared.bus import Bus, Listener, status_handlers
@@ -52,12 +53,15 @@ class Gateway:
     All but `status` are plain functions: they run in the bus's read loop and must be quick.
     """
 
-    def __init__(self, config: GatewayConfig, bus: Bus, desk: Desk, now_s: Clock, url: str) -> None:
+    def __init__(
+        self, config: GatewayConfig, bus: Bus, desk: Desk, now_s: Clock, url: str, operator_url: str
+    ) -> None:
         self._config = config
         self._bus = bus
         self._desk = desk
         self._now_s = now_s
         self._url = url
+        self._operator_url = operator_url
         self._began_s = monotonic_s()
 
     def on_frame(self, frame: TokenFrame) -> None:
@@ -85,6 +89,7 @@ class Gateway:
         scheduler = self._desk.scheduler
         details: dict[str, Any] = {
             "url": self._url,
+            "operator_url": self._operator_url,
             "model": self._config.served_name,
             "active": self._desk.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
@@ -123,49 +128,69 @@ class Gateway:
 
 
 async def run(config: GatewayConfig) -> None:
-    """Serve until cancelled; then let running answers go on for `shutdown_grace_s`, and cancel what is
-    left.
+    """Serve until cancelled; then let running answers go on for `shutdown_grace_s`, and end what is left
+    with an error.
     """
     codec = await asyncio.to_thread(load_codec, config.model)
-    listener = bind(config)
     acceptance = Acceptance(config, codec)
-    try:
+    async with AsyncExitStack() as ends:
+        ends.callback(acceptance.close)
+        listener = ends.enter_context(closing(bind(config.host, config.port, "port")))
+        operator_address = (config.operator_host, config.operator_port)
+        operator = ends.enter_context(closing(bind(*operator_address, "operator_port")))
         bus = await Bus.connect(config.bus, service="gateway", instance=config.instance)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                now_s = AttentiveClock(monotonic_s, lambda: bus.connected)
-                desk = Desk(config, bus, codec, tasks, now_s)
-                gateway = Gateway(config, bus, desk, now_s, _url(listener))
-                await bus.attach(HANDLERS, gateway)
-                for loop in (desk.dispatch.outbox.run(), gateway.report(), gateway.tick()):
-                    tasks.create_task(loop)
-                app = Edge(make_app(desk, acceptance, config), KeyRing(config.api_key_sha256), desk.counters)
+        ends.push_async_callback(bus.close)
+        async with asyncio.TaskGroup() as tasks:
+            now_s = AttentiveClock(monotonic_s, lambda: bus.connected)
+            desk = Desk(config, bus, codec, tasks, now_s)
+            gateway = Gateway(config, bus, desk, now_s, url_of(listener), url_of(operator))
+            await bus.attach(HANDLERS, gateway)
+            for loop in (desk.dispatch.outbox.run(), gateway.report(), gateway.tick()):
+                tasks.create_task(loop)
+            keys = KeyRing(config.api_key_sha256)
+            app = Edge(make_app(desk, acceptance, config), keys, desk.counters)
+            operator_app = Edge(make_operator_app(desk), keys, desk.counters, OPERATOR_PATHS)
+            log.canonical(
+                _logger,
+                "listening",
+                url=url_of(listener),
+                operator_url=url_of(operator),
+                model=config.served_name,
+                keys=len(config.api_key_sha256),
+            )
+            async with _beside(make_operator_server(operator_app, config), operator):
                 await _serve(make_server(app, config), listener, desk, config)
-        finally:
-            await bus.close()
+
+
+@asynccontextmanager
+async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None]:
+    """The server runs as long as what is inside does."""
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="operator's http")
+    try:
+        yield
     finally:
-        acceptance.close()
-        listener.close()
+        await _ending(server, serving, SHUTDOWN_MARGIN_S)
+        serving.cancel()
 
 
 async def _serve(server: Server, listener: socket.socket, desk: Desk, config: GatewayConfig) -> None:
     """Returns never; ends when cancelled, or raises when the server ends by itself."""
-    log.canonical(
-        _logger, "listening", url=_url(listener), model=config.served_name, keys=len(config.api_key_sha256)
-    )
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
         await asyncio.wait({serving})
         await serving
         raise InternalError("the HTTP server ended by itself")
     finally:
-        server.should_exit = True
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({serving}, timeout=config.shutdown_grace_s + SHUTDOWN_MARGIN_S)
+        desk.drain()
+        await _ending(server, serving, config.shutdown_grace_s)
+        desk.end()
+        await _ending(server, serving, SHUTDOWN_MARGIN_S)
         serving.cancel()
         await desk.dispatch.outbox.flush()
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+async def _ending(server: Server, serving: "asyncio.Task[None]", timeout_s: float) -> None:
+    """No new connections; returns when the open ones have ended, or after `timeout_s`."""
+    server.should_exit = True
+    with suppress(asyncio.CancelledError):
+        await asyncio.wait({serving}, timeout=timeout_s)

@@ -3,18 +3,23 @@
 Knows the codec; nothing of sequences. Special tokens are shown in a text made from ids.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
+import orjson
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from services.gateway import schemas
-from services.gateway.errors import UnsupportedFeature
+from services.gateway.body import parse_chat, parse_object
+from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.features import refuse_unsupported
 from services.gateway.threads import TokenizerThreads
 from services.gateway.tokenizer import Codec
 from services.gateway.vocabulary import Vocabulary
-from shared.errors import InvalidRequest, UnknownModel
+from shared.errors import InvalidRequest
+
+MAX_DETOKENIZED_TOKENS = 131_072
+"""At once: decoding holds the interpreter lock, a tenth of a second for so many."""
 
 
 class _Fields(BaseModel):
@@ -41,38 +46,51 @@ class TokenizeChat(_Fields):
 
 
 class DetokenizeTokens(_Fields):
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
+        max_length=MAX_DETOKENIZED_TOKENS
+    )
 
 
 class Tokenization:
     """Serves one model, named or not."""
 
     def __init__(
-        self, served_name: str, codec: Codec, threads: TokenizerThreads, vocabulary: Vocabulary
+        self,
+        served_name: str,
+        codec: Codec,
+        threads: TokenizerThreads,
+        vocabulary: Vocabulary,
+        max_messages: int,
     ) -> None:
         self._served_name = served_name
         self._codec = codec
         self._threads = threads
         self._vocabulary = vocabulary
+        self._max_messages = max_messages
 
-    async def tokenize(self, body: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
-        """`{count, max_model_len, tokens, token_strs}`. Raises InvalidRequest and its kinds, Overloaded."""
-        encode = self._encoding(body)
-        wants_texts = body.get("return_token_strs") is True
+    async def tokenize(self, body: bytes, max_model_len: int) -> bytes:
+        """`{count, max_model_len, tokens, token_strs}` as JSON.
 
-        def work() -> tuple[list[int], list[str] | None]:
-            tokens = encode()
-            return tokens, [self._vocabulary.text(token) for token in tokens] if wants_texts else None
+        Raises InvalidRequest and its kinds, Overloaded.
+        """
+        fields = await self._threads.read(lambda: parse_chat(body, self._max_messages), len(body))
+        return await self._threads.encode(lambda: self._tokenized(fields, max_model_len), len(body))
 
-        tokens, texts = await self._threads.run(work)
+    async def detokenize(self, body: bytes) -> bytes:
+        """`{prompt}` as JSON. Raises as `tokenize` does."""
+        return await self._threads.read(lambda: self._detokenized(body), len(body))
+
+    def _tokenized(self, fields: Mapping[str, Any], max_model_len: int) -> bytes:
+        tokens = self._encode(fields)
+        wants_texts = fields.get("return_token_strs") is True
+        texts = [self._vocabulary.text(token) for token in tokens] if wants_texts else None
         counts = {"count": len(tokens), "max_model_len": max_model_len}
-        return {**counts, "tokens": tokens, "token_strs": texts}
+        return orjson.dumps({**counts, "tokens": tokens, "token_strs": texts})
 
-    async def detokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`{prompt}`. Raises as `tokenize` does."""
-        request = schemas.validated(DetokenizeTokens, body)
+    def _detokenized(self, body: bytes) -> bytes:
+        request = schemas.validated(DetokenizeTokens, parse_object(body))
         self._check(request)
-        return {"prompt": await self._threads.run(lambda: self._decode(request.tokens))}
+        return orjson.dumps({"prompt": self._decode(request.tokens)})
 
     def _decode(self, tokens: list[int]) -> str:
         if max(tokens, default=0) >= self._codec.vocab_size:
@@ -80,12 +98,11 @@ class Tokenization:
         text: str = self._codec.tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
-    def _encoding(self, body: Mapping[str, Any]) -> Callable[[], list[int]]:
-        """What is to be done in a thread."""
+    def _encode(self, body: Mapping[str, Any]) -> list[int]:
         if "messages" not in body:
             text = schemas.validated(TokenizeText, body)
             self._check(text)
-            return lambda: self._codec.encode_text(text.prompt, add_special_tokens=text.add_special_tokens)
+            return self._codec.encode_text(text.prompt, add_special_tokens=text.add_special_tokens)
         if body.get("prompt") is not None:
             raise InvalidRequest("prompt and messages exclude each other", param="prompt")
         chat = schemas.validated(TokenizeChat, body)
@@ -94,10 +111,9 @@ class Tokenization:
             text_of_refusal = "add_special_tokens with messages is not supported: the chat template adds them"
             raise UnsupportedFeature(text_of_refusal, param="add_special_tokens")
         messages = schemas.template_messages(chat.messages)
-        return lambda: self._codec.encode_chat(messages, add_generation_prompt=chat.add_generation_prompt)
+        return self._codec.encode_chat(messages, add_generation_prompt=chat.add_generation_prompt)
 
     def _check(self, request: _Fields) -> None:
         if request.model not in (None, self._served_name):
-            text = f"the model {request.model!r} does not exist; there is {self._served_name!r}"
-            raise UnknownModel(text, param="model")
+            raise unknown_model(request.model or "", self._served_name)
         refuse_unsupported(request.model_extra or {})

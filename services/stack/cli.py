@@ -20,7 +20,16 @@ from shared.config import load
 from shared.errors import ConfigError, KvasirError
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
-_STACK_FLAGS = ("port", "nats_port", "workers", "model", "served_name", "start_timeout_s", "stop_grace_s")
+_STACK_FLAGS = (
+    "port",
+    "operator_port",
+    "nats_port",
+    "workers",
+    "model",
+    "served_name",
+    "start_timeout_s",
+    "stop_grace_s",
+)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,13 @@ class StackConfig(ServiceConfig):
         return ("gateway-0", *(f"{service}-0" for service in SOFT_STATE_SERVICES), *workers)
 
     port: int = Field(default=8080, ge=0, le=65535, description="of the HTTP gateway; 0 takes a free one")
+    operator_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="of the gateway's listener for the operator (/health, /ready, /metrics); 0 takes a free "
+        "one, which `status` shows",
+    )
     nats_port: int | None = Field(
         default=None,
         ge=0,

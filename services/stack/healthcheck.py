@@ -1,9 +1,9 @@
 """`python -m services.stack.healthcheck NAME`: what a container's health check runs inside it.
 
-NAME is `nats` or an instance such as `worker-1`. The gateway is asked for /ready, which covers the stack
-behind it; nats-server for its greeting, which needs no password; the others for their status, over the bus,
-as the NATS user that they are themselves. Prints what was answered and exits 0, or the reason and exits 1. It
-knows no container, only this process's environment.
+NAME is `nats` or an instance such as `worker-1`. The gateway is asked for /ready, on the operator's listener,
+which covers the stack behind it; nats-server for its greeting, which needs no password; the others for their
+status, over the bus, as the NATS user that they are themselves. Prints what was answered and exits 0, or the
+reason and exits 1. It knows no container, only this process's environment.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from shared.errors import ConfigError, KvasirError, NoResponder
 from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus
 
-_PORT_VARIABLE = f"{ENV_PREFIX}GATEWAY__PORT"
-_DEFAULT_PORT = "8080"
+_PORT_VARIABLE = f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT"
+_DEFAULT_PORT = "8081"
 _CONNECT_S = 3.0
 _ANSWER_S = 2.0
 _GREETING = b"INFO {"

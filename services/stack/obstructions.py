@@ -29,12 +29,12 @@ def running_already(run: RunDirectory) -> Obstructed:
     )
 
 
-def choose_port(port: int) -> int:
-    """The gateway's port, free; 0 takes any. Raises Obstructed."""
+def choose_port(port: int, flag: str = "--port") -> int:
+    """A port of the gateway's, free; 0 takes any. Raises Obstructed."""
     if port == 0:
         return ports.free_port()
     if not _free_soon(port):
-        raise _taken(port, "HTTP", "--port")
+        raise _taken(port, "HTTP", flag)
     return port
 
 

@@ -65,7 +65,8 @@ async def _ask_all(access: BusAccess, expected: Mapping[str, int]) -> list[Servi
 def _show(console: Console, state: Mapping[str, Any], answers: list[ServiceStatus]) -> None:
     console.print(
         f"[bold]{state.get('phase')}[/] {state.get('url')}  model {state.get('model') or '?'}  "
-        f"pid {state.get('pid')}  NATS {state.get('nats_url')}",
+        f"pid {state.get('pid')}  NATS {state.get('nats_url')}  "
+        f"health and metrics {state.get('operator_url')}",
         highlight=False,
     )
     _print_rows(console, "processes", _process_rows(state, {answer.instance for answer in answers}))

@@ -63,6 +63,7 @@ def kvasir_table(
     shared_env = {
         **environ,
         f"{ENV_PREFIX}GATEWAY__PORT": str(port),
+        f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT": str(config.operator_port),
         f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
         **_model_env(config),
     }
@@ -79,8 +80,9 @@ def kvasir_table(
             raise ConfigError(f"--set {section}.…: no such section; there are {', '.join(sorted(known))}")
         if setting == "served_name":
             raise ConfigError("gateway and workers call the model the same: write --served-name NAME")
-        if setting == "port":
-            raise ConfigError("the stack looks for the gateway where it starts it: write --port PORT")
+        if setting in ("port", "operator_port"):
+            flag = f"--{setting.replace('_', '-')}"
+            raise ConfigError(f"the stack looks for the gateway where it starts it: write {flag} PORT")
     nats_argv = (nats_server.binary(), "-c", str(run.nats_config))
     table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"
@@ -99,7 +101,9 @@ def kvasir_table(
                 name=instance,
                 argv=(sys.executable, "-m", module, *arguments),
                 env=shared_env | access.environment(instance) | _override_env(overrides, service, instance),
-                ready=HttpProbe(port, page) if front else StatusProbe(roll, service, instance),
+                ready=HttpProbe(config.operator_port, page)
+                if front
+                else StatusProbe(roll, service, instance),
                 launcher=Seedling(seed, instance, module, arguments) if forked else Program(),
                 stage=_FRONT if front else _BACKEND,
             )

@@ -65,6 +65,10 @@ class _Stack:
         config = options.config
         self._port = choose_port(config.port)
         self._url = f"http://127.0.0.1:{self._port}"
+        config = config.model_copy(
+            update={"operator_port": choose_port(config.operator_port, "--operator-port")}
+        )
+        self._operator_url = f"http://127.0.0.1:{config.operator_port}"
         self._access = BusAccess.to_local(
             choose_nats_port(config.nats_port, self._say),
             self._run.credentials(*config.instances),
@@ -181,6 +185,7 @@ class _Stack:
             "started_unix_s": round(self._began_unix_s, 3),
             "ready_s": round(self._ready_s, 2) if self._ready_s is not None else None,
             "url": self._url,
+            "operator_url": self._operator_url,
             "port": self._port,
             "model": self._model,
             **self._access.state(),

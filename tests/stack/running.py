@@ -58,6 +58,12 @@ class RunningStack:
     def client(self) -> Client:
         return Client(self.url, self.key, self.model.name)
 
+    @property
+    def operator_url(self) -> str:
+        """Where health and metrics are."""
+        url: str = json.loads((self.run_dir / "state.json").read_text())["operator_url"]
+        return url
+
     def child(self, name: str) -> dict[str, Any]:
         """The supervisor's row for one child: pid, state, restarts."""
         state = json.loads((self.run_dir / "state.json").read_text())

@@ -155,7 +155,7 @@ def test_tokenize_and_back(client: OpenAI, stack: RunningStack) -> None:
 
 def handovers(stack: RunningStack) -> float:
     """Attempts the gateway has given up for a higher one so far."""
-    lines = httpx.get(f"{stack.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{stack.operator_url}/metrics").text.splitlines()
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("kvasir_gateway_handovers_total{")
     )

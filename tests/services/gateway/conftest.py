@@ -96,6 +96,8 @@ class Stack:
     scheduler: FakeScheduler
     workers: list[FakeWorker]
     http: httpx.AsyncClient
+    operator: httpx.AsyncClient
+    """Of the operator's listener, without a key."""
     openai: openai.AsyncOpenAI
     codec: Codec
     running: asyncio.Task[None]
@@ -145,11 +147,12 @@ async def make_stack(
             for worker in workers:
                 loops.extend(await worker.start())
             loops.extend(await scheduler.start())
-            port = free_port()
+            port, operator_port = free_port(), free_port()
             defaults: dict[str, object] = {
                 "model": str(model_folder),
                 "served_name": MODEL,
                 "port": port,
+                "operator_port": operator_port,
                 "api_key_sha256": (hashlib.sha256(KEY.encode()).hexdigest(),),
                 "bus": bus_config,
                 "shutdown_grace_s": 1.0,
@@ -158,11 +161,13 @@ async def make_stack(
             ends.push_async_callback(cancelled, running)
             url = f"http://127.0.0.1:{port}"
             http = httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=20)
+            operator = httpx.AsyncClient(base_url=f"http://127.0.0.1:{operator_port}", timeout=20)
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
             ends.push_async_callback(http.aclose)
+            ends.push_async_callback(operator.aclose)
             ends.push_async_callback(client.close)
             await _until_up(http, running, "/ready" if wait_ready else "/health")
-            return Stack(url, port, scheduler, workers, http, client, codec, running)
+            return Stack(url, port, scheduler, workers, http, operator, client, codec, running)
 
         yield make
     for loop in loops:

@@ -1,16 +1,19 @@
 """From body to job: tokens, limits, sampling, and refusals in the words that clients look for."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 import pytest
 import pytest_asyncio
 
+from services.gateway import schemas
 from services.gateway.acceptance import DEFAULT_TEXT_MAX_TOKENS, Acceptance
 from services.gateway.config import GatewayConfig
-from services.gateway.threads import AT_ONCE
+from services.gateway.threads import AT_ONCE_BYTES
 from services.gateway.tokenizer import Codec
 from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
 
@@ -34,7 +37,9 @@ async def acceptance(codec: Codec) -> AsyncIterator[Acceptance]:
 
 
 async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -> None:
-    job = await acceptance.chat({**CHAT, "n": 2, "stop": "END", "temperature": 0.5, "top_k": 5}, context)
+    job = await acceptance.chat(
+        orjson.dumps({**CHAT, "n": 2, "stop": "END", "temperature": 0.5, "top_k": 5}), context
+    )
     assert job.prompts == (tuple(codec.encode_chat(CHAT["messages"])),)
     (sampling,) = job.samplings
     assert sampling.max_tokens == CONTEXT - len(job.prompts[0]), "what is left of the context"
@@ -45,21 +50,21 @@ async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -
 
 async def test_texts_and_tokens(acceptance: Acceptance, codec: Codec) -> None:
     body = {"model": "m", "prompt": ["hello", "you"]}
-    job = await acceptance.text(body, context)
+    job = await acceptance.text(orjson.dumps(body), context)
     assert job.prompts == tuple(tuple(codec.encode_text(prompt)) for prompt in ("hello", "you"))
     assert [sampling.max_tokens for sampling in job.samplings] == [DEFAULT_TEXT_MAX_TOKENS] * 2
     assert job.samplings[0].seed == job.samplings[1].seed
-    tokens = await acceptance.text({"model": "m", "prompt": [5, 6, 7]}, context)
+    tokens = await acceptance.text(orjson.dumps({"model": "m", "prompt": [5, 6, 7]}), context)
     assert tokens.prompts == ((5, 6, 7),)
 
 
 async def test_limits_in_order_of_precedence(acceptance: Acceptance, codec: Codec) -> None:
-    both = await acceptance.chat({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, context)
+    both = await acceptance.chat(orjson.dumps({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}), context)
     assert both.samplings[0].max_tokens == 6
     capped = make(codec, default_max_tokens=7)
-    assert (await capped.chat(CHAT, context)).samplings[0].max_tokens == 7
+    assert (await capped.chat(orjson.dumps(CHAT), context)).samplings[0].max_tokens == 7
     capped.close()
-    nearly_full = await acceptance.text({"model": "m", "prompt": [5] * (CONTEXT - 3)}, context)
+    nearly_full = await acceptance.text(orjson.dumps({"model": "m", "prompt": [5] * (CONTEXT - 3)}), context)
     assert nearly_full.samplings[0].max_tokens == 3
 
 
@@ -67,7 +72,7 @@ async def test_limits_in_order_of_precedence(acceptance: Acceptance, codec: Code
 async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) -> None:
     body = {"model": "m", "prompt": [5] * prompt, "max_tokens": limit}
     with pytest.raises(ContextOverflow) as caught:
-        await acceptance.text(body, context)
+        await acceptance.text(orjson.dumps(body), context)
     message = caught.value.message
     assert message.startswith(
         f"This model's maximum context length is {CONTEXT} tokens. However, you requested "
@@ -79,22 +84,22 @@ async def test_overflow(acceptance: Acceptance, prompt: int, limit: int | None) 
 
 
 async def test_a_full_context_is_allowed(acceptance: Acceptance) -> None:
-    job = await acceptance.text({"model": "m", "prompt": [5] * 90, "max_tokens": 10}, context)
+    job = await acceptance.text(orjson.dumps({"model": "m", "prompt": [5] * 90, "max_tokens": 10}), context)
     assert job.samplings[0].max_tokens == 10
 
 
 async def test_seeds_are_fixed_at_acceptance(acceptance: Acceptance) -> None:
-    given = (await acceptance.chat({**CHAT, "seed": 7}, context)).samplings[0].seed
+    given = (await acceptance.chat(orjson.dumps({**CHAT, "seed": 7}), context)).samplings[0].seed
     assert given == 7
-    negative = (await acceptance.chat({**CHAT, "seed": -(2**63)}, context)).samplings[0].seed
+    negative = (await acceptance.chat(orjson.dumps({**CHAT, "seed": -(2**63)}), context)).samplings[0].seed
     assert 0 <= negative < 2**63
-    drawn = {(await acceptance.chat(CHAT, context)).samplings[0].seed for _ in range(5)}
+    drawn = {(await acceptance.chat(orjson.dumps(CHAT), context)).samplings[0].seed for _ in range(5)}
     assert len(drawn) == 5
 
 
 async def test_extremes_a_sampler_could_trip_over(acceptance: Acceptance) -> None:
     body = {**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1, "ignore_eos": True}
-    (sampling,) = (await acceptance.chat(body, context)).samplings
+    (sampling,) = (await acceptance.chat(orjson.dumps(body), context)).samplings
     assert sampling.temperature == 0
     assert 0 < sampling.top_p < 1e-3
     assert sampling.top_k == 0
@@ -114,22 +119,22 @@ async def test_extremes_a_sampler_could_trip_over(acceptance: Acceptance) -> Non
 )
 async def test_refusals(acceptance: Acceptance, body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await acceptance.text({"model": "m", **body}, context)
+        await acceptance.text(orjson.dumps({"model": "m", **body}), context)
     assert caught.value.param == param
 
 
 async def test_another_model_is_unknown(acceptance: Acceptance) -> None:
     with pytest.raises(UnknownModel) as caught:
-        await acceptance.chat({**CHAT, "model": "gpt"}, context)
+        await acceptance.chat(orjson.dumps({**CHAT, "model": "gpt"}), context)
     assert caught.value.param == "model"
 
 
 async def test_unknown_fields_are_noted(acceptance: Acceptance) -> None:
-    job = await acceptance.chat({**CHAT, "frobnicate": 1, "user": "u"}, context)
+    job = await acceptance.chat(orjson.dumps({**CHAT, "frobnicate": 1, "user": "u"}), context)
     assert job.unknown_fields == ("frobnicate",)
 
 
-LONG = {"model": "m", "prompt": "x" * (AT_ONCE + 1)}
+LONG = {"model": "m", "prompt": "x" * (AT_ONCE_BYTES)}
 
 
 async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +146,46 @@ async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.Mo
         return [5]
 
     monkeypatch.setattr(Codec, "encode_text", slow)
-    first = [asyncio.create_task(accept.text(LONG, context)) for _ in range(2)]
+    first = [asyncio.create_task(accept.text(orjson.dumps(LONG), context)) for _ in range(2)]
     await asyncio.sleep(0.05)
     with pytest.raises(Overloaded):
-        await accept.text(LONG, context)
-    assert (await accept.text({"model": "m", "prompt": [7]}, context)).prompts == ((7,),), "short: at once"
+        await accept.text(orjson.dumps(LONG), context)
+    assert (await accept.text(orjson.dumps({"model": "m", "prompt": [7]}), context)).prompts == ((7,),), (
+        "short: at once"
+    )
     release.set()
     await asyncio.gather(*first)
-    await accept.text({"model": "m", "prompt": "x"}, context)
+    await accept.text(orjson.dumps({"model": "m", "prompt": "x"}), context)
     accept.close()
+
+
+LITTLE_TEXT: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"model": "m", "messages": [{"role": "user", "content": ""}] * 200}),
+    ("chat", {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 200}]}),
+    ("text", {"model": "m", "prompt": [5] * 3000}),
+    ("text", {"model": "m", "prompt": "x", **{f"unknown_{number}": 0 for number in range(500)}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), LITTLE_TEXT)
+async def test_whatever_costs_time_is_off_the_event_loop(
+    acceptance: Acceptance, monkeypatch: pytest.MonkeyPatch, kind: str, fields: dict[str, Any]
+) -> None:
+    """Only text used to be counted: a chat of empty messages was rendered where all streams are written."""
+    threads: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noting(*arguments: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(schemas, "parse")
+    note(Codec, "encode_chat")
+    note(Acceptance, "_encode")
+    with contextlib.suppress(ContextOverflow):
+        await getattr(acceptance, kind)(orjson.dumps(fields), context)
+    assert [name.rstrip("01_") for name in threads] == ["reader", "tokenizer"]

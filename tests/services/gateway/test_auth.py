@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from services.gateway.auth import OPEN_PATHS, KeyRing
+from services.gateway.auth import OPEN_PATHS, OPERATOR_PATHS, KeyRing
 from shared.errors import Unauthorized
 
 
@@ -35,4 +35,5 @@ def test_no_keys_no_entry_and_a_hash_is_no_key() -> None:
 
 
 def test_only_probes_are_open() -> None:
-    assert {"/health", "/ready", "/metrics"} == OPEN_PATHS
+    assert {"/health", "/ready"} == OPEN_PATHS
+    assert {"/health", "/ready", "/metrics"} == OPERATOR_PATHS

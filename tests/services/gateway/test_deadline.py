@@ -74,7 +74,9 @@ async def test_after_the_first_token_it_is_an_event(stack: Stack) -> None:
         "/v1/chat/completions", json={**stack.body, "stream": True}, headers={HEADER: "0.4"}
     )
     assert reply.status_code == 200
-    *shown, last = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    *events, done = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    *shown, last = [json.loads(event) for event in events]
     assert last["error"]["code"] == "deadline_exceeded"
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in shown)
     assert text and ANSWER.startswith(text)

@@ -113,6 +113,7 @@ async def test_a_client_that_leaves_frees_its_sequence_at_once(stack: Stack, str
         with pytest.raises(asyncio.CancelledError):
             await request
     await until(lambda: not any(worker.held for worker in stack.workers), timeout_s=1.0)
+    await until(lambda: bool(stack.scheduler.cancelled), timeout_s=1.0)
     assert len(set(stack.scheduler.cancelled)) == 1, "said again only to a heartbeat that overtook it"
     assert stack.scheduler.finished == []
 

@@ -85,6 +85,17 @@ async def test_no_key_no_entry(client: httpx.AsyncClient, authorization: str | N
     assert (await client.get("/health", headers=headers)).status_code == 200
 
 
+async def test_two_keys_are_no_key(client: httpx.AsyncClient) -> None:
+    """The last one used to count, where a proxy in front may have checked the first."""
+    client.headers.pop("authorization")
+    both = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
+    for headers in (both, both[::-1], both[:1] * 2):
+        reply = await client.get("/x", headers=headers)
+        assert reply.status_code == 400
+        assert "send one" in reply.json()["error"]["message"]
+    assert (await client.get("/x", headers=both[:1])).status_code == 200
+
+
 async def test_one_line_per_request(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with caplog.at_level(logging.INFO, logger="kvasir"):

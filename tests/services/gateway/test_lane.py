@@ -38,7 +38,7 @@ class Application:
 
 async def served(path: bytes, *, reads_at_once: bool) -> tuple[bytes, Application]:
     application, config = Application(), GatewayConfig.model_validate({"port": 0, "shutdown_grace_s": 0})
-    listener = bind(config)
+    listener = bind(config.host, config.port, "port")
     server = make_server(application, config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:

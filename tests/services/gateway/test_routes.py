@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import httpx
@@ -191,7 +192,8 @@ async def test_metrics_count(stack: Stack) -> None:
     await stack.chat()
     await stack.chat(some_new_field=1)
     await stack.http.post("/tokenize", json={"prompt": "x"})
-    text = (await stack.http.get("/metrics")).text
+    assert (await stack.http.get("/metrics")).status_code == 404, "they are the operator's, not the clients'"
+    text = (await stack.operator.get("/metrics")).text
     assert 'kvasir_gateway_requests_total{route="/v1/chat/completions",status="200"}' in text
     assert 'kvasir_gateway_requests_total{route="/tokenize",status="200"}' in text
     assert "kvasir_gateway_unknown_fields_total" in text
@@ -206,14 +208,58 @@ async def test_a_body_over_the_cap_is_413(make_stack: MakeStack) -> None:
     assert (await stack.chat(user="x" * 1_000)).status_code == 200
 
 
+async def test_what_a_client_sends_is_not_repeated_at_length(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model's name of four megabytes used to come back whole, and to be logged."""
+    name = "A" * 1_000_000
+    with caplog.at_level(logging.INFO, logger="kvasir"):
+        replies = [
+            await stack.chat(model=name),
+            await stack.http.post("/tokenize", json={"model": name, "prompt": "x"}),
+            await stack.http.get("/v1/models/" + name[:10_000]),
+            await stack.http.get("/" + name[:10_000]),
+        ]
+    for reply in replies:
+        assert reply.status_code == 404
+        assert len(reply.content) < 2000
+        assert "characters)" in error_of(reply)["message"]
+    assert f"there is '{MODEL}'" in error_of(replies[0])["message"]
+    lines = [str(record.__dict__["fields"]) for record in caplog.records if record.message == "request"]
+    assert len(lines) == 4 and all(len(line) < 4000 for line in lines)
+
+
+async def test_messages_are_counted_before_they_are_looked_at(make_stack: MakeStack) -> None:
+    """Without text they cost nothing but their rendering: 100,000 of them stopped all streams for seconds."""
+    stack = await make_stack(max_messages=10)
+    empty = {"role": "user", "content": ""}
+    in_parts = {"role": "user", "content": [{"type": "text", "text": ""}] * 10}
+    for path in (CHAT, "/tokenize"):
+        for messages in ([empty] * 11, [in_parts], [None] * 11):
+            reply = await stack.http.post(path, json={**stack.body, "messages": messages})
+            assert (reply.status_code, error_of(reply)["param"]) == (400, "messages")
+            assert (
+                error_of(reply)["message"] == "11 messages and content parts; send at most 10 in one request"
+            )
+        assert (await stack.http.post(path, json={**stack.body, "messages": [empty] * 10})).status_code == 200
+
+
+async def test_fields_are_counted(stack: Stack) -> None:
+    reply = await stack.chat(**{f"field_{number}": 0 for number in range(2000)})
+    assert reply.status_code == 400
+    assert "send at most 1024" in error_of(reply)["message"]
+
+
 async def test_keys_are_hashed_and_denied_by_default(make_stack: MakeStack) -> None:
     stack = await make_stack(api_key_sha256=())
     for path in ("/v1/models", "/version", "/nothing", CHAT):
         reply = await stack.http.get(path, headers={"authorization": f"Bearer {KEY}"})
         assert reply.status_code == 401
         assert error_of(reply)["code"] == "invalid_api_key"
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/health", "/ready"):
         assert (await stack.http.get(path, headers={"authorization": ""})).status_code == 200
+    for path in ("/health", "/ready", "/metrics"):
+        assert (await stack.operator.get(path)).status_code == 200
 
 
 async def test_an_unforeseen_error_is_500_and_says_nothing_of_it(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import signal
 import sys
@@ -18,8 +19,8 @@ from shared.messages.base import Empty
 from shared.messages.reports import SequenceState, ServiceStatus
 from shared.messages.tokens import TokenDelta
 from tests.nats_server import NatsServer
-from tests.services.gateway.conftest import ANSWER, MakeStack, Stack, free_port
-from tests.services.gateway.fakes import FakeScheduler, FakeWorker, Held, cancelled, until
+from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack, free_port
+from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled, until
 
 
 def text_of(reply: httpx.Response) -> str:
@@ -207,10 +208,10 @@ async def test_a_failure_inside_a_stream_is_an_error_event(make_stack: MakeStack
             if len(events) == 3:
                 for worker in stack.workers:
                     worker.frozen = True
-    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
     assert error["type"] == "server_error"
     assert error["code"] == "deadline_exceeded"
-    assert "data: [DONE]" not in events
 
 
 async def test_status_and_heartbeat_say_who_it_is(
@@ -234,7 +235,8 @@ async def test_finished_sequences_are_told_once(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stopping_ends_what_is_left(stack: Stack, stream: bool) -> None:
+async def test_what_outlasts_the_grace_ends_with_a_word(stack: Stack, stream: bool) -> None:
+    """Answers in progress used to break off in the middle of a chunked body when the gateway was ended."""
     for worker in stack.workers:
         worker.step_s = 0.05
     request = asyncio.create_task(stack.chat(temperature=0, ignore_eos=True, stream=stream))
@@ -242,15 +244,85 @@ async def test_stopping_ends_what_is_left(stack: Stack, stream: bool) -> None:
     await asyncio.wait_for(cancelled(stack.running), 8)
     await until(lambda: not any(worker.held for worker in stack.workers))
     assert stack.scheduler.cancelled
-    (outcome,) = await asyncio.gather(request, return_exceptions=True)
-    assert isinstance(outcome, httpx.HTTPError) or (
-        isinstance(outcome, httpx.Response) and outcome.status_code >= 500
+    reply = await request
+    if stream:
+        assert reply.status_code == 200
+        *shown, last, done = reply.text.removesuffix("\n\n").split("\n\n")
+        assert len(shown) > 5 and done == "data: [DONE]"
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert reply.status_code == 503
+        assert reply.headers["retry-after"] == "2"
+        error = reply.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "shutting_down")
+    assert "send the request again" in error["message"]
+
+
+async def test_what_ends_within_the_grace_is_complete(make_stack: MakeStack) -> None:
+    stack = await make_stack(shutdown_grace_s=10.0)
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    request = await under_way(stack)
+    ending = asyncio.create_task(cancelled(stack.running))
+    await until(lambda: stack.running.cancelling() > 0)
+    ready = await stack.operator.get("/ready")
+    assert "shutting down" in ready.json()["error"]["message"]
+    assert (await stack.operator.get("/health")).status_code == 200
+    assert text_of(await request) == ANSWER
+    await asyncio.wait_for(ending, 5)
+
+
+async def test_a_request_that_is_still_arriving_is_told_to_come_again(make_stack: MakeStack) -> None:
+    stack = await make_stack(shutdown_grace_s=10.0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
+    await asyncio.sleep(0.1)
+    ending = asyncio.create_task(cancelled(stack.running))
+    reply = await asyncio.wait_for(reader.read(), 5)
+    assert reply.startswith(b"HTTP/1.1 503 ")
+    assert b'"shutting_down"' in reply
+    writer.close()
+    await asyncio.wait_for(ending, 5)
+
+
+async def test_sigterm_to_the_process_ends_a_stream_with_a_word(
+    make_stack: MakeStack, nats_server: NatsServer, model_folder: Path
+) -> None:
+    """As the above, with everything between the signal and the socket."""
+    stack = await make_stack()
+    for worker in stack.workers:
+        worker.step_s = 0.05
+    await cancelled(stack.running)
+    flags = ["--port", str(stack.port), "--operator-port", "0", "--model", str(model_folder)]
+    flags += ["--served-name", MODEL, "--bus.url", nats_server.url, "--shutdown-grace-s", "0.5"]
+    flags += ["--api-key-sha256", json.dumps([hashlib.sha256(KEY.encode()).hexdigest()])]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", *flags, stderr=asyncio.subprocess.DEVNULL
     )
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(httpx.ConnectError):
+                    if (await stack.http.get("/ready")).status_code == 200:
+                        break
+                await asyncio.sleep(0.05)
+        request = asyncio.create_task(stack.chat(temperature=0, ignore_eos=True, stream=True))
+        await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
+        process.send_signal(signal.SIGTERM)
+        text = (await request).text
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert '"shutting_down"' in text and text.endswith("data: [DONE]\n\n")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder: Path) -> None:
     port = free_port()
-    flags = ("--port", str(port), "--model", str(model_folder), "--bus.url", nats_server.url)
+    flags: tuple[str, ...] = ("--port", str(port), "--operator-port", "0", "--model", str(model_folder))
+    flags += ("--bus.url", nats_server.url)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.gateway", *flags, stderr=asyncio.subprocess.PIPE
     )

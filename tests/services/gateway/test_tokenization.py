@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.tokenization import MAX_DETOKENIZED_TOKENS
 from services.gateway.tokenizer import Codec
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL
@@ -51,6 +52,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/detokenize", {"tokens": [1, -1]}, 400, "tokens[1]"),
     ("/detokenize", {"tokens": [1, 99999]}, 400, "tokens"),
     ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+    ("/detokenize", {"tokens": [1] * (MAX_DETOKENIZED_TOKENS + 1)}, 400, "tokens"),
 ]
 
 

@@ -95,7 +95,7 @@ async def test_the_gateway_is_asked_whether_it_is_ready(free_port: int) -> None:
         writer.write(reply)
         writer.close()
 
-    told = {"KVASIR_GATEWAY__PORT": str(free_port)}
+    told = {"KVASIR_GATEWAY__OPERATOR_PORT": str(free_port)}
     with pytest.raises(NoResponder, match="no answer on port"):
         await answer("gateway-0", told)
     async with await asyncio.start_server(serve, "127.0.0.1", free_port):
@@ -112,7 +112,7 @@ async def test_no_such_name(name: str) -> None:
 
 
 def test_exit_codes(free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["gateway-0"], {"KVASIR_GATEWAY__PORT": str(free_port)}) == 1
+    assert main(["gateway-0"], {"KVASIR_GATEWAY__OPERATOR_PORT": str(free_port)}) == 1
     assert "no answer" in capsys.readouterr().out
     assert main(["janitor-0"], {}) == 2
     assert "janitor-0" in capsys.readouterr().err

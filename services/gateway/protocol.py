@@ -1,0 +1,282 @@
+"""One HTTP connection: uvicorn's, with the bounds it lacks on what a client may send and how long it takes.
+
+A head has a size and a time; a body's framing (chunk headers, trailers) has a size; a reader has to read. A
+connection ends with an answer that was complete before its request: what still arrives is thrown away, within
+bounds, and never parsed. Whatever is refused here is refused in the same error format as everywhere. Knows
+nothing of routes.
+"""
+
+import asyncio
+import re
+from http import HTTPStatus
+from typing import Final
+
+import orjson
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from services.gateway.body import MAX_DISCARDED_BYTES
+from services.gateway.config import GatewayConfig
+from services.gateway.connections import ConnectionTable, address_key
+from services.gateway.errors import HttpError, ShuttingDown, body_of, headers_of, status_of
+from services.gateway.lane import LANE, Lane
+from shared.errors import KvasirError
+
+END_OF_HEADERS = b"\r\n\r\n"
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+"""Offered to every server by some clients (h2c); left in, the parser takes the body for another protocol."""
+ENGAGE: Final = "kvasir.engage"
+"""Where an application finds, in the ASGI scope, what to call once it has accepted a request's key."""
+
+
+class ServerConfig(uvicorn.Config):
+    """uvicorn's configuration plus the limits of `BoundedProtocol`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: GatewayConfig,
+        connections: "ConnectionTable[BoundedProtocol]",
+        **settings: object,
+    ) -> None:
+        self.limits = limits
+        self.connections = connections
+        super().__init__(app, http=BoundedProtocol, **settings)  # type: ignore[arg-type]  # passed on
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    config: ServerConfig
+    _headers_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
+    _head = b""
+    """Of headers that have not arrived in full."""
+    _in_head = False
+    """The parser has a part of a head: one that followed a request in the same packet."""
+    _in_message = False
+    _framing_bytes = 0
+    """That have arrived since the last byte of a body, or the end of the last head."""
+    _discarded_bytes = 0
+    _fault: str | None = None
+    """What is wrong with the request, where the parser does not say it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        try:
+            displaced = self.config.connections.arrive(self, address_key(self.client and self.client[0]))
+        except HttpError as error:
+            self._write(error)
+            self.transport.close()
+            return
+        if displaced is not None:
+            displaced.transport.abort()
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Hands the parser whole headers, then the body as it comes."""
+        if self._linger_timer is not None:
+            self._discard(data)
+            return
+        if not (self._in_message or self._in_head):
+            if not self._head and not (data := data.lstrip(b"\r\n")):
+                return  # an empty line before a request is to be ignored, and holds no connection
+            self._head += data
+            self._expect_headers()
+            end = self._head.find(END_OF_HEADERS)
+            if len(self._head if end < 0 else self._head[:end]) > self.config.limits.max_header_bytes:
+                self._refuse(self._too_long())
+                return
+            if end < 0 or self.transport.is_closing():
+                return
+            data = UPGRADE.sub(b"", self._head[:end]) + self._head[end:]
+            self._head = b""
+        self._framing_bytes += len(data)
+        super().data_received(data)
+        if self._in_head:
+            self._expect_headers()
+        if self._framing_bytes > self.config.limits.max_header_bytes:
+            if self._in_message:
+                self._refuse(_invalid("the body's chunks consist of more than what they carry"))
+            elif self._in_head:
+                self._refuse(self._too_long())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_message:
+            self._fault = "trailers are not taken: send these fields as headers"
+            raise ValueError(self._fault)  # the parser stops, and `send_400_response` is called
+        super().on_header(name, value)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._in_message = False, True
+        self._framing_bytes = 0
+        self._headers_arrived()
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[LANE] = Lane(self.cycle)  # type: ignore[typeddict-unknown-key]
+            self.scope[ENGAGE] = self._engage  # type: ignore[typeddict-unknown-key]
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._framing_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.config.connections.disengage(self)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.config.connections.leave(self)
+        self._headers_arrived()
+        self._write_resumed()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.config.limits.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._write_resumed()
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """No further request; one that has not arrived in full is refused, one that has is answered."""
+        if self._linger_timer is not None:
+            self.transport.abort()
+        elif self._in_message:
+            self._refuse(ShuttingDown())
+        super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(_invalid(self._fault or msg))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        async def framed(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, self._sender(cycle))
+
+        super()._start_asgi_task(cycle, framed)  # type: ignore[arg-type]  # uvicorn's types for the same
+
+    def _sender(self, cycle: RequestResponseCycle) -> Send:
+        """`cycle.send`, with a body that ends with its connection for HTTP/1.0, which knows no chunks, and
+        with a connection that ends where the request is still arriving when its answer begins.
+        """
+        ends_early = is_unchunked = False
+
+        async def send(message: Message) -> None:
+            nonlocal ends_early, is_unchunked
+            begins = message["type"] == "http.response.start"
+            if begins:
+                ends_early = cycle.more_body
+                is_unchunked = cycle.scope["http_version"] == "1.0" and not _has_length(message)
+                if is_unchunked:
+                    cycle.chunked_encoding = False
+                if ends_early:
+                    cycle.keep_alive = False
+            elif is_unchunked:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await cycle.send(message)  # type: ignore[arg-type]  # uvicorn's types for the same
+            if ends_early:
+                cycle.keep_alive = True  # announced; but the end is `_linger`'s, or the answer might be lost
+                if cycle.response_complete:
+                    self._linger()
+
+        return send
+
+    def _engage(self) -> None:
+        self.config.connections.engage(self)
+
+    def _is_answering(self) -> bool:
+        """Something of an answer is out, or must go out first."""
+        cycle = self.cycle
+        begun = cycle is not None and cycle.response_started and not cycle.response_complete
+        return begun or bool(self.pipeline)
+
+    def _expect_headers(self) -> None:
+        if self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(
+                self.config.limits.receive_timeout_s, self._headers_late
+            )
+
+    def _headers_arrived(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _headers_late(self) -> None:
+        self._headers_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._expect_headers()  # an answer is under way, which bytes behind its request do not end
+            return
+        timeout_s = self.config.limits.receive_timeout_s
+        text = f"the request's headers did not arrive within {timeout_s:g} s"
+        self._refuse(HttpError(408, text, error_code="request_timeout"))
+
+    def _too_long(self) -> HttpError:
+        limit = self.config.limits.max_header_bytes
+        text = f"the request line and headers are longer than {limit} bytes: send fewer or shorter ones"
+        return HttpError(431, text, error_code="headers_too_large")
+
+    def _write_resumed(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _refuse(self, error: KvasirError) -> None:
+        """Answer on the bare connection and end it; where an answer is under way, only end it."""
+        self._headers_arrived()
+        if self.transport.is_closing() or self._linger_timer is not None:
+            return
+        if self._is_answering():
+            self.transport.close()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # for the application this client is gone
+            self.cycle.message_event.set()
+        self._write(error)
+        self._linger()
+
+    def _write(self, error: KvasirError) -> None:
+        status, _ = status_of(error)
+        body = orjson.dumps(body_of(error))
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers |= headers_of(error) | {"connection": "close"}
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+
+    def _linger(self) -> None:
+        """All is said: half close, and read on for a while. Closed while the client still writes, the
+        connection would be reset, and the answer lost on its way.
+        """
+        if self.transport.is_closing() or self._linger_timer is not None:
+            return
+        self._unset_keepalive_if_required()
+        self.config.connections.disengage(self)
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(self.config.limits.receive_timeout_s, self.transport.abort)
+        self.transport.write_eof()
+
+    def _discard(self, data: bytes) -> None:
+        self._discarded_bytes += len(data)
+        if self._discarded_bytes > MAX_DISCARDED_BYTES:
+            self.transport.abort()
+
+
+def _invalid(text: str) -> HttpError:
+    return HttpError(400, text, error_code=HttpError.code)
+
+
+def _has_length(message: Message) -> bool:
+    return any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
