@@ -19,6 +19,7 @@ from services.scheduler.prefixes import kinds_of
 from services.scheduler.pressure import PressureWatch
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
+from services.scheduler.standstill import Standstill
 from services.scheduler.state import HELD, Sequence
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.commands import CancelSequence, LengthPrediction
@@ -43,6 +44,7 @@ class SchedulerCore:
         self._moves = Moves(self._roster, rules.moves)
         self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
         self._oversized = OversizedWatch(self._roster, self._moves, rules.oversized)
+        self._standstill = Standstill(self._roster, now_s)
         self._round_ends_s = now_s + rules.round_s
         self._ticked_s = now_s
         self._expired_s = now_s
@@ -65,6 +67,11 @@ class SchedulerCore:
     @property
     def running(self) -> int:
         return sum(sequence.phase in HELD for sequence in self._roster.sequences.values())
+
+    @property
+    def standstill_s(self) -> float:
+        """For so long work has waited where nothing moves; 0 where all is well."""
+        return self._standstill.still_s(self._ticked_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
         """Raises what `Intake.on_submit` raises; then nothing has changed."""
@@ -171,6 +178,7 @@ class SchedulerCore:
         if paused_s > self._rules.stall_s:
             self._fleet.forgive(paused_s)
             self._intake.forgive(paused_s)
+            self._standstill.forgive(paused_s)
             self._round_ends_s += paused_s
         effects: list[Effect] = []
         if not self.is_commanding and now_s >= self._round_ends_s:
@@ -178,6 +186,7 @@ class SchedulerCore:
         effects += self._fleet.on_tick(now_s)
         effects += self._intake.on_tick(now_s)
         effects += self._pressure.on_tick(now_s)
+        effects += self._standstill.on_tick(now_s)
         if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
             self._expired_s = now_s
             self._roster.expire(now_s)
@@ -238,6 +247,7 @@ class SchedulerCore:
         return {
             "epoch": self.epoch,
             "snapshots": self._fleet.snapshots,
+            "standstill_s": round(self.standstill_s),
             **phases,
             **moves,
             "workers": workers,

@@ -115,6 +115,17 @@ class NoteRelief:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteStandstill:
+    """Work waits and nothing moves; for the log."""
+
+    place: str
+    """A worker, or anywhere."""
+    waiting: int
+    """Sequences."""
+    still_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepDown:
     """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
     anew."""
@@ -153,6 +164,7 @@ Effect = (
     | PublishPrepared
     | PublishMoved
     | NoteRelief
+    | NoteStandstill
     | StepDown
     | SequenceLeft
 )

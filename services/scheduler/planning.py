@@ -65,6 +65,8 @@ class Lane:
     """None unless in step."""
     refusal: ModelMismatch | None = None
     """Why it is refused."""
+    planned_s: float = 0.0
+    """When something was last planned there."""
     strangers: dict[SequenceRef, int] = field(default_factory=dict)
     """Alive there by so many heartbeats, yet not known to be there."""
     preempting: Preempting = field(default_factory=Preempting)
@@ -195,6 +197,8 @@ class Lane:
         starts = self._starts(batch)
         preemptions, notes = self._preemptions(batch)
         self._project(batch, now_s)
+        if batch.prefills or batch.decodes:
+            self.planned_s = now_s
         self._plan_seq += 1
         ref = self._ref
         plan = BatchPlan(

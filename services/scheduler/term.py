@@ -19,6 +19,7 @@ from services.scheduler.effects import (
     CancelAtWorker,
     Effect,
     NoteRelief,
+    NoteStandstill,
     PublishMoved,
     PublishPrepared,
     PublishWorkerLost,
@@ -71,6 +72,10 @@ class Term:
         self._tally = PlanTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
         self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
+        self._still = metrics.gauge(
+            "kvasir_scheduler_standstill_seconds",
+            "For so long work has waited and nothing moved; 0: all is well",
+        )
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
 
     @property
@@ -176,6 +181,14 @@ class Term:
                     self._note_move(effect)
                 case NoteRelief():
                     canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
+                case NoteStandstill(place, waiting, still_s):
+                    _log.error(
+                        "work waits and nothing moves: %d sequences at %s, for %.0f s; look at what `status` "
+                        "says of blocks; a scheduler that is started anew asks all workers what they hold",
+                        waiting,
+                        place,
+                        still_s,
+                    )
                 case AskTokens() | AskPull() | AskPlacement() | AskPrediction() | AskSnapshot():
                     self._questions.ask(effect)
                 case SequenceLeft():
@@ -246,6 +259,7 @@ class Term:
             await asyncio.sleep(self._config.tick_s)
             if self._bus.connected:
                 self._feed(self._core.on_tick)
+                self._still.set(self._core.standstill_s)
 
     async def _announce(self) -> None:
         while True:

@@ -72,6 +72,8 @@ class FakeWorker:
     """About to go: still given out to plans on their way, and not reported as lasting."""
     block_tokens: int = 4
     max_context_tokens: int = 10_000
+    reach_tokens: int = 0
+    """More than fit here, as others would lend to it."""
     epoch: int = 0
     last_seq: int = 0
     stepped_seq: int = 0
@@ -181,7 +183,8 @@ class FakeWorker:
             weights=self.weights,
             block_tokens=self.block_tokens,
             max_context_tokens=min(
-                self.max_context_tokens, (self.total_blocks - self.doomed_blocks) * self.block_tokens
+                self.max_context_tokens,
+                (self.total_blocks - self.doomed_blocks) * self.block_tokens + self.reach_tokens,
             ),
             capacity=Capacity(
                 total_blocks=self.total_blocks,

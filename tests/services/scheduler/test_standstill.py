@@ -1,0 +1,95 @@
+"""Work that waits where nothing moves is said to, and nothing else is taken for it."""
+
+from dataclasses import replace
+
+from services.scheduler.policy.contract import PlannedBatch
+from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.standstill import ANYWHERE, STANDSTILL_S
+from tests.services.scheduler.world import SMALL, World
+
+
+class Refuser(VllmPolicy):
+    """Plans nothing for prompts of 7 tokens, as one whose books are wrong would."""
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        return None if any(entry.task.prompt_tokens == 7 for entry in self._waiting) else super().plan(now_s)
+
+
+def standstill_s(world: World) -> float:
+    assert world.core is not None
+    assert world.core.describe()["standstill_s"] == round(world.core.standstill_s)
+    return world.core.standstill_s
+
+
+def notes(world: World) -> list[str]:
+    return world.lines("NoteStandstill")
+
+
+def test_nothing_planned_for_what_waits_is_said_once_a_minute_and_over_when_it_moves() -> None:
+    world = World(workers=1, make_policy=Refuser)
+    world.time.run_for(60.0)
+    request = world.submit("a", prompt_tokens=7, answer_tokens=4, max_tokens=4)
+    world.time.run_for(STANDSTILL_S - 2.0)
+    assert standstill_s(world) == 0 and not notes(world)
+    world.time.run_for(4.0)
+    assert STANDSTILL_S <= standstill_s(world) < STANDSTILL_S + 3.0
+    assert len(notes(world)) == 1 and "worker-0" in notes(world)[0] and "waiting=1" in notes(world)[0]
+    world.time.run_for(57.0)
+    assert len(notes(world)) == 1
+    world.time.run_for(5.0)
+    assert len(notes(world)) == 2
+    world.cancel(request)
+    world.time.run_for(2.0)
+    assert standstill_s(world) == 0
+
+
+def test_a_worker_stands_still_beside_one_that_works() -> None:
+    world = World(workers=2, make_policy=Refuser)
+    world.time.run_for(1.0)
+    stuck = world.submit("stuck", prompt_tokens=7, answer_tokens=4, max_tokens=4)
+    world.time.run_for(1.0)
+    core = world.core
+    assert core is not None
+    lane = core._roster.lanes[core._roster.sequences[stuck.key].worker_id or ""]
+    for number in range(20):
+        world.submit(f"r{number}", prompt_tokens=4, answer_tokens=30, max_tokens=30)
+        world.time.run_for(1.0)
+    assert standstill_s(world) > 0 and all(lane.worker_id in note for note in notes(world))
+
+
+def test_slow_steps_and_an_idle_stack_are_no_standstill() -> None:
+    world = World(workers=1, step_s=4.0)
+    world.time.run_for(100.0)
+    request = world.submit("a", prompt_tokens=4, answer_tokens=10, max_tokens=10)
+    world.run_until(lambda: request.over, limit_s=100.0)
+    world.time.run_for(100.0)
+    assert not notes(world)
+
+
+def test_a_pause_of_the_scheduler_is_not_held_against_anybody() -> None:
+    world = World(workers=1, make_policy=Refuser)
+    world.time.run_for(1.0)
+    world.submit("a", prompt_tokens=7, answer_tokens=4, max_tokens=4)
+    world.time.run_for(5.0)
+    core = world.core
+    assert core is not None
+    core._standstill.forgive(30.0)
+    effects = core._standstill.on_tick(world.now_s + 32.0)
+    assert effects == [] and core._standstill.still_s(world.now_s + 32.0) == 0
+
+
+def test_what_needs_other_workers_memory_waits_for_all_of_them() -> None:
+    """Its own worker has nothing to do until memory is lent: that is no standstill while others work."""
+    world = World(workers=2, rules=replace(SMALL, worker_timeout_s=5.0), total_blocks=16)
+    for worker in world.workers.values():
+        worker.reach_tokens = 1000
+    world.time.run_for(1.0)
+    long = world.submit("long", prompt_tokens=100, answer_tokens=4, max_tokens=4)
+    others = [world.submit(f"r{n}", prompt_tokens=4, answer_tokens=30, max_tokens=30) for n in range(4)]
+    for number in range(25):
+        others.append(world.submit(f"s{number}", prompt_tokens=4, answer_tokens=30, max_tokens=30))
+        world.time.run_for(1.0)
+    assert not long.tokens and not notes(world)
+    world.time.run_for(STANDSTILL_S + 5.0)
+    assert all(request.over for request in others)
+    assert len(notes(world)) == 1 and ANYWHERE in notes(world)[0]
