@@ -19,7 +19,7 @@ from services.worker.bulk.choice import Choice
 from services.worker.bulk.desk import WorkerDesk
 from services.worker.bulk.probe import KIND, PROBE_BYTES, Probes, fastest_s
 from shared.clock import Clock, monotonic_s
-from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
+from shared.errors import ConfigError, InvalidMessage, KvasirError, NoResponder, StaleEpoch, Unauthorized
 
 _log = logging.getLogger("kvasir.worker.bulk")
 _CLOSE_S = 5.0
@@ -115,12 +115,26 @@ class Plane:
 
     async def _dial(self, to: Neighbour, name: str, issue: Issue, deadline_s: float) -> Link:
         ticket = await issue()
-        return await asyncio.to_thread(
-            self._transports[name].dial, to.addresses[name], self.own, to.peer, ticket, deadline_s=deadline_s
+        dial = self._transports[name].dial
+        dialling = asyncio.ensure_future(
+            asyncio.to_thread(dial, to.addresses[name], self.own, to.peer, ticket, deadline_s=deadline_s)
         )
+        try:
+            return await asyncio.shield(dialling)
+        except asyncio.CancelledError:
+            dialling.add_done_callback(_close_late)
+            raise
+        except ValueError as error:  # Of an address or a ticket: the peer's own words.
+            raise InvalidMessage(f"{to.peer.worker_id} cannot be dialled as it says: {error}") from error
 
     def close(self) -> bool:
         """Closes all listeners; links that were dialled are their owners'. False when one took too long."""
         closed = [listener.close(_CLOSE_S) for listener in self._listeners.values()]
         self._listeners, self.addresses = {}, {}
         return all(closed)
+
+
+def _close_late(dialled: "asyncio.Future[Link]") -> None:
+    """A link that is there when nobody waits for it any more."""
+    if not dialled.cancelled() and dialled.exception() is None:
+        dialled.result().close()

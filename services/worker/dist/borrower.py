@@ -14,6 +14,7 @@ from services.worker.dist.debtor import Debtor
 from services.worker.dist.homecoming import Homecoming, Pair
 from services.worker.dist.messages import GrantRef
 from services.worker.dist.plane import BulkPlane
+from services.worker.door import Question
 from services.worker.kv.extended import ExtendedPool
 from services.worker.lending.table import GrantKey
 from services.worker.runner import Runner
@@ -112,8 +113,12 @@ class Borrower:
         return await self._try_home(lambda: self._homecoming.copy(pairs)) is not None
 
     async def swap_home(self, pairs: Sequence[Pair]) -> list[int] | None:
-        """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed."""
-        return await self._try_home(lambda: self._homecoming.swap(pairs))
+        """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed.
+
+        Never refused: the originals are as good as returned."""
+        assert self._runner is not None
+        swap = self._home(lambda: self._homecoming.swap(pairs))
+        return await asyncio.wrap_future(self._runner.give(swap))
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
         """Which of these, of up to so many in use, are at home now, in own blocks that were free."""
@@ -136,7 +141,10 @@ class Borrower:
 
     async def _try_home(self, bring: Callable[[], T]) -> T | None:
         """Raises Overloaded."""
+        assert self._runner is not None
+        return await asyncio.wrap_future(self._runner.ask(self._home(bring)))
 
+    def _home(self, bring: Callable[[], T]) -> Question[T | None]:
         def run(core: StepCore, now_s: float) -> T | None:
             try:
                 return bring()
@@ -144,8 +152,7 @@ class Borrower:
                 core.on_kv_lost(self.lose_creditor(error), now_s)
                 return None
 
-        assert self._runner is not None
-        return await asyncio.wrap_future(self._runner.ask(run))
+        return run
 
     # On the engine's thread
 

@@ -208,7 +208,7 @@ class Debtor:
 
     def close(self) -> None:
         """Closes every link."""
-        for lending in self._lendings.values():
+        for lending in list(self._lendings.values()):
             lending.link.close()
 
     def _collected(self, active: _Active, layer: int) -> Iterator[Partial]:

@@ -136,6 +136,9 @@ def read_request(header: bytes) -> Request:
 def read_answer(header: bytes) -> Attended:
     """Raises InvalidMessage."""
     try:
-        return _answer_decoder.decode(header)
+        answer = _answer_decoder.decode(header)
     except msgspec.MsgspecError as error:
         raise InvalidMessage(f"not an answer about KV: {error}") from error
+    if not 0 <= answer.compute_s < float("inf"):
+        raise InvalidMessage(f"computed for {answer.compute_s} s")
+    return answer

@@ -6,8 +6,10 @@ GPU it lends host memory still.
 """
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -227,7 +229,7 @@ class Neighbourhood:
 
     def _on_transfer(self, link: Link, size_bytes: int, took_s: float) -> None:
         """On the engine's thread."""
-        self._loop.call_soon_threadsafe(self._plane.on_transfer, link, size_bytes, took_s)
+        self._on_loop(partial(self._plane.on_transfer, link, size_bytes, took_s))
 
     def _on_lost(self, logical: Sequence[int]) -> None:
         """Leases are over."""
@@ -238,10 +240,15 @@ class Neighbourhood:
         """On the engine's thread."""
         lending = self._lending
         if lending is not None:
-            self._loop.call_soon_threadsafe(lending.on_creditor_failed, creditor_id)
+            self._on_loop(partial(lending.on_creditor_failed, creditor_id))
 
     def _on_freed(self, freed: Freed) -> None:
         """On a link's thread."""
         lending = self._lending
         if lending is not None:
-            self._loop.call_soon_threadsafe(lending.free_later, freed)
+            self._on_loop(partial(lending.free_later, freed))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        """From another thread, which may end after the loop."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from shared.messages.commands import CreditorCandidates, FindCreditors
-from shared.messages.lending import BorrowBlocks, BorrowReply, KvTier
+from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,18 @@ class AskCreditor:
 
     creditor_id: str
     question: BorrowBlocks
+
+
+def is_answer(grant: Grant, asked: AskCreditor) -> bool:
+    """Whether a grant is of that creditor's memory, as was asked for, and each block in it once."""
+    blocks = set(grant.blocks)
+    return (
+        grant.creditor_id == asked.creditor_id
+        and grant.tier is asked.question.tier
+        and 0 < len(blocks) == len(grant.blocks) <= asked.question.blocks
+        and min(blocks) >= 0
+        and 0 < grant.lease_s < float("inf")
+    )
 
 
 Question = AskLedger | AskCreditor

@@ -102,7 +102,7 @@ class Debts:
         """A sequence needs these no more. Those that are lost already are passed over, frozen ones free once
         they thaw."""
         for number in logical:
-            if not self._is_known(number):
+            if not self.holds(number):
                 continue
             block = self._table.borrowed(number)
             if block.state is BlockState.FROZEN:
@@ -124,7 +124,7 @@ class Debts:
     def thaw(self, logical: Iterable[int]) -> None:
         """Ends `freeze`; what was released meanwhile is free."""
         for number in logical:
-            if self._is_known(number) and self._table.borrowed(number).state is BlockState.FROZEN:
+            if self.holds(number) and self._table.borrowed(number).state is BlockState.FROZEN:
                 block = self._table.borrowed(number)
                 block.state = BlockState.USED
                 if block.is_orphan:
@@ -150,7 +150,7 @@ class Debts:
 
     def recalled(self, logical: Iterable[int]) -> list[Repayment]:
         """The KV of these (frozen) blocks is at home now: returns them."""
-        numbers = [number for number in logical if self._is_known(number)]
+        numbers = [number for number in logical if self.holds(number)]
         for number in numbers:
             self._table.borrowed(number).is_orphan = False
         return self._return(numbers)
@@ -224,17 +224,18 @@ class Debts:
     def wanted_back_by_creditor(self) -> dict[str, int]:
         return {name: blocks for name, blocks in self._wanted_back.items() if blocks}
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when leases, free blocks and table disagree."""
-        assert set(self._leases) == set(self._table.grants()), "a grant without a lease, or the reverse"
-        assert set(self._free) == set(self._table.in_state(BlockState.FREE)), "free blocks out of step"
-
-    def _is_known(self, logical: int) -> bool:
+    def holds(self, logical: int) -> bool:
+        """Whether that block is borrowed still, on the way back included."""
         try:
             self._table.borrowed(logical)
         except KeyError:
             return False
         return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when leases, free blocks and table disagree."""
+        assert set(self._leases) == set(self._table.grants()), "a grant without a lease, or the reverse"
+        assert set(self._free) == set(self._table.in_state(BlockState.FREE)), "free blocks out of step"
 
     def _pressing(self) -> list[str]:
         short = [(-blocks, name) for name, blocks in self._wanted_back.items() if blocks > 0]

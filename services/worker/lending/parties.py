@@ -31,6 +31,10 @@ class Borrower(Protocol):
         """The grant has that generation now, at least."""
         ...
 
+    def lose(self, logical: Sequence[int]) -> None:
+        """These are gone, with their KV; unknown ones are not minded."""
+        ...
+
     async def retire(self, most_blocks: int) -> list[int]:
         """Up to so many that no sequence has are given up."""
         ...

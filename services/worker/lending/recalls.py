@@ -142,7 +142,7 @@ class Recalls:
         self.is_swapping = True
         try:
             spare = await self._borrower.swap_home(swap.pairs)
-        except Overloaded:
+        except Exception:
             self._spare += self.keep(own)
             raise
         finally:

@@ -5,7 +5,7 @@ Decides nothing. One search at a time; on the event loop.
 
 from collections.abc import Sequence
 
-from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Question
+from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Question, is_answer
 from services.worker.lending.debts import Debts
 from services.worker.lending.parties import Borrower
 from shared import subjects
@@ -71,13 +71,19 @@ class Search:
             )
         except KvasirError as error:
             _log.debug("%s did not answer: %s", question.creditor_id, error)
+        if reply is not None and reply.grant is not None and not is_answer(reply.grant, question):
+            _log.warning("%s granted what nobody asked for", question.creditor_id)
+            reply = None
         if reply is not None and reply.grant is not None:
             await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
             canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
         return self._borrowing.on_reply(question.creditor_id, reply, self._clock())
 
     async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
-        if self._borrower is not None and logical:
-            self._debts.use(logical)
-            if not await self._borrower.admit(grant, logical):
-                self._debts.release(logical)
+        if self._borrower is None or not logical:
+            return
+        self._debts.use(logical)
+        if not await self._borrower.admit(grant, logical):
+            self._debts.release(logical)
+        elif lost := [number for number in logical if not self._debts.holds(number)]:
+            self._borrower.lose(lost)  # Their lease ended, or their creditor failed, while it was dialled.

@@ -98,7 +98,11 @@ class Target:
         async with asyncio.timeout(self._config.answer_s), way.lock:
             link = await self._linked(source, way)
             began_s = self._clock()
-            await asyncio.to_thread(self._receive_probe, link)
+            try:
+                await asyncio.to_thread(self._receive_probe, link)
+            except asyncio.CancelledError:
+                link.close()  # The thread is in the middle of a call: whoever is next needs another link.
+                raise
             self.rates.on_transfer(source, self._config.probe_bytes, self._clock() - began_s)
 
     def forget(self, source: str) -> None:

@@ -1,14 +1,17 @@
 """Planes that connect by the transport that suits both ends, with tickets, and fall back."""
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from services.worker.bulk.base import Peer
+from services.worker.bulk.link import SocketLink
 from services.worker.bulk.plane import Issue, Neighbour, Plane
 from services.worker.bulk.shm import ShmTransport
 from services.worker.bulk.tcp import TcpTransport
-from shared.errors import ConfigError, NoResponder, StaleEpoch, Unauthorized
+from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
 from tests.services.worker.bulk.receivers import furnish
 
 A, B = Peer("worker-a", 1), Peer("worker-b", 1)
@@ -96,3 +99,45 @@ def test_a_port_that_is_taken_is_a_setting_to_change(a: Plane) -> None:
     port = int(a.addresses["tcp"].rpartition(":")[2])
     with pytest.raises(ConfigError, match=str(port)):
         Plane(B, "host-1", [ShmTransport(), TcpTransport(port=port)]).open()
+
+
+async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plane) -> None:
+    """It stayed open at both ends, one of the few that a listener takes."""
+    slow = SlowTransport()
+    a._transports["tcp"] = slow
+    to = Neighbour(B, "host-2", b.addresses)
+    connecting = asyncio.create_task(a.connect(to, _issue(b), deadline_s=5.0))
+    assert await asyncio.to_thread(slow.is_dialling.wait, 5.0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    slow.may_go_on.set()
+    for _ in range(500):
+        if slow.links and slow.links[0].closed:
+            break
+        await asyncio.sleep(0.01)
+    assert slow.links[0].closed
+
+
+class SlowTransport(TcpTransport):
+    """Answers a dial when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dialling, self.may_go_on = threading.Event(), threading.Event()
+        self.links: list[SocketLink] = []
+
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
+        self.is_dialling.set()
+        assert self.may_go_on.wait(5.0)
+        self.links.append(super().dial(address, own, peer, ticket, deadline_s=deadline_s))
+        return self.links[0]
+
+
+@pytest.mark.parametrize("address", ["a" * 70 + ":1", "\udc80:1", "x\0y:1", "nowhere", "h:99999"])
+async def test_an_address_that_makes_no_sense_is_the_peers_fault(a: Plane, b: Plane, address: str) -> None:
+    """What another worker wrote into its ticket ended the worker that dialled."""
+    with pytest.raises(KvasirError):
+        await a.connect(Neighbour(B, "host-2", {"tcp": address}), _issue(b), deadline_s=5.0)
+    with pytest.raises(KvasirError):
+        await a.connect(Neighbour(B, "host-1", {"shm": f"@{address}"}), _issue(b), deadline_s=5.0)

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import pytest
 
+from services.worker import door
 from services.worker.bulk.base import Link
 from services.worker.dist.borrower import Borrower
 from services.worker.dist.debtor import Debtor
@@ -20,7 +22,7 @@ from services.worker.runner import Runner
 from services.worker.sequences import SequenceTable
 from services.worker.steps import StepCore
 from shared.clock import monotonic_s
-from shared.errors import CreditorLost, NoResponder
+from shared.errors import CreditorLost, NoResponder, Overloaded
 from shared.messages.lending import Grant, KvTier
 from tests.services.worker.builders import LIMITS
 from tests.services.worker.conftest import ModelFactory
@@ -202,3 +204,21 @@ def test_messages_name_the_generation_that_is_known(make_model: ModelFactory) ->
         here.borrower.rename(GrantKey(name, 2, GRANT.grant_id), 9)  # another life's
         here.runner.ask(lambda core, now_s: here.engine.step([row])).result(5.0)
         assert here.failed == []
+
+
+def test_an_exchange_that_was_agreed_on_is_never_refused(
+    make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The originals are on their way back by then: sequences went on with blocks that were returned."""
+    with world(make_model) as here:
+        assert asyncio.run(here.borrower.admit(here.grant(GRANT.grant_id, (4,)), [10]))
+        blocks = here.pool.allocate(OWN + 1)
+        here.pool.own.release(blocks[:OWN])
+        home = here.pool.own.allocate(1)
+        here.pool.own.withdraw(home)
+        monkeypatch.setattr(door, "_MAX_WAITING", 0)
+        with pytest.raises(Overloaded):
+            asyncio.run(here.borrower.copy_home([(10, home[0])]))
+        here.pool.set_apart([10], 1)
+        assert asyncio.run(here.borrower.swap_home([(10, home[0])])) == []
+        assert here.pool.borrowed_blocks == 0

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from services.worker.dist.messages import (
+    Attended,
     GrantRef,
     PartWire,
     Request,
@@ -78,3 +80,10 @@ def test_headers_that_are_none_are_refused() -> None:
         read_answer(b"nonsense")
     request = Request(step=1, layer=0, grants=(GrantRef(1, 2),), softcap=30.0)
     assert read_request(request_encoder.encode(request)) == request
+
+
+@pytest.mark.parametrize("compute_s", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_is_none_teaches_nothing(compute_s: float) -> None:
+    """It spoiled what is known of the creditor's speed for ever."""
+    with pytest.raises(InvalidMessage):
+        read_answer(msgspec.msgpack.encode(Attended(compute_s=compute_s)))

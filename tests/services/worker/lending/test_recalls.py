@@ -37,6 +37,9 @@ class Engine:
     def rename(self, grant: GrantKey, generation: int) -> None:
         return
 
+    def lose(self, logical: Sequence[int]) -> None:
+        return
+
     async def retire(self, most_blocks: int) -> list[int]:
         return []
 

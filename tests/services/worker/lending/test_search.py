@@ -1,6 +1,11 @@
 """A search over a real bus: a ledger that knows a creditor, a creditor that grants a part."""
 
-from services.worker.lending.borrowing import Borrowing, Manners
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.worker.lending.borrowing import AskCreditor, Borrowing, Manners, is_answer
 from services.worker.lending.debts import Debts
 from services.worker.lending.search import Search
 from services.worker.lending.table import RBlockTable
@@ -8,7 +13,7 @@ from shared import subjects
 from shared.bus import Endpoint
 from shared.clock import monotonic_s
 from shared.messages.commands import Creditor, CreditorCandidates, FindCreditors
-from shared.messages.lending import BorrowBlocks, BorrowReply, Refusal
+from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, Refusal
 from tests.conftest import ConnectBus
 from tests.services.worker.lending.builders import grant
 
@@ -60,3 +65,51 @@ async def test_without_a_ledger_it_rests(connect_bus: ConnectBus) -> None:
     search = Search(await connect_bus("worker", "w"), debts, Borrowing("w", 1, 16), None, monotonic_s)
     await search.run(3)
     assert debts.borrowed_blocks == 0 and not search.may_start(monotonic_s())
+
+
+class Losing:
+    """A borrower whose creditor fails while it is dialled."""
+
+    def __init__(self, debts: Debts) -> None:
+        self.debts = debts
+        self.admitted: list[int] = []
+        self.lost: list[int] = []
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        self.debts.on_creditor_gone(grant.creditor_id)
+        self.admitted += logical
+        return True
+
+    def lose(self, logical: Sequence[int]) -> None:
+        self.lost += logical
+
+
+async def test_blocks_lost_while_their_creditor_is_dialled_are_nobodys() -> None:
+    """Sequences got them: no lease was renewed for them, and they were never returned."""
+    debts = Debts(RBlockTable("w", 10), 1)
+    nowhere: Any = None
+    losing: Any = Losing(debts)
+    search = Search(nowhere, debts, Borrowing("w", 1, 16), losing, monotonic_s)
+    granted = grant("c1", 4, 5)
+    await search._admit(granted, debts.on_granted(granted, 0.0))
+    assert losing.lost == losing.admitted and len(losing.lost) == 2
+
+
+@pytest.mark.parametrize(
+    "granted",
+    [
+        grant("w", 4),
+        grant("c9", 4),
+        grant("c1", 4, 4),
+        grant("c1", -1),
+        grant("c1", 4, 5, 6, 7),
+        grant("c1", 4, tier=KvTier.HOST),
+        grant("c1", 4, lease_s=float("nan")),
+        grant("c1", 4, lease_s=-1.0),
+    ],
+)
+def test_a_grant_of_something_else_is_none(granted: Grant) -> None:
+    """One of the debtor's own memory ended the debtor; two numbers for one block are two sequences in it."""
+    asked = BorrowBlocks(debtor_id="w", debtor_incarnation=1, request=1, blocks=3)
+    assert not is_answer(granted, AskCreditor("c1", asked))
+    assert is_answer(grant("c1", 4, 5), AskCreditor("c1", asked))

@@ -1,10 +1,12 @@
 """Blocks fetched from another worker: found like one's own, the same answer, nothing half-done."""
 
+import threading
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
+from services.worker.bulk.base import Link
 from services.worker.kv.tiers.checksum import checksum
 from services.worker.kv.tiers.records import Row
 from services.worker.transfer.settings import TransferConfig
@@ -149,3 +151,21 @@ async def test_a_source_whose_engine_is_in_a_long_step_holds_nothing_for_who_wen
         giver.integrity()
         assert cache.evictable_blocks == stored > 0
         taker.integrity()
+
+
+async def test_a_probe_given_up_leaves_no_thread_on_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread went on with the link, and the next fetch used it at the same time."""
+    with pair(TransferConfig(batch_blocks=2, answer_s=0.3)) as (giver, taker):
+        giver.rig.serve([PROMPT])
+        may_go_on, links = threading.Event(), list[Link]()
+
+        def slow(link: Link) -> None:
+            links.append(link)
+            may_go_on.wait(5.0)
+
+        monkeypatch.setattr(taker.target, "_receive_probe", slow)
+        with pytest.raises(TimeoutError):
+            await taker.target.probe("giver", 1)
+        assert links[0].closed
+        assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 4
+        may_go_on.set()
