@@ -8,7 +8,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat test dev check lint types layers format slow clients lock lock-clients lock-vllm wheels secrets compose-test setup-vllm setup-llamacpp clean
+.PHONY: help up down status logs chat test dev check lint types layers format slow clients lock lock-clients lock-vllm wheels secrets compose-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -19,8 +19,11 @@ up: .venv/.runtime ## set up, start the stack in the background, print its URL, 
 down: .venv/.runtime ## end the stack
 	@$(BIN)/python -m services down
 
-status: .venv/.runtime ## what every service says of itself
-	@$(BIN)/python -m services status
+status: .venv/.runtime ## how it is (ARGS=worker-0: all that one says)
+	@$(BIN)/python -m services status $(ARGS)
+
+logs: .venv/.runtime ## what its processes have logged (ARGS=worker-0, ARGS=--follow)
+	@$(BIN)/python -m services logs $(ARGS)
 
 chat: .venv/.runtime ## talk to the model in this terminal
 	@$(BIN)/python -m services chat

@@ -26,7 +26,8 @@ class GatewayConfig(ModelServiceConfig):
     )
 
     model: str = Field(
-        "models/tiny_chat", description="folder or hub id whose tokenizer and chat template are used"
+        "models/tiny_chat",
+        description="folder or hub id (ORG/NAME@REVISION) whose tokenizer and chat template are used",
     )
 
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="longest request body")

@@ -220,7 +220,7 @@ class Desk:
             handed_over += bool(effects)
             self.apply(sequence, effects)
         log.canonical(
-            _logger, "worker lost", worker=worker[0], incarnation=worker[1], handed_over=handed_over
+            _logger, "worker gone", worker=worker[0], incarnation=worker[1], handed_over=handed_over
         )
 
     def on_absence(self, now_s: float) -> None:

@@ -14,8 +14,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.gateway.template import ChatMessage, ChatTemplate
 from shared.errors import ConfigError, InvalidRequest
+from shared.log import get_logger
+from shared.model_files import revision_advice, source_of
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_log = get_logger("gateway.tokenizer")
 FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -76,19 +79,21 @@ def model_folder(model: str) -> Path:
 
     Raises ConfigError when there is neither.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model {model!r}: no such folder")
+    source = source_of(model)
+    if isinstance(source, Path):
+        return source
     from huggingface_hub import snapshot_download  # half a second that a local folder does not need
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(FILES)))
+        folder = Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(FILES)))
     except Exception as error:  # the hub client's errors have no common base
         raise ConfigError(
             f"model {model!r} is neither a folder nor a hub id that can be had: {error}"
         ) from error
+    advice = revision_advice(source, folder.name)  # a snapshot's folder is called as its commit
+    if advice is not None:
+        _log.warning(advice)
+    return folder
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from pydantic import Field
 
 from services.placement.books import PackingRules
+from services.placement.order import find_order
+from services.placement.policy import LIVE_PACKINGS, create
 from services.placement.scaling import ScalingRules
 from services.placement.ways import Choice
 from shared.config import ServiceConfig
@@ -50,6 +52,11 @@ class PlacementConfig(ServiceConfig):
     max_workers: int = Field(default=0, ge=0, description="that run at most; 0: as many as there are")
     spare_workers: int = Field(default=0, ge=0, description="idle ones that are not stopped")
     idle_s: float = Field(default=30.0, ge=0, description="a worker that served nothing so long is stopped")
+
+    def check(self) -> None:
+        find_order(self.order)
+        if self.policy not in LIVE_PACKINGS:
+            create(self.policy)
 
     def packing(self) -> PackingRules:
         """For `packer`."""

@@ -5,8 +5,13 @@ from pathlib import Path
 from pydantic import Field
 
 from services.predictor.learning import LearningRules
+from services.predictor.models import create, model_names
 from services.predictor.models.base import ModelSettings
 from shared.config import ServiceConfig
+from shared.errors import ConfigError
+
+_SLOW_TO_IMPORT = ("regressor", "lm_head")
+"""They want torch; what is wrong with their files they say themselves."""
 
 
 class PredictorConfig(ServiceConfig):
@@ -29,6 +34,14 @@ class PredictorConfig(ServiceConfig):
     learn_least: int = Field(default=300, ge=100, description="finished answers before the first training")
     learn_history: int = Field(default=20_000, ge=100, description="latest answers that are learned from")
     learn_deadline_s: float = Field(default=900.0, gt=0, description="a training is stopped after this")
+
+    def check(self) -> None:
+        if self.model not in model_names():
+            raise ConfigError(
+                f"no length model {self.model!r}; there are {', '.join(model_names())}", param="model"
+            )
+        if self.model not in _SLOW_TO_IMPORT:
+            create(self.model, self.model_settings())
 
     def model_settings(self) -> ModelSettings:
         return ModelSettings(self.state_dir, self.trace, self.tokenizer, self.base_model)

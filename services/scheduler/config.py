@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from services.scheduler.policy import policy_names
+from services.scheduler.policy import check_policy, policy_names
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.relief import Rung
 from services.scheduler.rules import MoveRules, ReliefRules, Rules
@@ -85,6 +85,9 @@ class SchedulerConfig(ServiceConfig):
         if self.token_budget < self.max_batch_sequences:
             raise ValueError("token_budget must be at least max_batch_sequences: each takes one token a step")
         return self
+
+    def check(self) -> None:
+        check_policy(self.policy, self.rules().settings)
 
     def rules(self) -> Rules:
         """The same for the core, which knows no configuration."""

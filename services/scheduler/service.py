@@ -8,7 +8,7 @@ the term ends, its core with it, and the instance stands for the lease again. No
 import asyncio
 
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.policy import check_policy, find_policy
+from services.scheduler.policy import find_policy
 from services.scheduler.term import HANDLERS as TERM_HANDLERS
 from services.scheduler.term import Term
 from shared import subjects
@@ -110,9 +110,7 @@ class SchedulerService:
 
 
 async def run(config: SchedulerConfig) -> None:
-    """Connect and serve until cancelled. Raises ConfigError (a policy or an option of it that is not known)
-    and BusUnavailable."""
-    check_policy(config.policy, config.rules().settings)
+    """Connect and serve until cancelled. Raises BusUnavailable."""
     bus = await Bus.connect(config.bus, service="scheduler", instance=config.instance)
     try:
         await SchedulerService(config, bus).serve()

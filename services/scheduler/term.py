@@ -41,7 +41,7 @@ from shared.messages.base import Message
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
-from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
+from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
@@ -171,7 +171,7 @@ class Term:
                     self._post(subjects.worker_want(effect.worker_id), want)
                 case PublishWorkerLost():
                     self._lost.inc()
-                    _log.warning("worker %s is lost", effect.lost.worker_id)
+                    _say_lost(effect.lost)
                     self._post(subjects.SCHEDULER_WORKER_LOST, effect.lost)
                 case RefuseWorker():
                     _log.error("refused: %s (%s)", effect.error.message, effect.error.code)
@@ -275,3 +275,11 @@ class Term:
                 ),
             )
             await asyncio.sleep(self._config.announce_s)
+
+
+def _say_lost(lost: WorkerLost) -> None:
+    """One that had nothing to do is not missed: it was parked, as a rule."""
+    if lost.refs:
+        _log.warning("worker %s is lost, with %d sequences", lost.worker_id, len(lost.refs))
+    else:
+        _log.info("worker %s has gone; it had nothing to do", lost.worker_id)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from services.stack.display import command_line
 from services.stack.rundir import RunDirectory
 from shared.errors import UnavailableError
 
@@ -76,7 +77,9 @@ def chat(options: ChatOptions, console: Console) -> int:
     """A conversation until /exit or the end of input, or one answer. Raises ChatFailed without a stack."""
     state = options.run.read_state()
     if options.run.holder() is None or "url" not in state:
-        raise ChatFailed(f"nothing runs from {options.run.path}; `python -m services up` starts it")
+        raise ChatFailed(
+            f"nothing runs from {options.run.path}; `{command_line('up', options.run)}` starts it"
+        )
     headers = {"Authorization": f"Bearer {options.run.credentials().api_key}"}
     timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
     with httpx.Client(base_url=state["url"], headers=headers, timeout=timeout, trust_env=False) as client:

@@ -1,4 +1,4 @@
-"""The command line: `python -m services up | down | status | chat | credentials`."""
+"""The command line: `python -m services up | down | status | logs | chat | credentials`."""
 
 import argparse
 import asyncio
@@ -8,18 +8,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, get_args
 
 from rich.console import Console
 
 from services.stack.config import StackConfig
 from services.stack.obstructions import Obstructed
-from services.stack.rundir import RunDirectory
+from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.table import ROOT, TableMaker, kvasir_table, parse_override
 from shared import log
 from shared.config import load
 from shared.errors import ConfigError, KvasirError
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
+_METAVARS = {"model": "FOLDER_OR_HUB_ID", "served_name": "NAME"}
 _STACK_FLAGS = (
     "port",
     "operator_port",
@@ -59,21 +61,33 @@ def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int
     except KvasirError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        print(f"error: {error.strerror or error}{where}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}; `{self.prog} --help` says what there is", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m services",
         description="The local Kvasir stack.",
         epilog="One service alone: python -m services.NAME --help, where NAME is gateway, scheduler, "
         "predictor, placement, ledger or worker.",
     )
-    commands = parser.add_subparsers(required=True, metavar="up|down|status|chat|credentials")
-    common = argparse.ArgumentParser(add_help=False)
+    commands = parser.add_subparsers(required=True, metavar="up|down|status|logs|chat|credentials")
+    common = _Parser(add_help=False)
     common.add_argument(
-        "--run-dir", type=Path, default=ROOT / ".run", help="state, logs, credentials [%(default)s]"
+        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="state, logs, credentials [%(default)s]"
     )
 
     up = commands.add_parser("up", parents=[common], help="start everything; Ctrl-C ends it")
@@ -83,12 +97,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--config", type=Path, help="YAML file [deploy/local.yaml, if there is one]")
     for name in _STACK_FLAGS:
-        description = StackConfig.model_fields[name].description
-        up.add_argument(f"--{name.removesuffix('_s').replace('_', '-')}", dest=name, help=description)
+        field = StackConfig.model_fields[name]
+        default = "" if field.default is None else f" [{field.default:g}]"
+        flag = f"--{name.removesuffix('_s').replace('_', '-')}"
+        unit = _METAVARS.get(name, "SECONDS" if name.endswith("_s") else "N")
+        up.add_argument(flag, dest=name, metavar=unit, help=f"{field.description}{default}")
     up.add_argument(
         "--without",
         action="append",
-        metavar="SERVICE",
+        choices=get_args(get_args(StackConfig.model_fields["without"].annotation)[0]),
         help="do not start it, one of your own is to do its work; repeatable",
     )
     up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
@@ -104,9 +121,16 @@ def _parser() -> argparse.ArgumentParser:
     down = commands.add_parser("down", parents=[common], help="end the stack of this run directory")
     down.set_defaults(command=_down)
 
-    status = commands.add_parser("status", parents=[common], help="what every service says of itself")
+    status = commands.add_parser("status", parents=[common], help="how it is; of a NAME, all that it says")
+    status.add_argument("names", nargs="*", metavar="NAME", help="worker-0, or worker for all of them")
     status.add_argument("--json", action="store_true", help="for programs")
     status.set_defaults(command=_status)
+
+    logs = commands.add_parser("logs", parents=[common], help="what its processes have logged")
+    logs.add_argument("names", nargs="*", metavar="NAME", help="of these processes only: worker-0 gateway-0")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")
+    logs.add_argument("--lines", "-n", type=int, default=40, metavar="N", help="how many [%(default)s]")
+    logs.set_defaults(command=_logs)
 
     chat = commands.add_parser(
         "chat", parents=[common], help="talk to the model; with a question, ask it once"
@@ -157,7 +181,15 @@ def _down(arguments: argparse.Namespace, console: Console) -> int:
 def _status(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.status import status
 
-    return asyncio.run(status(RunDirectory(arguments.run_dir), console, as_json=arguments.json))
+    run, names = RunDirectory(arguments.run_dir), arguments.names
+    return asyncio.run(status(run, console, as_json=arguments.json, names=names))
+
+
+def _logs(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.logs import logs
+
+    run, follow = RunDirectory(arguments.run_dir), arguments.follow
+    return logs(run, console, arguments.names, lines=arguments.lines, follow=follow)
 
 
 def _credentials(arguments: argparse.Namespace, console: Console) -> int:

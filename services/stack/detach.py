@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -42,17 +43,16 @@ def up_detached(
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
     try:
-        ready = _await_ready(run, process)
+        ready = _await_ready(run, process, log_path, console)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=_STOP_WAIT_S)
         raise
-    say(console, log_path.read_text().rstrip())
     if not ready:
         return process.returncode or 1
     state = run.read_state()
-    say(console, access_text(state["url"], run.credentials().api_key, state["model"]))
-    say(console, f"running in the background (pid {process.pid}); `python -m {module} down` ends it")
+    say(console, access_text(state["url"], run.credentials().api_key, state["model"], run))
+    say(console, f"running in the background (pid {process.pid})")
     return 0
 
 
@@ -61,17 +61,25 @@ def _show_running(run: RunDirectory, console: Console) -> bool:
     state = run.read_state()
     if state.get("pid") != run.holder() or state.get("phase") != "ready":
         return False
-    text = ready_text(state["url"], run.credentials().api_key, state["model"], state["ready_s"])
+    text = ready_text(state["url"], run.credentials().api_key, state["model"], state["ready_s"], run)
     age_s = time.time() - state["started_unix_s"]
     say(console, f"runs already, since {age_s:.0f} s, with the code and settings of then; was {text}")
     return True
 
 
-def _await_ready(run: RunDirectory, process: subprocess.Popen[bytes]) -> bool:
-    """The supervisor bounds its own start, so this ends."""
-    while process.poll() is None:
-        state = run.read_state()
-        if state.get("pid") == process.pid and state.get("phase") == "ready":
-            return True
-        time.sleep(_POLL_S)
-    return False
+def _await_ready(
+    run: RunDirectory, process: subprocess.Popen[bytes], log_path: Path, console: Console
+) -> bool:
+    """Shows what the supervisor says. It bounds its own start, so this ends."""
+    with log_path.open() as log:
+        while True:
+            ended, state = process.poll() is not None, run.read_state()
+            ready = state.get("pid") == process.pid and state.get("phase") == "ready"
+            for line in log.read().splitlines():
+                if line.startswith("error: "):
+                    print(line, file=sys.stderr)
+                else:
+                    say(console, line)
+            if ended or ready:
+                return ready and not ended
+            time.sleep(_POLL_S)

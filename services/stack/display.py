@@ -2,17 +2,24 @@
 elsewhere."""
 
 import contextlib
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from services.stack.children import Child, ChildState
+from services.stack.rundir import RunDirectory
 
 _REFRESH_S = 0.1
 _PLAIN_EVERY_S = 5.0
+_FEW = 2
+"""That are late: what each is at fits a line."""
 
 
 class StartDisplay:
@@ -54,8 +61,11 @@ class StartDisplay:
             self._live.update(self._table(now_s - self._began_s), refresh=True)
         else:
             late = [c for c in self._children if c.state is not ChildState.READY]
-            waiting = ", ".join(f"{child.spec.name} ({_word(child)})" for child in late)
-            self._console.print(f"{now_s - self._began_s:.0f} s: waiting for {waiting}", highlight=False)
+            names = [child.spec.name for child in late]
+            if len(late) <= _FEW:
+                names = [f"{child.spec.name} ({_word(child)})" for child in late]
+            elapsed = f"{now_s - self._began_s:.0f} s"
+            self._console.print(f"{elapsed}: waiting for {', '.join(names)}", highlight=False)
 
     def _table(self, elapsed_s: float) -> Table:
         table = Table(box=None, padding=(0, 2), show_header=False)
@@ -86,12 +96,23 @@ def say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def ready_text(url: str, key: str, model: str, ready_s: float) -> str:
+def command_line(words: str, run: RunDirectory, module: str = "services") -> str:
+    """How a person writes that command here: with the Python that runs this, for this run directory."""
+    python = Path(sys.executable)
+    if shutil.which("python") == sys.executable:
+        python = Path("python")
+    elif python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    where = "" if run.is_default else f" --run-dir {shlex.quote(str(run.path))}"
+    return f"{python} -m {module} {words}{where}"
+
+
+def ready_text(url: str, key: str, model: str, ready_s: float, run: RunDirectory) -> str:
     """What a person needs next. Not for a log: it has the key in it."""
-    return f"ready in {ready_s:.1f} s\n\n{access_text(url, key, model)}"
+    return f"ready in {ready_s:.1f} s\n\n{access_text(url, key, model, run)}"
 
 
-def access_text(url: str, key: str, model: str) -> str:
+def access_text(url: str, key: str, model: str, run: RunDirectory) -> str:
     """How to use it."""
     return f"""\
   URL  {url}
@@ -99,5 +120,11 @@ def access_text(url: str, key: str, model: str) -> str:
 
 {curl_line(url, key, model)}
 
-python -m services chat     talk to it        python -m services status   look inside
+{hints_text(run)}
 """
+
+
+def hints_text(run: RunDirectory) -> str:
+    """The commands that one wants next."""
+    hints = {"talk to it": "chat", "look inside": "status", "read its logs": "logs", "end it": "down"}
+    return "\n".join(f"  {what:15}{command_line(word, run)}" for what, word in hints.items())

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from services.stack import nats_server
 from services.stack.access import BusAccess
-from services.stack.display import say
+from services.stack.display import command_line, say
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import BusUnavailable, ConfigError, InternalError
@@ -32,7 +32,7 @@ def credentials(run: RunDirectory, name: str, console: Console) -> int:
         raise ConfigError(str(error)) from None
     state = run.read_state()
     if run.holder() is None or "nats_url" not in state:
-        raise ConfigError(f"nothing runs from {run.path}; `python -m services up` starts it")
+        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
     is_known = name in run.credentials().nats_passwords
     access = BusAccess.from_state(state, run.credentials(name))
     if not is_known:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from services.stack import ports
+from services.stack.display import command_line
 from services.stack.rundir import RunDirectory
 from shared.errors import KvasirError
 
@@ -23,9 +24,8 @@ def running_already(run: RunDirectory) -> Obstructed:
     state, pid = run.read_state(), run.holder()
     where = f" on {state['url']}" if state.get("pid") == pid and "url" in state else ""
     return Obstructed(
-        f"a stack runs already from {run.path}: pid {pid}{where}.\n"
-        f"Stop it with `python -m services down --run-dir {run.path}`, "
-        "or start another one with --run-dir and --port."
+        f"a stack runs already from {run.path}: pid {pid}{where}; "
+        f"stop it with `{command_line('down', run)}`, or start another one with --run-dir and --port"
     )
 
 
@@ -63,8 +63,8 @@ def _free_soon(port: int) -> bool:
 
 def _taken(port: int, what: str, flag: str) -> Obstructed:
     holder = ports.owner(port)
-    how = f"Stop it with `kill {holder.pid}`" if holder.pid else "Stop it"
+    how = f"stop it with `kill {holder.pid}`" if holder.pid else "stop it"
     return Obstructed(
-        f"port {port}, wanted for {what}, is taken by {holder}.\n{how}, or start with another port: "
-        f"{flag} N (0: any free one)."
+        f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "
+        f"{flag} N (0: any free one)"
     )

@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.errors import ConfigError
 from shared.subjects import OPERATOR, permissions_of
 
+DEFAULT_RUN_DIR = Path(__file__).resolve().parents[2] / ".run"
 _KEPT_LOGS = 3
+_PROBE_BYTES = 65_536
+_LEAST_FREE_BYTES = 100_000_000
+_ELSEWHERE = "; make room there, or name another folder with --run-dir"
 LOG_LIMIT_BYTES = 64 * 1024 * 1024
 """Of one log while a stack runs; as much again is kept of what came before."""
 
@@ -48,10 +53,29 @@ class RunDirectory:
         self._lock_file = self.path / "lock"
         self._lock: int | None = None
 
+    @property
+    def is_default(self) -> bool:
+        """Whether commands mean it when they are not told another."""
+        return self.path == DEFAULT_RUN_DIR
+
     def create(self) -> None:
-        """Makes the folder, closed to other users."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.logs.mkdir(exist_ok=True)
+        """Makes the folder, closed to other users. Raises ConfigError where it cannot be used."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
+            probe = self.path / "probe"
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+            free_bytes = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise ConfigError(
+                f"the run directory {self.path} cannot be written: {error.strerror}{_ELSEWHERE}"
+            ) from None
+        if free_bytes < _LEAST_FREE_BYTES:
+            raise ConfigError(
+                f"the disk of the run directory {self.path} is full: {free_bytes / 1e6:.0f} MB free, "
+                f"{_LEAST_FREE_BYTES / 1e6:.0f} MB wanted for logs and NATS's store{_ELSEWHERE}"
+            )
 
     def acquire(self) -> bool:
         """Takes the lock for the rest of this process's life; False when another process has it."""

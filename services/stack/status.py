@@ -1,12 +1,13 @@
 """`status`: what the supervisor knows of its children, and what every service says of itself.
 
-Details are shown as they come: scalars as one row per instance, lists of rows as tables of their own.
+Without names a summary that fits a terminal of 80 × 24. Of an instance or service that is named, all that it
+says, as it comes: scalars as one row per instance, lists of rows as tables of their own.
 """
 
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,29 +18,35 @@ from rich.table import Table
 
 from services.stack.access import BusAccess
 from services.stack.children import ChildState
-from services.stack.display import say
+from services.stack.display import command_line, say
 from services.stack.roll import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
-from shared.errors import KvasirError
+from shared.errors import ConfigError, KvasirError
 from shared.messages.reports import ServiceStatus
 
 _DEADLINE_S = 1.0
 _CONNECT_S = 2.0
 _COLUMN_MARGIN = 3
+_WORKER_EXTRAS = {"lent_blocks": "lent", "borrowed_blocks": "borrowed", "pie_fifo_layers": "layers swapped"}
+_MOST_ROWS = 16
+"""With a head, a frame and a hint they fit 24 lines."""
 
 
-async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
-    """0 when a stack runs and its bus answers, else 1."""
+async def status(run: RunDirectory, console: Console, *, as_json: bool, names: Sequence[str] = ()) -> int:
+    """0 when a stack runs and its bus answers, else 1. `names` are instances or services.
+
+    Raises ConfigError for a name that there is not."""
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
-        message = f"nothing runs from {run.path}; `python -m services up` starts it"
+        message = f"nothing runs from {run.path}; `{command_line('up', run)}` starts it"
         console.print(json.dumps({"running": False}) if as_json else message, highlight=False, markup=False)
         return 1
     problem, answers = None, []
+    there = [str(child["name"]) for child in state["children"]]
+    _refuse_unknown(names, there)
     try:
-        names = [str(child["name"]) for child in state["children"]]
-        expected = Counter(name.rpartition("-")[0] for name in names)
+        expected = Counter(name.rpartition("-")[0] for name in there)
         answers = await _ask_all(BusAccess.from_state(state, run.credentials()), expected)
     except KvasirError as error:
         problem = error.message
@@ -48,7 +55,10 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool) -> int:
         whole = {"running": True, "stack": state, "services": services, "problem": problem}
         say(console, json.dumps(whole, indent=1))
     else:
-        _show(console, state, answers)
+        if names:
+            _show_details(console, [one for one in answers if {one.instance, one.service} & set(names)])
+        else:
+            _show_summary(console, state, answers, run)
         if problem:
             console.print(problem, style="red", markup=False)
     return 1 if problem else 0
@@ -62,14 +72,34 @@ async def _ask_all(access: BusAccess, expected: Mapping[str, int]) -> list[Servi
         await roll.close()
 
 
-def _show(console: Console, state: Mapping[str, Any], answers: list[ServiceStatus]) -> None:
-    console.print(
-        f"[bold]{state.get('phase')}[/] {state.get('url')}  model {state.get('model') or '?'}  "
-        f"pid {state.get('pid')}  NATS {state.get('nats_url')}  "
-        f"health and metrics {state.get('operator_url')}",
-        highlight=False,
+def _refuse_unknown(names: Sequence[str], there: Sequence[str]) -> None:
+    known = sorted({*there, *(name.rpartition("-")[0] for name in there)} & {*there, *subjects.SERVICES})
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"nothing here is called {name!r}; there are {', '.join(known)}")
+
+
+def _show_summary(
+    console: Console, state: Mapping[str, Any], answers: Sequence[ServiceStatus], run: RunDirectory
+) -> None:
+    since_s = max(0.0, time.time() - state.get("started_unix_s", time.time()))
+    head = (
+        f"{state.get('phase')}, since {_ago(since_s)}: {state.get('url')}, model {state.get('model') or '?'}"
     )
-    _print_rows(console, "processes", _process_rows(state, {answer.instance for answer in answers}))
+    say(console, head)
+    if "operator_url" in state:
+        say(console, f"health and metrics: {state['operator_url']}")
+    rows = _process_rows(state, {answer.instance: answer for answer in answers})
+    shown = rows if len(rows) <= _MOST_ROWS else rows[: _MOST_ROWS - 1]
+    console.print(_table("", list(rows[0]), [[str(cell) for cell in row.values()] for row in shown]))
+    if len(rows) > len(shown):
+        odd = sum(row["state"] != ChildState.READY for row in rows[len(shown) :])
+        say(console, f"and {len(rows) - len(shown)} more workers, {odd or 'none'} of them not ready")
+    one = next((answer.instance for answer in answers if answer.service == "worker"), "gateway-0")
+    say(console, f"all that one says: {command_line(f'status {one}', run)}")
+
+
+def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
     for service, group in groupby(answers, key=lambda answer: answer.service):
         same = list(group)
         _print_rows(console, service, [{"instance": a.instance, **_scalars(a.details)} for a in same])
@@ -79,24 +109,47 @@ def _show(console: Console, state: Mapping[str, Any], answers: list[ServiceStatu
                     _print_rows(console, f"{answer.instance}: {name}", rows)
 
 
-def _process_rows(state: Mapping[str, Any], answering: Collection[str]) -> list[dict[str, Any]]:
+def _process_rows(state: Mapping[str, Any], answers: Mapping[str, ServiceStatus]) -> list[dict[str, Any]]:
     now_s = time.time()
     rows = []
     for child in state.get("children", []):
-        name, exited, took_s = child["name"], child.get("last_exit"), child.get("took_s")
-        is_service = name.rpartition("-")[0] in subjects.SERVICES and child["state"] != ChildState.PARKED
-        silent = is_service and name not in answering
-        rows.append(
-            {
-                "process": name,
-                "pid": child.get("pid"),
-                "state": f"{child['state']}, no answer on the bus" if silent else child["state"],
-                "up": _ago(max(0.0, now_s - child.get("started_unix_s", now_s))),
-                "start": None if took_s is None else f"{took_s:.1f} s",
-                "restarts": f"{child['restarts']} ({exited})" if exited else child["restarts"],
-            }
-        )
+        name, exited = child["name"], child.get("last_exit")
+        service = name.rpartition("-")[0]
+        asked = service in subjects.SERVICES and child["state"] != ChildState.PARKED
+        note = _summary(answers[name]) if name in answers else "no answer on the bus" if asked else ""
+        if child["restarts"]:
+            note = f"restarts: {child['restarts']} ({exited}) {note}"
+        up = _ago(max(0.0, now_s - child.get("started_unix_s", now_s)))
+        rows.append({"process": name, "state": child["state"], "up": up, "": note})
     return rows
+
+
+def _summary(answer: ServiceStatus) -> str:
+    """The few figures that somebody who only looks wants to see."""
+    said = answer.details
+    match answer.service:
+        case "gateway":
+            return f"{said.get('active', 0)} answers in progress"
+        case "scheduler":
+            waiting = f"{said.get('running', 0)} running, {said.get('queued', 0)} queued"
+            return f"{said.get('policy')}: {waiting}, {said.get('preemptions', 0)} preempted"
+        case "predictor":
+            return f"{said.get('model_version') or said.get('model')}: {said.get('predictions', 0)} predicted"
+        case "placement":
+            return f"{said.get('policy')}: {said.get('placed', 0)} placed"
+        case "ledger":
+            return f"{said.get('questions', 0)} asked for a lender, {said.get('settlements', 0)} settlements"
+        case "worker":
+            return _worker_summary(said)
+    return ""
+
+
+def _worker_summary(said: Mapping[str, Any]) -> str:
+    total, idle = said.get("total_blocks", 0), said.get("free_blocks", 0) + said.get("evictable_blocks", 0)
+    used = f"{(total - idle) / total:.0%}".replace("%", " %") if total else "0 %"
+    parts = [f"{said.get('sequences', 0)} running, KV {used}"]
+    parts += [f"{said[key]} {word}" for key, word in _WORKER_EXTRAS.items() if said.get(key)]
+    return ", ".join(parts)
 
 
 def _is_table(value: object) -> bool:
@@ -115,7 +168,9 @@ def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> Non
 
 
 def _table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for line in lines:

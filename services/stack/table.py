@@ -22,6 +22,7 @@ from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX
 from shared.errors import ConfigError
+from shared.model_files import name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: where `python -m services.…` works."""
@@ -126,7 +127,7 @@ def _model_env(config: StackConfig) -> dict[str, str]:
     if config.model is not None:
         folder = Path(config.model)
         settings["MODEL"] = str(folder.resolve()) if folder.is_dir() else config.model
-        settings["SERVED_NAME"] = Path(settings["MODEL"]).name
+        settings["SERVED_NAME"] = name_of(settings["MODEL"])
     if config.served_name is not None:
         settings["SERVED_NAME"] = config.served_name
     return {

@@ -16,10 +16,12 @@ from rich.console import Console
 
 from services.stack.access import BusAccess
 from services.stack.certificates import certificate_for
+from services.stack.checks import check_settings
 from services.stack.children import ChildState
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text, say
 from services.stack.leftovers import end_leftovers
+from services.stack.logs import reason
 from services.stack.obstructions import choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
 from services.stack.roll import RollCall
@@ -85,6 +87,7 @@ class _Stack:
             environ=os.environ,
             roll=self._roll,
         )
+        check_settings(specs, ROOT)
         self._run.rotate_logs()
         self._phase = "starting"
         self._began_s, self._began_unix_s = time.monotonic(), time.time()
@@ -127,7 +130,7 @@ class _Stack:
     def _ready_text(self, ready_s: float) -> str:
         """The key is shown to a person: what is no terminal is somebody's log."""
         if self._console.is_terminal:
-            return ready_text(self._url, self._access.credentials.api_key, self._model, ready_s)
+            return ready_text(self._url, self._access.credentials.api_key, self._model, ready_s, self._run)
         return f"ready in {ready_s:.1f} s at {self._url}; the key is in {self._run.credentials_file}"
 
     async def _follow_placement(self) -> None:
@@ -162,10 +165,12 @@ class _Stack:
         )
 
     def _explain(self, failure: StartFailed) -> None:
-        self._say(f"the stack did not start: {failure.message}")
-        for name in failure.children:
+        reasons = [reason(self._supervisor.log_path(name)) for name in failure.children]
+        said = "; ".join(dict.fromkeys(filter(None, reasons)))
+        self._say(f"error: the stack did not start: {failure.message}{': ' if said else ''}{said}")
+        for name, why in zip(failure.children, reasons, strict=True):
             log = self._supervisor.log_path(name)
-            self._say(f"the last lines of {log}:\n{tail(log)}")
+            self._say(f"more is in {log}" if why else f"the last lines of {log}:\n{tail(log)}")
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # its terminal may be gone; its children are to end all the same
@@ -176,7 +181,10 @@ class _Stack:
         self._write_state()
 
     def _write_state(self) -> None:
-        self._run.write_state(self._state())
+        try:
+            self._run.write_state(self._state())
+        except OSError as error:  # a full disk ends no stack that runs; `status` is behind for a while
+            self._say(f"the state cannot be written to {self._run.path}: {error.strerror}")
 
     def _state(self) -> dict[str, Any]:
         return {

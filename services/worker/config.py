@@ -1,25 +1,31 @@
 """Settings of one worker."""
 
+from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from services.worker.bulk.settings import BulkConfig
+from services.worker.cores import check_cores
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.lending.settings import LendingConfig
 from services.worker.pie.settings import PieSettings
 from services.worker.transfer.settings import TransferConfig
 from shared.config import ModelServiceConfig
+from shared.errors import ConfigError
 
 
 class WorkerConfig(ModelServiceConfig):
     """Section `worker`. Durations in seconds."""
 
     model: str = Field(
-        default="models/tiny_chat", description="folder of a Hugging Face decoder, or a hub id"
+        default="models/tiny_chat",
+        description="folder of a Hugging Face decoder, or a hub id (ORG/NAME@REVISION)",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and KV")
-    device: str = Field(default="cpu", description="torch device")
+    device: str = Field(
+        default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"
+    )
     attention: Literal["auto", "native", "torch"] = Field(
         default="auto", description="C++ where a compiler built it, or only C++, or plain torch"
     )
@@ -54,6 +60,15 @@ class WorkerConfig(ModelServiceConfig):
     fault_drop_final_frames: bool = Field(
         default=False, description="for tests: lose every token frame in which a sequence ends"
     )
+
+    def check(self) -> None:
+        super().check()
+        for name, cores in (("cores", self.cores), ("engine_cores", self.engine_cores)):
+            check_cores(cores, name)
+        if "ucx" in self.bulk.transports and find_spec("ucxx") is None:
+            raise ConfigError(
+                "the bulk transport ucx needs ucxx: run `make setup-ucx`", param="bulk.transports"
+            )
 
     @model_validator(mode="after")
     def _one_way_to_more_kv(self) -> "WorkerConfig":

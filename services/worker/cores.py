@@ -11,14 +11,17 @@ def bind_to(cores: Sequence[int], setting: str = "cores") -> None:
 
     Raises ConfigError, naming the setting, when they cannot be had.
     """
+    check_cores(cores, setting)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def check_cores(cores: Sequence[int], setting: str) -> None:
+    """Raises ConfigError where this process may not run on them."""
     if not cores:
         return
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("this system cannot bind a process to cores: leave it empty", param=setting)
-    there = sorted(os.sched_getaffinity(0))
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        raise ConfigError(
-            f"{setting} {list(cores)}: cannot be had; there are {there}", param=setting
-        ) from error
+    there = os.sched_getaffinity(0)
+    if not set(cores) <= there:
+        raise ConfigError(f"{setting} {list(cores)}: cannot be had; there are {sorted(there)}", param=setting)

@@ -26,8 +26,9 @@ def run_main(service: str, config_type: type[C], run: Callable[[C], Coroutine[An
     """All of a `__main__`: read the configuration, set up logging, run until a signal. Ends in SystemExit."""
     try:
         config = load(config_type, section=service)
+        config.check()
     except ConfigError as error:
-        print(f"{service}: {error}", file=sys.stderr)
+        print(f"error: {service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     log.configure(config.log_level, service, config.instance, config.log_format)
     run_service(lambda: run(config))

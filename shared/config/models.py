@@ -1,13 +1,13 @@
 """The settings that every service has. Knows nothing of where they come from."""
 
 import re
-from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared import subjects
+from shared.model_files import check_model, name_of
 
 ENV_PREFIX = "KVASIR_"
 
@@ -70,6 +70,11 @@ class ServiceConfig(BaseSettings):
     )
     bus: BusConfig = Field(default=BusConfig(), description="NATS")
 
+    def check(self) -> None:
+        """What cannot work although each setting by itself may: called before anything is started or loaded.
+
+        Raises ConfigError. Does not wait for the network, and imports nothing large."""
+
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
@@ -95,7 +100,9 @@ class ModelServiceConfig(ServiceConfig):
 
     Gateway and workers must agree on the name, so it has one setting and one default for both."""
 
-    model: str = Field(default="models/tiny_chat", description="folder or hub id of the model")
+    model: str = Field(
+        default="models/tiny_chat", description="folder or hub id (ORG/NAME@REVISION) of the model"
+    )
     served_name: str = Field(
         default="",
         description="what clients call the model, alike in gateway and workers [the last part of `model`]",
@@ -106,5 +113,8 @@ class ModelServiceConfig(ServiceConfig):
     def _fill_in_served_name(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("served_name"):
             model = values.get("model") or cls.model_fields["model"].default
-            return {**values, "served_name": PurePath(str(model)).name}
+            return {**values, "served_name": name_of(str(model))}
         return values
+
+    def check(self) -> None:
+        check_model(self.model)

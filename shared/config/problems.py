@@ -29,7 +29,7 @@ def explain(
         variable = f"{ENV_PREFIX}{section}__{path.replace('.', '__')}".upper()
         problems.append(
             f"{path or section}: {detail['msg']}{_shown(path, detail['input'])}{where}"
-            f" (set it as {section}.{path} in the file, as {variable} or with --{path})"
+            f" (set {section}.{path} in the file or with `up --set`, {variable}, or --{path})"
         )
     return "; ".join(problems)
 

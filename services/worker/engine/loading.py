@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as _logging
 
 from services.worker.engine.attention import LayerProbe, LayerShape
 from shared.errors import ConfigError
+from shared.model_files import HubId, check_model, source_of
 
 _quiet: Any = _logging
 
@@ -46,10 +48,16 @@ def load(model: str, *, dtype: str, device: str) -> LoadedModel:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
     _quiet.disable_progress_bar()
+    check_model(model)
+    source = source_of(model)
+    options = {"revision": source.revision} if isinstance(source, HubId) and source.revision else {}
+    name = source.name if isinstance(source, HubId) else str(source)
     try:
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], attn_implementation="eager")
-    except (OSError, ValueError, KeyError) as error:
-        kind = "folder" if Path(model).is_dir() else "hub id"
+        module = AutoModelForCausalLM.from_pretrained(
+            name, dtype=DTYPES[dtype], attn_implementation="eager", **options
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        kind = "folder" if isinstance(source, Path) else "hub id"
         raise ConfigError(
             f"{kind} {model!r} holds no model that can be loaded: {error}", param="model"
         ) from error

@@ -1,6 +1,7 @@
 """The command line: what is refused, and with which exit code."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_without_a_stack_there_is_nothing_to_look_at_or_talk_to(
     assert main(["status", "--json", *where]) == 1
     assert '{"running": false}' in capfd.readouterr().out
     assert main(["chat", *where, "hello"]) == 1
-    assert "`python -m services up` starts it" in capfd.readouterr().err
+    assert f"-m services up --run-dir {tmp_path}` starts it" in capfd.readouterr().err
     assert main(["down", *where]) == 0
     assert f"nothing runs from {tmp_path}" in capfd.readouterr().out
 
@@ -35,3 +36,46 @@ def test_help_is_not_an_error(capfd: pytest.CaptureFixture[str]) -> None:
         main(["up", "--help"])
     assert ended.value.code == 0
     assert "--detach" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up", "--without", "nope"], "invalid choice: 'nope' (choose from"),
+        (["up", "--port", "many"], "port: Input should be a valid integer"),
+        (["up", "--set", "nonsense"], "--set 'nonsense': write it as section.setting=value"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["up", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written: "),
+        (["up", "--detach", "--run-dir", "/proc/kvasir"], "the run directory /proc/kvasir cannot be written"),
+        (["logs", "--run-dir", "/nowhere"], "/nowhere has no logs"),
+    ],
+)
+def test_every_error_is_one_sentence_of_one_form(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No usage text, no traceback, no name of an internal setting that nobody wrote."""
+    try:
+        code: object = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capfd.readouterr()
+    assert code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_help_shows_what_holds_without_a_flag(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    said = " ".join(capfd.readouterr().out.split())
+    for default in ("takes a free one [8080]", "how many worker processes [2]", "start has failed [180]"):
+        assert default in said
+
+
+def test_a_full_disk_is_said_before_anything_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3_000_000))
+    assert main(["up", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "is full: 3 MB free, 100 MB wanted" in capfd.readouterr().err

@@ -58,7 +58,7 @@ def test_a_detached_start_that_fails_says_why(tmp_path: Path, free_port: int) ->
         extra="print('my reason'); raise SystemExit(1)",
     )
     assert failed.returncode == 1
-    assert "the stack did not start: extra ended" in failed.stdout
+    assert "error: the stack did not start: extra ended" in failed.stderr
     assert "my reason" in failed.stdout
     assert RunDirectory(tmp_path).holder() is None
     assert not any(map(alive, pids_of(tmp_path).values()))

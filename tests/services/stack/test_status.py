@@ -3,17 +3,22 @@
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from services.predictor.batching import Batcher
 from services.predictor.models import create
 from services.predictor.service import HANDLERS, Predictor
-from services.stack.rundir import RunDirectory
-from services.stack.status import _print_rows, status
+from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
+from services.stack.status import _print_rows, _show_summary, status
+from shared import subjects
 from shared.config import BusConfig
+from shared.errors import ConfigError
+from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
 
 
@@ -47,7 +52,8 @@ async def test_children_and_what_they_say(
     code, text = await shown(run, as_json=False)
     assert code == 0
     assert "histogram-0" in text
-    assert "1 (killed by SIGKILL)" in text
+    assert "restarts: 1 (killed by SIGKILL)" in text
+    assert max(map(len, text.splitlines())) <= 160
     silent = [line.split()[0] for line in text.splitlines() if "no answer on the bus" in line]
     assert silent == ["worker-0"]
     code, text = await shown(run, as_json=True)
@@ -74,3 +80,53 @@ async def test_a_bus_that_is_away_is_a_problem_not_a_crash(tmp_path: Path, free_
     code, text = await shown(live(tmp_path, f"nats://127.0.0.1:{free_port}"), as_json=True)
     assert code == 1
     assert "no NATS connection" in json.loads(text)["problem"]
+
+
+def many(workers: int) -> tuple[dict[str, Any], list[ServiceStatus]]:
+    """A stack with so many workers, as state and answers."""
+    names = ["nats", "seed", "gateway-0", "scheduler-0", "predictor-0", "placement-0", "ledger-0"]
+    names += [f"worker-{number}" for number in range(workers)]
+    children = [
+        {"name": name, "state": "ready", "restarts": 0, "started_unix_s": time.time()} for name in names
+    ]
+    busy = {"total_blocks": 100_000, "free_blocks": 7, "evictable_blocks": 40_000, "sequences": 200}
+    lending = {"lent_blocks": 12_000, "borrowed_blocks": 900}
+    answers = [
+        ServiceStatus(
+            service=service, instance=name, incarnation=1, uptime_s=1.0, details={**busy, **lending}
+        )
+        for name in names
+        if (service := name.rpartition("-")[0]) in subjects.SERVICES
+    ]
+    return {
+        "phase": "ready",
+        "url": "http://127.0.0.1:8080",
+        "operator_url": "http://127.0.0.1:9090",
+        "model": "m",
+        "children": children,
+    }, answers
+
+
+@pytest.mark.parametrize("workers", [2, 8, 64])
+def test_the_summary_fits_a_small_terminal(tmp_path: Path, workers: int) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    state, answers = many(workers)
+    _show_summary(console, state, answers, RunDirectory(DEFAULT_RUN_DIR))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert any("200 running, KV 60 %, 12000 lent, 900 borrowed" in line for line in lines)
+
+
+async def test_one_that_is_named_says_all_and_a_wrong_name_is_refused(
+    tmp_path: Path, bus_config: BusConfig, connect_bus: ConnectBus
+) -> None:
+    run = live(tmp_path, bus_config.url)
+    bus = await connect_bus("predictor", "predictor-0")
+    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("histogram"))))
+    console = Console(file=io.StringIO(), width=80)
+    assert await status(run, console, as_json=False, names=["predictor"]) == 0
+    assert isinstance(console.file, io.StringIO)
+    assert "model_version" in console.file.getvalue()
+    with pytest.raises(ConfigError, match="nothing here is called 'worker-7'; there are nats, predictor"):
+        await status(run, console, as_json=False, names=["worker-7"])

@@ -1,0 +1,133 @@
+"""Where a model comes from, and whether its files are whole: read before anything is started or loaded.
+
+A model is a folder, or a hub id with or without a revision (`org/name`, `org/name@0123abc`). Knows the layout
+of Hugging Face's folders and of safetensors files; loads nothing.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from shared.errors import ConfigError
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A model of the hub. Without a revision it is whatever the hub's main branch holds on that day."""
+
+    name: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def source_of(model: str) -> Path | HubId:
+    """The folder, if there is one of that name, else the hub id. Raises ConfigError where it is neither."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    name, at, revision = model.partition("@")
+    is_path = model.startswith((".", "/", "~")) or name.count("/") > 1
+    parent = folder.parent
+    if is_path or (parent != Path() and parent.is_dir()):
+        there = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+        beside = f"; {parent} has {', '.join(there)}" if 0 < len(there) <= 10 else ""
+        raise ConfigError(f"model {model!r}: no such folder{beside}", param="model")
+    if at and not revision:
+        raise ConfigError(f"model {model!r}: write the revision after the @, or leave it out", param="model")
+    return HubId(name, revision or None)
+
+
+def name_of(model: str) -> str:
+    """What clients call it: the last part of the folder or id."""
+    return PurePath(model if Path(model).expanduser().is_dir() else model.partition("@")[0]).name
+
+
+def check_model(model: str) -> None:
+    """Of a folder: that its configuration can be read and no weights are cut short. Raises ConfigError."""
+    folder = source_of(model)
+    if isinstance(folder, HubId):
+        return
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"{folder} holds no model: it has no config.json", param="model")
+    _read_json(config)
+    weights = [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
+    if not weights:
+        raise ConfigError(f"{folder} has no weights: no model.safetensors", param="model")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(_read_json(index).get("weight_map", {}).values())
+        missing = sorted(name for name in named if not (folder / str(name)).is_file())
+        if missing:
+            raise ConfigError(f"{folder} lacks {', '.join(missing)}: download it again", param="model")
+    for path in weights:
+        if path.suffix == ".safetensors":
+            _check_safetensors(path)
+
+
+def cached_commit(hub_id: HubId) -> str | None:
+    """The commit that an id without a revision stood for when it was fetched last; None where none was."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    reference = Path(HF_HUB_CACHE, f"models--{hub_id.name.replace('/', '--')}", "refs", "main")
+    try:
+        return reference.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def revision_advice(hub_id: HubId, commit: str | None) -> str | None:
+    """What to tell the person who named no revision; None where one was named."""
+    if hub_id.revision is not None:
+        return None
+    now = f"; now it is {commit}: write {hub_id.name}@{commit} to keep it" if commit else ""
+    return f"model {hub_id.name} names no revision, so the hub may change it{now}"
+
+
+def _check_safetensors(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            size_bytes = path.stat().st_size
+            head = file.read(_LENGTH.size)
+            header_bytes = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
+            if not 2 <= header_bytes <= _MAX_HEADER_BYTES:
+                raise ConfigError(f"{path} is no safetensors file: download it again", param="model")
+            header = file.read(header_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="model") from None
+    wanted_bytes = _LENGTH.size + header_bytes
+    if len(header) == header_bytes:
+        wanted_bytes += _data_bytes(path, header)
+    if size_bytes < wanted_bytes:
+        raise ConfigError(
+            f"{path} is cut short, {size_bytes:,} of {wanted_bytes:,} bytes: download or copy it again",
+            param="model",
+        )
+
+
+def _data_bytes(path: Path, header: bytes) -> int:
+    """What a safetensors header says of the length of the data after it."""
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        return max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"{path} is no safetensors file: download it again", param="model") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="model") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}", param="model") from None
+    return content if isinstance(content, dict) else {}
