@@ -1,8 +1,8 @@
 """What a block of KV is called: a hash over its tokens and all before them, chained from a fingerprint.
 
-Two blocks of one name hold the same bytes, on whatever worker and tier: the name covers the model, its
-weights, the layout and the dtype, the tenant's salt, and all tokens from the beginning of the sequence. Knows
-no tensor and no tier. Source: papers/002 §IV; `algorithms.md` §5.
+Two blocks of one name hold the same bytes, on whatever worker and tier: the name covers the model (class,
+configuration, weights), the layout and the dtype, the tenant's salt, and all tokens from the beginning of the
+sequence. Knows no tensor and no tier. Source: papers/002 §IV; `algorithms.md` §5.
 """
 
 from hashlib import blake2b
@@ -14,10 +14,13 @@ BlockHash = bytes
 HASH_BYTES = 16
 
 
-def fingerprint(*, model: str, weights: str, dtype: str, layout: str, block_tokens: int) -> bytes:
-    """Names what must agree for KV to be exchanged: 16 bytes. `weights` is a digest of them."""
+def fingerprint(*, model: str, dtype: str, layout: str, block_tokens: int) -> bytes:
+    """Names what must agree for KV to be exchanged: 16 bytes, never empty.
+
+    `model` is a digest of everything that KV is computed by: class, configuration and weights.
+    """
     digest = blake2b(digest_size=HASH_BYTES)
-    for part in (model, weights, dtype, layout, str(block_tokens)):
+    for part in (model, dtype, layout, str(block_tokens)):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(4, "little"))
         digest.update(encoded)

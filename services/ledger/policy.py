@@ -41,7 +41,7 @@ def candidates(
     for account, tier in table.best(host):
         if len(chosen) == limit:
             break
-        fits = debtor is None or debtor.fingerprint == account.fingerprint
+        fits = bool(account.fingerprint) and (debtor is None or debtor.fingerprint == account.fingerprint)
         if account.worker_id != debtor_id and fits:
             chosen.append((account, tier))
     if chosen:

@@ -64,7 +64,7 @@ class Placement:
 
     def on_reported(self, report: WorkerReported) -> None:
         self.fleet.on_reported(report, self._clock())
-        if report.fingerprint:
+        if report.caches_prefixes:
             self.fleet.prefixes.on_worker(report.worker_id, report.incarnation)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:

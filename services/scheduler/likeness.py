@@ -1,4 +1,4 @@
-"""Whether a worker serves what the others serve: one name, one set of weights. Pure.
+"""Whether a worker serves what the others serve: one name, one set of weights, one configuration. Pure.
 
 An answer is resumed on another worker in mid-sentence, so all workers of a stack must hold the same model;
 one that does not gets no work. Where nobody has work yet, what most of them serve counts.
@@ -33,8 +33,8 @@ def mismatch(report: WorkerReported, accepted: Sequence[WorkerReported]) -> Mode
         if report.weights and other.weights and report.weights != other.weights:
             return ModelMismatch(
                 f"{report.worker_id} and {other.worker_id} both serve {report.model!r}, with different "
-                f"weights ({report.weights[:_SHOWN]}…, {other.weights[:_SHOWN]}…); load the same files, in "
-                "the same dtype, on all of them",
+                f"weights or configurations ({report.weights[:_SHOWN]}…, {other.weights[:_SHOWN]}…); load "
+                "the same files, in the same dtype, on all of them",
                 param="model",
             )
     return None

@@ -136,7 +136,7 @@ class Moves:
     def _can_rehearse(self, move: Move) -> bool:
         """Only where blocks outlive their sequences; else the target computes everything at the switch."""
         lane = self._roster.lanes.get(move.target)
-        return lane is not None and bool(lane.report.fingerprint)
+        return lane is not None and lane.report.caches_prefixes
 
     def _obstacle(self, move: Move) -> str:
         """Why the target cannot fetch blocks of the source; empty: it can."""

@@ -20,7 +20,7 @@ Kind = tuple[bytes, int]
 
 def kinds_of(reports: Iterable[WorkerReported]) -> tuple[Kind, ...]:
     """Of the workers that share blocks, each once, in an order that does not depend on theirs."""
-    kinds = {(report.fingerprint, report.block_tokens) for report in reports if report.fingerprint}
+    kinds = {(report.fingerprint, report.block_tokens) for report in reports if report.caches_prefixes}
     return tuple(sorted(kinds)[:MOST_KINDS])
 
 

@@ -48,6 +48,12 @@ def open_cache(
     return open_store(config.prefix_cache, engine, instance, wake)
 
 
+def fingerprint_of(engine: Engine) -> bytes:
+    """What must agree for KV to be exchanged, with a prefix cache or without; empty where nobody else could
+    read this engine's."""
+    return engine.fingerprint if isinstance(engine, CacheableEngine) else b""
+
+
 def prefixes_of(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
     if store is None:
         return None
@@ -115,6 +121,7 @@ def core_of(
         max_context_tokens=min(engine.max_positions, engine.kv_blocks * engine.block_tokens),
         host=config.host or socket.gethostname(),
         weights=engine.weights,
+        fingerprint=fingerprint_of(engine),
     )
     limits = Limits(
         max_context_tokens=neighbours.longest_tokens,

@@ -24,7 +24,9 @@ class Identity:
     max_context_tokens: int
     host: str
     weights: str = ""
-    """Digest of the model's weights."""
+    """Digest of the model, its configuration and weights."""
+    fingerprint: bytes = b""
+    """What must agree for KV to be exchanged; empty: this engine's cannot be."""
 
 
 class StepReports:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from services.worker.assembly import (
     core_of,
     expansion_of,
+    fingerprint_of,
     make_bound_engine,
     open_cache,
     pool_of,
@@ -91,7 +92,7 @@ class Worker:
             between=lambda: work_ahead(self._store, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
         )
-        self._neighbours.attach(self._runner, pool, b"" if self._store is None else self._store.fingerprint)
+        self._neighbours.attach(self._runner, pool, fingerprint_of(engine))
         plane = self._neighbours.plane
         self._transfers = transfers_of(bus, config, engine, self._store, plane, self._runner, clock)
         self._heartbeat = Heartbeat(

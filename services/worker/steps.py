@@ -162,7 +162,8 @@ class StepCore:
             weights=self._identity.weights,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_step_s=self._speed.decode_step_s,
-            fingerprint=b"" if prefixes is None else prefixes.fingerprint,
+            fingerprint=self._identity.fingerprint,
+            caches_prefixes=prefixes is not None,
             host_block_s=0.0 if prefixes is None else prefixes.cache.gate.block_s(Tier.HOST),
             swap_room_blocks=0 if prefixes is None else prefixes.cache.keepable_blocks,
         )

@@ -46,7 +46,7 @@ class BorrowBlocks(Message, frozen=True, kw_only=True):
     """A grant of fewer is of no use."""
     tier: KvTier = KvTier.DEVICE
     fingerprint: bytes = b""
-    """What must agree for KV to be exchanged (`shared.blocks`)."""
+    """What must agree for KV to be exchanged (`shared.blocks`); refused where it is empty."""
 
 
 class Grant(Message, frozen=True, kw_only=True):

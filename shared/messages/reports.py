@@ -109,9 +109,12 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     decode_step_s: float = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
     fingerprint: bytes = b""
-    """What must agree for KV to be exchanged (`shared.blocks`); empty: it shares no blocks."""
+    """What must agree for KV to be exchanged (`shared.blocks`); empty: nobody else can use its KV."""
+    caches_prefixes: bool = False
+    """Blocks outlive their sequences, under names that begin with the fingerprint."""
     weights: str = ""
-    """Digest of the model's weights, in hex; empty: not known. Workers of one name must have the same."""
+    """Digest of the model, its configuration and weights, in hex; empty: not known. Workers of one name must
+    have the same."""
     kv_block_bytes: int = 0
     """Of one block over all layers; 0: its blocks cannot be fetched."""
     link_bytes_per_s: dict[str, float] = msgspec.field(default_factory=dict)

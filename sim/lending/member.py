@@ -23,6 +23,8 @@ from sim.lending.workload import Job
 BLOCK_TOKENS = 128
 LOOKAHEAD = 16
 PATIENCE_S = 60.0
+_KV = b"one model"
+"""Fingerprint of all workers: one model, one size of blocks."""
 """Nobody overtakes a request that has waited for longer."""
 
 
@@ -74,9 +76,11 @@ class Member:
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks, BLOCK_TOKENS)
         self.table = RBlockTable(self.worker_id, self.blocks)
-        self.grants = Grants(self.table, 1, Terms(int(self.blocks * self.most_lent)))
+        self.grants = Grants(self.table, 1, Terms(int(self.blocks * self.most_lent), fingerprint=_KV))
         self.debts = Debts(self.table, 1)
-        self.search = Borrowing(self.worker_id, 1, BLOCK_TOKENS, manners=Manners(most_rounds=2, rest_s=0.5))
+        self.search = Borrowing(
+            self.worker_id, 1, BLOCK_TOKENS, _KV, manners=Manners(most_rounds=2, rest_s=0.5)
+        )
         self.settling = Settling(self.table, self.debts, self.grants)
         self.settling.bounce = self.pool.allocate(self.bounce_blocks)
 
@@ -170,6 +174,7 @@ class Member:
             epoch=1,
             plan_seq=0,
             model="simulated",
+            fingerprint=_KV,
             block_tokens=BLOCK_TOKENS,
             max_context_tokens=self.blocks * BLOCK_TOKENS,
             capacity=Capacity(

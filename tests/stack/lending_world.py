@@ -21,6 +21,7 @@ from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
 from shared.messages.reports import Capacity, WorkerReported
 from tests.shared.messages.builders import worker_report
+from tests.stack.actors import FINGERPRINT
 
 BLOCKS, CAP, KEEP, LEASE_S, GRACE_S = 12, 8, 1, 4.0, 0.5
 HOST_BLOCKS = 5
@@ -53,10 +54,12 @@ class Member:
     def __post_init__(self) -> None:
         self.host = BlockPool(max(1, self.host_blocks), 16)
         self.table = RBlockTable(self.worker_id, BLOCKS, self.host_blocks)
-        terms = Terms(CAP, LEASE_S, GRACE_S, most_host_blocks=self.host_blocks)
+        terms = Terms(CAP, LEASE_S, GRACE_S, FINGERPRINT, most_host_blocks=self.host_blocks)
         self.grants = Grants(self.table, self.incarnation, terms)
         self.debts = Debts(self.table, self.incarnation)
-        self.search = Borrowing(self.worker_id, self.incarnation, 16, manners=Manners(rest_s=0.0))
+        self.search = Borrowing(
+            self.worker_id, self.incarnation, 16, FINGERPRINT, manners=Manners(rest_s=0.0)
+        )
 
     def free(self, freed: list[Freed]) -> None:
         for part in freed:
@@ -77,7 +80,11 @@ class Member:
         self.beats += 1
         capacity = Capacity(total_blocks=self.pool.total_blocks, free_blocks=self.pool.free_blocks)
         report = worker_report(
-            self.worker_id, incarnation=self.incarnation, seq=self.beats, capacity=capacity
+            self.worker_id,
+            incarnation=self.incarnation,
+            seq=self.beats,
+            capacity=capacity,
+            fingerprint=FINGERPRINT,
         )
         host_free = self.host.free_blocks if self.host_blocks else 0
         return annotated(report, self.table, self.grants, self.pool.free_blocks - KEEP, host_free)

@@ -335,7 +335,9 @@ class World(VirtualNet):
         worker.alive, worker.busy, worker.beats = True, False, 0
         worker.incarnation += 1
         limits = Limits(self.longest_tokens, 1000, 60.0, 10.0)
-        identity = Identity(worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here")
+        identity = Identity(
+            worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here", "", FINGERPRINT
+        )
         pool = BlockPool(self.kv_blocks, 16)
         prefixes = None
         if self.cached:

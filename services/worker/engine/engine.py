@@ -10,7 +10,7 @@ import torch
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
-from services.worker.engine.digest import layout_name, weights_digest
+from services.worker.engine.digest import layout_name, model_digest
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel
@@ -54,7 +54,7 @@ class Engine(Protocol):
 
     @property
     def weights(self) -> str:
-        """Digest of the model's weights, in hex."""
+        """Digest of the model, its configuration and weights, in hex."""
         ...
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
@@ -91,10 +91,9 @@ class TorchEngine:
         pie: PieSettings | None = None,
     ) -> None:
         self._model = model
-        self.weights = weights_digest(model.module)
+        self.weights = model_digest(model.module)
         self.fingerprint = fingerprint(
-            model=type(model.module).__name__,
-            weights=self.weights,
+            model=self.weights,
             dtype=str(model.dtype),
             layout=layout_name(model.layers),
             block_tokens=block_tokens,

@@ -35,6 +35,7 @@ class Terms:
     lease_s: float = 5.0
     grace_s: float = 0.5
     fingerprint: bytes = b""
+    """Of this worker's KV. Empty says nothing of it: then nobody's fits."""
     most_host_blocks: int = 0
     host_attends: bool = True
     """Attention over host memory is computed here; else it is only written and fetched."""
@@ -103,7 +104,7 @@ class Grants:
         for lent in self._by_debtor.get(asked.debtor_id, {}).values():
             if lent.request == asked.request and lent.debtor[1] == asked.debtor_incarnation and not lent.over:
                 return BorrowReply(grant=self._grant(lent))
-        if asked.fingerprint != self.terms.fingerprint:
+        if not asked.fingerprint or asked.fingerprint != self.terms.fingerprint:
             return BorrowReply(refusal=Refusal.OTHER_KV)
         cap = self.terms.most(asked.tier)
         if cap == 0 or self.frozen or asked.debtor_id == self._table.worker_id:

@@ -84,6 +84,14 @@ def test_workers_with_other_kv_are_not_offered() -> None:
     assert ids(table, "unheard of") == ["w0", "w1", "w2"]
 
 
+def test_a_worker_whose_kv_nobody_knows_is_offered_to_none_and_offered_none() -> None:
+    table = Table()
+    for worker, fingerprint in (("w0", b""), ("w1", b""), ("w2", b"a")):
+        table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
+    assert ids(table, "w0") == ids(table, "w2") == []
+    assert ids(table, "unheard of") == ["w2"]
+
+
 def test_unnamed_hosts_are_nobodys_neighbours() -> None:
     assert distance("", "") == 1
     assert distance("a", "a") == 0

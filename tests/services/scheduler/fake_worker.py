@@ -195,6 +195,7 @@ class FakeWorker:
             ),
             sequences=tuple(_listed(held) for held in self.held.values()),
             fingerprint=self.fingerprint,
+            caches_prefixes=bool(self.fingerprint),
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             decode_step_s=self.decode_step_s,
             kv_block_bytes=self.kv_block_bytes,

@@ -9,14 +9,16 @@ from shared.messages.sequence import pack_tokens
 from tests.services.placement.test_state import report
 from tests.services.scheduler.test_backlog import sequence
 
-PRINT = fingerprint(model="m", weights="w", dtype="float32", layout="l", block_tokens=2)
+PRINT = fingerprint(model="m", dtype="float32", layout="l", block_tokens=2)
 
 
 def test_workers_of_one_kind_share_a_chain_and_others_have_none() -> None:
     plain = report("w0")
-    kinds = kinds_of([plain, *(msgspec.structs.replace(plain, fingerprint=PRINT) for _ in range(2))])
+    kinds = kinds_of(
+        [plain, *(msgspec.structs.replace(plain, fingerprint=PRINT, caches_prefixes=True) for _ in range(2))]
+    )
     assert kinds == ((PRINT, plain.block_tokens),)
-    many = [msgspec.structs.replace(plain, fingerprint=bytes([n])) for n in range(1, 9)]
+    many = [msgspec.structs.replace(plain, fingerprint=bytes([n]), caches_prefixes=True) for n in range(1, 9)]
     assert len(kinds_of(many)) == MOST_KINDS
     assert kinds_of(many) == kinds_of(many[::-1])
 

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.loading import describe
 from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.runner import row_of
 from services.worker.sampling import SamplePoint
@@ -18,7 +21,7 @@ from services.worker.state import HeldSequence
 from shared.messages.plans import Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
 from tests.services.worker.builders import plan, prefill, ref, spec
-from tests.services.worker.conftest import VOCABULARY
+from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine
 
 _DICE = random.Random(11)
@@ -280,3 +283,24 @@ def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stand
     assert (prepared.first_token, prepared.end_token) == (8, 25)
     assert rig.table.prepare(prefill(ref("x"), 25, 25), held) is SkipReason.MISALIGNED
     rig.close()
+
+
+def test_a_disk_tier_of_another_configuration_is_not_served(tmp_path: Path) -> None:
+    """A worker started anew after `rope_theta` was edited, with the weights as they were."""
+
+    def engine(theta: float) -> TorchEngine:
+        torch.manual_seed(7)
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        config = transformers.LlamaConfig(**(ARCHITECTURES["llama"][1] | rope))
+        model = transformers.LlamaForCausalLM(config)
+        return TorchEngine(describe(model), kv_blocks=DEVICE_BLOCKS, block_tokens=BLOCK_TOKENS)
+
+    prompt = [(7 * place) % 90 + 1 for place in range(30)]
+    expected = PrefixRig(engine(20.0), None).serve([prompt], max_tokens=8)
+    config = PrefixCacheConfig(host_mb=1, disk_mb=1, disk_path=str(tmp_path))
+    for theta in (10_000.0, 20.0):
+        rig = PrefixRig(engine(theta), config)
+        found = rig.serve([prompt], max_tokens=8)
+        assert rig.store is not None and rig.hits == []
+        rig.store.close(5.0, 5.0)
+    assert found == expected

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import pytest
 import pytest_asyncio
 
-from services.worker.assembly import make_engine
+from services.worker.assembly import fingerprint_of, make_engine
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Row
+from services.worker.kv.settings import PrefixCacheConfig
 from services.worker.pie.settings import PieSettings
 from services.worker.sampling import Sampled
 from services.worker.service import Worker
@@ -21,6 +22,7 @@ from shared.bus import Bus, Listener
 from shared.errors import InternalError, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.lending import BorrowBlocks, BorrowReply, Refusal
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk, StepOutcome, WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
@@ -364,8 +366,35 @@ async def test_under_pie_the_prefix_cache_is_left_out_and_it_says_so(
             )
             report = await peers.fresh_report()
     assert "prefix cache left out" in caplog.text
-    assert report.fingerprint == b"" and (report.capacity.total_blocks, report.capacity.doomed_blocks) == (
-        60,
-        0,
-    )
+    assert not report.caches_prefixes and report.fingerprint
+    assert (report.capacity.total_blocks, report.capacity.doomed_blocks) == (60, 0)
     assert answers[0].details["pie_fifo_layers"] == 0 and "prefix_tiers" not in answers[0].details
+
+
+async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(
+    connect_bus: ConnectBus, config: WorkerConfig, peers: Peers
+) -> None:
+    """Its KV has a name with and without one. Nameless, any worker's passed for it: blocks of another size
+    were attended to, and most of the tokens were wrong."""
+    bus = await connect_bus("worker", "worker-0")
+    debtor = await connect_bus("worker", "worker-1")
+    no_cache = config.model_copy(update={"prefix_cache": PrefixCacheConfig(enabled=False)})
+    others = [make_engine(no_cache.model_copy(update={"block_tokens": size})) for size in (4, 8)]
+    prints = [b"", *(fingerprint_of(engine) for engine in others)]
+    async with serving(bus, no_cache, peers):
+        report = await peers.fresh_report()
+        assert not report.caches_prefixes and report.fingerprint == prints[1] != prints[2]
+        refusals = [
+            (
+                await debtor.request(
+                    subjects.worker_borrow("worker-0", "worker-1"),
+                    BorrowBlocks(
+                        debtor_id="worker-1", debtor_incarnation=1, request=number, blocks=2, fingerprint=each
+                    ),
+                    BorrowReply,
+                    deadline_s=DEADLINE_S,
+                )
+            ).refusal
+            for number, each in enumerate(prints)
+        ]
+    assert refusals == [Refusal.OTHER_KV, None, Refusal.OTHER_KV]

@@ -2,6 +2,9 @@
 
 from shared.messages.lending import BorrowBlocks, Grant, HeldGrant, KvTier, RenewLeases, ReturnBlocks
 
+KV = b"fingerprint"
+"""Of everybody's KV."""
+
 
 def borrow(
     debtor: str = "d",
@@ -11,7 +14,7 @@ def borrow(
     incarnation: int = 1,
     least: int = 1,
     tier: KvTier = KvTier.DEVICE,
-    fingerprint: bytes = b"",
+    fingerprint: bytes = KV,
 ) -> BorrowBlocks:
     return BorrowBlocks(
         debtor_id=debtor,

@@ -11,9 +11,9 @@ from services.worker.lending.grants import Freed, Grants, Terms
 from services.worker.lending.lendable import lend
 from services.worker.lending.table import RBlockTable
 from shared.messages.lending import BorrowReply, Grant, KvTier, Refusal
-from tests.services.worker.lending.builders import borrow, give_back, grant, renew
+from tests.services.worker.lending.builders import KV, borrow, give_back, grant, renew
 
-TERMS = Terms(most_blocks=6, lease_s=4.0, grace_s=0.5, fingerprint=b"")
+TERMS = Terms(most_blocks=6, lease_s=4.0, grace_s=0.5, fingerprint=KV)
 
 
 def creditor(terms: Terms = TERMS) -> Grants:
@@ -47,11 +47,19 @@ def test_the_cap_allows_a_part_and_then_nothing() -> None:
 def test_other_kv_oneself_and_a_switched_off_creditor_are_refused() -> None:
     assert refusal(creditor().answer(borrow(fingerprint=b"other"))) is Refusal.OTHER_KV
     assert refusal(creditor().answer(borrow("c"))) is Refusal.NOT_LENDING
-    assert refusal(creditor(Terms(most_blocks=0)).answer(borrow())) is Refusal.NOT_LENDING
+    assert refusal(creditor(Terms(most_blocks=0, fingerprint=KV)).answer(borrow())) is Refusal.NOT_LENDING
     assert refusal(creditor().answer(borrow(tier=KvTier.HOST))) is Refusal.NOT_LENDING
     frozen = creditor()
     frozen.set_frozen_terms(frozen=True)
     assert refusal(frozen.answer(borrow())) is Refusal.NOT_LENDING
+
+
+def test_kv_of_which_nothing_is_known_fits_nobodys() -> None:
+    """Not even what is as nameless: it may be of another model, or in blocks of another size."""
+    nameless = creditor(Terms(most_blocks=6))
+    assert refusal(nameless.answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
+    assert refusal(nameless.answer(borrow())) is Refusal.OTHER_KV
+    assert refusal(creditor().answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
 
 
 def test_the_same_request_gets_the_same_grant() -> None:
@@ -122,7 +130,9 @@ def test_a_debtors_new_life_ends_what_the_old_one_held() -> None:
 
 
 def test_each_tier_has_a_cap_and_numbers_of_its_own() -> None:
-    grants = Grants(RBlockTable("c", 20, 4), 1, Terms(2, 4.0, 0.5, most_host_blocks=4, host_attends=False))
+    grants = Grants(
+        RBlockTable("c", 20, 4), 1, Terms(2, 4.0, 0.5, KV, most_host_blocks=4, host_attends=False)
+    )
     device = lent(grants, "d", 0, 1)
     assert refusal(grants.answer(borrow("d", request=2))) is Refusal.AT_CAP
     asked = borrow("d", blocks=9, request=3, tier=KvTier.HOST)
@@ -157,7 +167,7 @@ class TwoPools:
         self.now_s = 0.0
         self.pools = {KvTier.DEVICE: BlockPool(8, 16), KvTier.HOST: BlockPool(5, 16)}
         self.table = RBlockTable("c", 8, 5)
-        self.grants = Grants(self.table, 1, Terms(6, 4.0, 0.5, most_host_blocks=5))
+        self.grants = Grants(self.table, 1, Terms(6, 4.0, 0.5, KV, most_host_blocks=5))
         self.lives = {"d": 1, "e": 1}
         self.requests = 0
         self.inside: list[int] = []
