@@ -240,8 +240,14 @@ class _Fetch:
 
     def __init__(self, visit: Visit, sizes_bytes: Sequence[int]) -> None:
         request, blocks = visit.request, visit.described.spans.blocks
-        indices = np.frombuffer(request.indices, dtype=np.int32)
-        if not len(indices) or indices.min() < 0 or indices.max() >= len(blocks):
+        whole = len(request.indices) // 4 * 4
+        indices = np.frombuffer(request.indices[:whole], dtype=np.int32)
+        if (
+            whole < len(request.indices)
+            or not len(indices)
+            or indices.min() < 0
+            or indices.max() >= len(blocks)
+        ):
             raise InvalidMessage("a fetch names blocks of its part")
         if request.write_layer >= len(visit.memory.pools) or (sizes_bytes and request.write_layer < 0):
             raise InvalidMessage(f"keys and values for layer {request.write_layer}")

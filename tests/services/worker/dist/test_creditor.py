@@ -79,8 +79,9 @@ def test_grants_of_others_and_earlier_generations_are_refused(make_model: ModelF
 
 def test_a_fetch_names_blocks_of_its_part(make_model: ModelFactory) -> None:
     with lender(make_model("llama"), 6) as owner:
-        for indices in ([2], [-1], []):
-            header = request(indices=np.array(indices, dtype=np.int32).tobytes())
+        named = [np.array(indices, dtype=np.int32).tobytes() for indices in ([2], [-1], [])]
+        for indices in (*named, b"odd", bytes(5)):
+            header = request(indices=indices)
             with pytest.raises(InvalidMessage):
                 offer(owner, header, [], FETCH)
         reception = owner.creditor.receivers[FETCH].admit(
