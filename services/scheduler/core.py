@@ -247,7 +247,7 @@ class SchedulerCore:
         return {
             "epoch": self.epoch,
             "snapshots": self._fleet.snapshots,
-            "standstill_s": round(self.standstill_s),
+            "standstill_s": round(self.standstill_s, 1),
             **phases,
             **moves,
             "workers": workers,

@@ -17,7 +17,7 @@ class Refuser(VllmPolicy):
 
 def standstill_s(world: World) -> float:
     assert world.core is not None
-    assert world.core.describe()["standstill_s"] == round(world.core.standstill_s)
+    assert world.core.describe()["standstill_s"] == round(world.core.standstill_s, 1)
     return world.core.standstill_s
 
 

@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 
-from shared import subjects
+from services.scheduler import standstill
+from services.scheduler.planning import Lane
+from shared import metrics, subjects
 from shared.errors import ContextOverflow
+from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence
 from tests.services.scheduler.bus_stack import BusStack, running, until
 
@@ -85,3 +88,23 @@ async def test_status_tells_what_was_planned(stack: BusStack) -> None:
         assert (details["role"], details["starts"], details["prefill_tokens"]) == ("leader", 1, 9)
         assert details["steps"] >= 12 and details["plans"] == len(worker.plans)
         assert details["workers"][0]["worker"] == "worker-0"
+
+
+async def test_work_that_waits_where_nothing_moves_shows_in_log_status_and_metrics(
+    stack: BusStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stack that had stopped for minutes looked like one that was idle."""
+    monkeypatch.setattr(standstill, "STANDSTILL_S", 0.4)
+    monkeypatch.setattr(standstill, "_LOOK_S", 0.1)
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        assert (await scheduler.status(Empty())).details["standstill_s"] == 0
+        monkeypatch.setattr(Lane, "next_plans", lambda self, now_s: [])
+        await stack.reader.submit(stack.reader.spec("a"))
+        await until(lambda: "work waits and nothing moves: 1 sequences at worker-0" in caplog.text)
+        assert (await scheduler.status(Empty())).details["standstill_s"] >= 0.4
+        shown = metrics.gauge("kvasir_scheduler_standstill_seconds", "")
+        await until(lambda: shown._value.get() >= 0.4)
+        monkeypatch.undo()
+        await until(lambda: "a" in stack.reader.ended and shown._value.get() == 0)
