@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?=
 AT_ONCE ?= auto
+SEEDS ?= $(shell shuf -i 1-1000000000 -n 5)
+NUMERICS := tests/services/worker/engine tests/services/worker/dist/test_segments.py
 CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
@@ -33,8 +35,12 @@ test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT
 
 dev: .venv/.dev ## set up what tests, checks and pictures need
 
-slow: .venv/.dev ## the tests that take minutes
+slow: .venv/.dev ## the tests that take minutes, and those of numerics with several seeds (SEEDS="1 2")
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
+	@for seed in $(SEEDS); do \
+	  echo "numerics with --hypothesis-seed=$$seed"; \
+	  $(BIN)/python -m pytest -m "hypothesis and not slow and not gpu" --hypothesis-seed=$$seed $(NUMERICS) || exit 1; \
+	done
 
 clients: .venv/.runtime .venv-clients/.installed ## chat with a stack through litellm, langchain-openai and llm, in their own venv
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)

@@ -19,7 +19,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long one example takes on a busy machine says nothing of the code; pytest-timeout bounds whole tests.
-settings.register_profile("kvasir", deadline=None)
+# Where hypothesis sees CI it would try the same examples every time: .ci/run gives a seed, and prints it.
+settings.register_profile("kvasir", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("kvasir")
 
 ConnectBus = Callable[..., Awaitable[Bus]]
