@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.native.gemm import Epilogue, Gemm
 from services.worker.engine.native.library import load
+from tests.rounding import assert_within, gated_bound, product_bound
 
 GEMM = Gemm(load())
 rows = st.one_of(st.integers(1, 26), st.sampled_from([64, 190, 200, 385]))
@@ -25,11 +26,6 @@ def packed(*weights: torch.Tensor) -> torch.Tensor:
     return GEMM.pack(weights, Arena(GEMM.packed_floats(outputs, weights[0].shape[1])))
 
 
-def assert_close(actual: torch.Tensor, exact: torch.Tensor, inputs: int) -> None:
-    """To what fp32 sums of so many products of numbers around 1 may be off."""
-    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=4e-6 * inputs**0.5 + 1e-6)
-
-
 @settings(max_examples=120, deadline=None)
 @given(rows, outputs, inputs, st.booleans(), st.integers(0, 5), st.integers(0, 2**31))
 def test_the_product_is_torchs(rows: int, outputs: int, inputs: int, add: bool, gap: int, seed: int) -> None:
@@ -37,14 +33,16 @@ def test_the_product_is_torchs(rows: int, outputs: int, inputs: int, add: bool, 
     weight = random(outputs, inputs, seed=seed + 1)
     c = random(rows, outputs + gap, seed=seed + 2)
     beside = c[:, outputs:].clone()
-    expected = a.double() @ weight.double().T + (c[:, :outputs].double() if add else 0)
+    added = c[:, :outputs].clone() if add else None
+    expected = a.double() @ weight.double().T + (0 if added is None else added.double())
     GEMM.multiply(a, packed(weight), c[:, :outputs], Epilogue.ADD if add else Epilogue.STORE)
-    assert_close(c[:, :outputs], expected, inputs)
+    assert_within(c[:, :outputs], expected, product_bound(a, weight, added))
     assert torch.equal(c[:, outputs:], beside)
 
 
 @settings(max_examples=80, deadline=None)
 @given(rows, outputs, inputs, st.integers(0, 2**31))
+@example(385, 160, 1100, 28)  # With AVX-512 off by 0.0056: much, and no more than so long a sum may be.
 def test_a_pair_is_multiplied_through_silu(rows: int, outputs: int, inputs: int, seed: int) -> None:
     a = random(rows, inputs, seed=seed)
     gate, up = random(outputs, inputs, seed=seed + 1), random(outputs, inputs, seed=seed + 2)
@@ -53,8 +51,7 @@ def test_a_pair_is_multiplied_through_silu(rows: int, outputs: int, inputs: int,
     GEMM.multiply(a, pair, c, Epilogue.SILU_MUL)
     doubled = a.double()
     exact = functional.silu(doubled @ gate.double().T) * (doubled @ up.double().T)
-    scale = 1 + inputs**0.5
-    torch.testing.assert_close(c.double(), exact, rtol=2e-5, atol=4e-6 * scale * scale)
+    assert_within(c, exact, gated_bound(a, gate, up))
 
 
 @settings(max_examples=40, deadline=None)
