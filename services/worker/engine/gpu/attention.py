@@ -19,7 +19,7 @@ from services.worker.engine.gpu.kernels import (
     rotate_write_kernel,
     write_kernel,
 )
-from services.worker.engine.gpu.spans import Spans, Tiles
+from services.worker.engine.gpu.spans import MOST_TILE_KEYS, Spans, Tiles
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_LANES = 16
@@ -194,7 +194,7 @@ def pool_shape(k_pool: torch.Tensor, v_pool: torch.Tensor) -> dict[str, int]:
         "HEAD_LANES": head_lanes,
         "VALUE_LANES": value_lanes,
         "BLOCK_TOKENS": block_tokens,
-        "TILE_KEYS": min(128, max(16, _TILE_BYTES // widest)),
+        "TILE_KEYS": min(MOST_TILE_KEYS, max(16, _TILE_BYTES // widest)),
     }
 
 

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.gpu.spans import DECODE_ROWS, Heads, Spans, Tiles, choose_splits, tile_shape
+from services.worker.engine.gpu.spans import (
+    DECODE_ROWS,
+    TABLE_END,
+    Heads,
+    Spans,
+    Tiles,
+    choose_splits,
+    tile_shape,
+)
 from services.worker.engine.layout import PackedSpans, pack
 from services.worker.engine.logits import Logits
 
@@ -93,7 +101,8 @@ class DecodeArrays:
         self.slots = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self.zeros = torch.zeros(batch, dtype=torch.int32, device=device)
-        self._changing = torch.zeros(batch * (3 + limits.max_blocks) + 1, dtype=torch.int32, device=device)
+        size = batch * (3 + limits.max_blocks) + len(TABLE_END)
+        self._changing = torch.zeros(size, dtype=torch.int32, device=device)
 
     def changing(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """First positions, ends of keys, starts of tables, block ids: one array, filled by one copy."""
@@ -111,7 +120,7 @@ class DecodeArrays:
         count = len(packed.first_position)
         none = np.zeros(batch - count, np.int32)
         parts = [packed.first_position, none, packed.key_end, none, packed.table_start[:count], none]
-        flat = torch.from_numpy(np.concatenate([*parts, packed.blocks]))
+        flat = torch.from_numpy(np.concatenate([*parts, packed.blocks, TABLE_END]))
         self._changing[: flat.shape[0]].copy_(flat)
         slots = np.concatenate([packed.slots, np.full(batch - count, -1, np.int64)])
         self.slots[:batch].copy_(torch.from_numpy(slots))

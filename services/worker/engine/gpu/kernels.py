@@ -41,7 +41,7 @@ def attend_kernel(
     table_start,
     table_position,
     key_end,
-    blocks,
+    blocks,  # followed by TILE_KEYS more entries: a tile is read whole, whatever of it is wanted
     query_stride,
     scaling,
     softcap,
@@ -110,18 +110,20 @@ def attend_kernel(
         offset = index * TILE_KEYS + key_lane
         key_position = base + offset
         wanted = (key_position >= tile_low) & (key_position < tile_high)
-        block = (
-            tl.load(table + offset // BLOCK_TOKENS, mask=wanted, other=0).to(tl.int64) * KV_HEADS + kv_head
-        )
+        # No mask over keys here: with one, neighbours in a block are no longer known to be neighbours, and
+        # keys come two bytes at a time. Keys that nobody wants are some block's; their scores are not seen.
+        block = tl.load(table + offset // BLOCK_TOKENS).to(tl.int64) * KV_HEADS + kv_head
         slot = offset % BLOCK_TOKENS
-        k = tl.load(
+        keys = (
             key_pool
             + block[None, :] * (HEAD_DIM * BLOCK_TOKENS)
             + dim[:, None] * BLOCK_TOKENS
-            + slot[None, :],
-            mask=wanted[None, :] & (dim < HEAD_DIM)[:, None],
-            other=0.0,
+            + slot[None, :]
         )
+        if HEAD_DIM == HEAD_LANES:
+            k = tl.load(keys)
+        else:
+            k = tl.load(keys, mask=(dim < HEAD_DIM)[:, None], other=0.0)
         v = tl.load(
             value_pool + (block * BLOCK_TOKENS + slot)[:, None] * VALUE_DIM + value_dim[None, :],
             mask=wanted[:, None] & (value_dim < VALUE_DIM)[None, :],

@@ -17,9 +17,15 @@ from services.worker.engine.layout import PackedSpans
 DECODE_ROWS = 16
 """Of a decode's tile: what tensor cores take at least."""
 PREFILL_ROWS = 64
+MOST_TILE_KEYS = 128
+"""Of a tile; as many entries follow the block ids, so that the last tile of a table may be read whole."""
 _MAX_SPLITS = 64
 _MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+TABLE_END = np.zeros(MOST_TILE_KEYS, np.int32)
+"""What follows the last table: ids of a block that exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +101,9 @@ def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiproces
 
 
 def upload(parts: Sequence[npt.ArrayLike], device: torch.device) -> list[torch.Tensor]:
-    """int32 device arrays of several arrays or lists, in one copy."""
+    """int32 device arrays of several arrays or lists, in one copy; `TABLE_END` follows the last."""
     arrays = [np.asarray(part, dtype=np.int32) for part in parts]
-    # One more: an array of no blocks is still one with an address.
-    on_device = torch.from_numpy(np.concatenate([*arrays, np.zeros(1, np.int32)])).to(device)
+    on_device = torch.from_numpy(np.concatenate([*arrays, TABLE_END])).to(device)
     starts = [0, *accumulate(each.size for each in arrays)]
     return [on_device[start:end] for start, end in pairwise(starts)]
 

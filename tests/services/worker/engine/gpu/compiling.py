@@ -18,6 +18,7 @@ from services.worker.engine.gpu.attention import pool_shape
 from services.worker.engine.gpu.spans import DECODE_ROWS, PREFILL_ROWS
 
 Q_HEADS, KV_HEADS, DIM, BLOCK_TOKENS = 32, 8, 128, 16
+WARPS, STAGES = 4, 3
 ARRAYS = (
     "first_row",
     "first_position",
@@ -50,7 +51,8 @@ def compiled(
     ptx = made.asm["ptx"]
     return {
         "shared_bytes": made.metadata.shared,
-        "wide_copies": bool(re.search(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)),
+        "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)),
+        "narrow_loads": len(re.findall(r"ld\.global[\w.:]*\.[bus](?:8|16)\b", ptx)),
         "tensor_cores": "mma.sync" in ptx or "wgmma" in ptx,
     }
 
@@ -65,7 +67,9 @@ def attending(capability: int, dtype: torch.dtype, data: str, rows: int, splits:
     }
     constants |= {"Q_HEADS": Q_HEADS, "SPLITS": splits}
     constants |= {"TILE_ROWS": rows, "TILE_TOKENS": rows * KV_HEADS // Q_HEADS}
-    return compiled(kernels.attend_kernel, capability, data, constants, num_warps=4, num_stages=3)
+    made = compiled(kernels.attend_kernel, capability, data, constants, num_warps=WARPS, num_stages=STAGES)
+    tile_bytes = constants["TILE_KEYS"] * 2 * DIM * dtype.itemsize
+    return made | {"tile_copies": tile_bytes // (WARPS * 32 * 16)}
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.gpu.graphs import DecodeGraphs, Limits, batch_sizes
+from services.worker.engine.gpu.graphs import DecodeArrays, DecodeGraphs, Limits, batch_sizes
+from services.worker.engine.gpu.spans import MOST_TILE_KEYS
 from services.worker.engine.layout import Span, pack
 from services.worker.engine.paged import Shape
 from tests.services.worker.engine.gpu.capturing import capture_for
@@ -103,6 +104,18 @@ def test_capturing_and_padding_write_nothing(device: torch.device) -> None:
     assert not engine.models[0].k_pool.any() and not engine.models[0].v_pool.any()
     engine.step(spans_of([0, 0, 0]))
     engine.check_pools()
+
+
+def test_no_number_of_an_earlier_step_is_left_where_block_ids_are_read(device: torch.device) -> None:
+    """A tile is read whole, beyond the end of a table: lengths of a larger batch there would be taken for
+    blocks, of which there are not as many."""
+    arrays = DecodeArrays(Limits(max_batch=6, max_blocks=40), device)
+    for lengths in ([150] * 6, [3], [150] * 4, [3, 5]):
+        step = [Span(length, 1, [row] * (length // BLOCK_TOKENS + 1)) for row, length in enumerate(lengths)]
+        packed = pack(step, BLOCK_TOKENS)
+        arrays.fill(packed, len(lengths))
+        read = arrays.changing(len(lengths))[3][: len(packed.blocks) + MOST_TILE_KEYS]
+        assert len(read) == len(packed.blocks) + MOST_TILE_KEYS and int(read.max()) < BLOCKS
 
 
 def test_only_wanted_rows_come_out(device: torch.device) -> None:

@@ -37,5 +37,9 @@ def test_kernels_compile_with_wide_copies_and_tensor_cores(tmp_path: Path, capab
     for name, found in compiled.items():
         assert found["shared_bytes"] <= SHARED_BYTES[capability], name
     for name in ("decode", "prefill"):
-        assert compiled[name]["wide_copies"], f"{name}: K and V are not copied 16 bytes at a time"
+        found = compiled[name]
+        # Of K and of V: the tiles that are fetched ahead of the loop, and the one that each round fetches.
+        copies, due = found["wide_copies"], found["tile_copies"]
+        assert copies >= 2 * due and copies % due == 0, f"{name}: {copies} copies of 16 bytes, {due} a tile"
+        assert not found["narrow_loads"], f"{name}: keys or values come {found['narrow_loads']} × 2 bytes"
         assert compiled[name]["tensor_cores"], f"{name}: products without tensor cores"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine import layout
-from services.worker.engine.gpu.spans import Heads, choose_splits, pack, tile_shape, upload
+from services.worker.engine.gpu.spans import MOST_TILE_KEYS, Heads, choose_splits, pack, tile_shape, upload
 from services.worker.engine.layout import Span
 
 CPU = torch.device("cpu")
@@ -67,6 +67,14 @@ def test_few_tiles_are_split_as_far_as_it_fills_the_device(
     tiles: int, kv_heads: int, longest_tokens: int, splits: int
 ) -> None:
     assert choose_splits(tiles, kv_heads, longest_tokens, multiprocessors=132) == splits
+
+
+@given(spans)
+def test_ids_of_blocks_that_exist_follow_the_last_table(spans: list[Span]) -> None:
+    """A tile is read whole, beyond the end of its sequence's table."""
+    packed = pack(layout.pack(spans, 4), Heads(2, 2), device=CPU, multiprocessors=1)
+    rest = packed.blocks.storage_offset() + len(packed.blocks)
+    assert packed.blocks.as_strided((MOST_TILE_KEYS,), (1,), rest).tolist() == [0] * MOST_TILE_KEYS
 
 
 def test_an_upload_keeps_lists_apart() -> None:
