@@ -77,6 +77,14 @@ def attention_bounds(
     return output_off, weight_off + 4 * parts * UNITS[torch.float32] * lse_size
 
 
+def merge_bounds(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[float, float]:
+    """Of merging `[parts, …, dim]` by their log-sum-exps in fp32, one after the other or all at once."""
+    parts = outputs.shape[0]
+    size = _largest(lses.nan_to_num(0.0, 0.0, 0.0)) + math.log(parts)
+    weight_off = parts * (4 * UNITS[torch.float32] * size + EXPONENTIAL) + gamma(2 * parts)
+    return math.expm1(2 * weight_off) * _largest(outputs), weight_off + 4 * UNITS[torch.float32] * size
+
+
 def assert_within(actual: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float) -> None:
     """AssertionError, with the worst place, where `actual` is further from `exact` than `bound`, or is NaN.
     Infinities have to be equal."""

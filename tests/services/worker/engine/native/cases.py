@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.layout import PackedSpans
+from tests.rounding import attention_bounds
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,19 @@ class World:
             key_end=np.array(ends, dtype=np.int32),
             blocks=np.array([block for table in tables for block in table], dtype=np.int32),
             slots=np.zeros(0, dtype=np.int64),
+        )
+
+    def bounds(self) -> tuple[float, float]:
+        """What rounding allows an output and a log-sum-exp to be off, whatever the order of the sums."""
+        case = self.case
+        return attention_bounds(
+            self.query,
+            torch.cat(self.keys),
+            torch.cat(self.values),
+            case.scaling,
+            most_keys=max(first + count for first, count in case.rows),
+            softcap=case.softcap,
+            parts=len(case.parts) + 1,
         )
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
