@@ -10,7 +10,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs chat test dev check lint types layers format slow clients lock lock-clients lock-vllm wheels secrets compose-test setup-vllm setup-llamacpp clean
+.PHONY: help up down status logs chat test dev check lint types layers format slow clients lock lock-clients lock-vllm wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ logs: .venv/.runtime ## what its processes have logged (ARGS=worker-0, ARGS=--fo
 	@$(BIN)/python -m services logs $(ARGS)
 
 chat: .venv/.runtime ## talk to the model in this terminal
-	@$(BIN)/python -m services chat
+	@$(BIN)/python -m services chat $(ARGS)
 
 test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT_ONCE=1: one file after another
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(AT_ONCE) --dist loadfile $(ARGS)
@@ -59,6 +59,10 @@ secrets: .venv/.runtime ## the key and passwords that docker-compose.yml reads, 
 
 compose-test: .venv/.dev ## build the image, run the stack in containers, kill and swap parts of it (BASE=image)
 	$(BIN)/python -m tests.compose $(if $(BASE),--base $(BASE)) $(ARGS)
+
+readme-test: ## do what README says, in a clean clone, and write down what was seen (ARGS="--without 'make test'")
+	@$(CHECK_PYTHON)
+	@$(PYTHON) tests/readme/walk.py $(ARGS)
 
 check: lint types layers ## everything that reads the code without running it
 

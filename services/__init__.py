@@ -1,3 +1,3 @@
-"""The six services of Kvasir and the stack that runs them."""
+"""The six services, and the stack that runs them on one machine."""
 
 import shared  # noqa: F401  # refuses a Python that cannot run this

@@ -7,7 +7,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("services", "shared", "models", "sim", "bench")
-FREE = ("tests/stack", "tests/clients", "tests/docs", "tests/conformance", "tests/test_layout.py")
+FREE = (
+    "tests/stack",
+    "tests/clients",
+    "tests/docs",
+    "tests/conformance",
+    "tests/readme",
+    "tests/test_layout.py",
+)
 """Tests of the whole rather than of one file."""
 MAX_LINES = 500
 SERVICES = ("gateway", "scheduler", "predictor", "placement", "ledger", "worker")

@@ -1,9 +1,12 @@
 """The README names only targets, folders, links and settings that exist; its tree is the tree."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from shared.config import load
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -31,17 +34,10 @@ def test_the_tree_is_the_tree() -> None:
         assert (ROOT / name).is_dir()
 
 
-def test_the_names_in_the_settings_exist() -> None:
-    from services.placement.config import PlacementConfig
-    from services.predictor.config import PredictorConfig
-    from services.scheduler.config import SchedulerConfig
-
-    fields = {
-        "scheduler": SchedulerConfig.model_fields,
-        "placement": PlacementConfig.model_fields,
-        "predictor": PredictorConfig.model_fields,
-    }
-    named = re.findall(r"--set (\w+)\.(\w+)=", README)
+def test_the_settings_exist_and_take_these_values() -> None:
+    named = re.findall(r"--set (\w+)\.([\w.]+)=([\w.]+)", README)
     assert named
-    for section, setting in named:
-        assert setting in fields[section]
+    for section, setting, value in named:
+        config_type = getattr(import_module(f"services.{section}.config"), f"{section.capitalize()}Config")
+        variable = f"KVASIR_{section}__{setting.replace('.', '__')}".upper()
+        load(config_type, section, [], {variable: value}).check()

@@ -1,15 +1,19 @@
 """A term on a real nats-server: submissions, ends, cancels, silent workers."""
 
 import asyncio
+import logging
 
 import pytest
 
 from services.scheduler import standstill
 from services.scheduler.planning import Lane
+from services.scheduler.term import _say_lost
 from shared import metrics, subjects
 from shared.errors import ContextOverflow
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence
+from shared.messages.reports import WorkerLost
+from shared.messages.sequence import SequenceRef
 from tests.services.scheduler.bus_stack import BusStack, running, until
 
 
@@ -108,3 +112,18 @@ async def test_work_that_waits_where_nothing_moves_shows_in_log_status_and_metri
         await until(lambda: shown._value.get() >= 0.4)
         monkeypatch.undo()
         await until(lambda: "a" in stack.reader.ended and shown._value.get() == 0)
+
+
+LOST_REF = SequenceRef(request_id="r", choice=0, attempt=1)
+
+
+@pytest.mark.parametrize(("refs", "level"), [((), logging.INFO), ((LOST_REF,), logging.WARNING)])
+def test_only_a_lost_worker_that_is_missed_is_warned_of(
+    refs: tuple[SequenceRef, ...], level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is parked by plan had nothing to do."""
+    with caplog.at_level(logging.INFO, "kvasir"):
+        _say_lost(WorkerLost(worker_id="worker-3", incarnation=1, refs=refs))
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert ("lost" in record.getMessage()) == bool(refs)

@@ -1,0 +1,30 @@
+"""The walk through README takes its commands from README, all of them, in its order."""
+
+import io
+import re
+from pathlib import Path
+
+from tests.readme.walk import Step, Walk, prepared, steps
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_every_command_of_the_table_is_taken_in_order() -> None:
+    found = [step.command for step in steps(README)]
+    rows = [line for line in README.splitlines() if re.match(r"\| `(make|python)", line)]
+    assert found[:2] == ["make up", "make test"]
+    assert len(found) == 2 + len(rows)
+    assert all(f"`{command}`" in row for command, row in zip(found[2:], rows, strict=True))
+
+
+def test_nothing_is_left_for_the_reader_to_fill_in() -> None:
+    for step in steps(README):
+        assert not re.search(r"[A-Z]{3,}_[A-Z]", prepared(step.command)), step.command
+
+
+def test_a_command_is_run_on_a_terminal_and_its_failure_is_told(tmp_path: Path) -> None:
+    out = io.StringIO()
+    walk = Walk(tmp_path, out)
+    assert walk.carry_out(Step("stty size; test -t 1", "")) is None
+    assert walk.carry_out(Step("exit 3", "")) == "exit code 3"
+    assert "24 80" in out.getvalue() and "[it did not: exit code 3" in out.getvalue()
