@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.rounding import assert_within, attention_bounds
 from tests.services.worker.engine.gpu.reference import Problem, expected, problem
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
@@ -33,11 +34,28 @@ def packed(made: Problem, multiprocessors: int = ONE, **partial: list[int]) -> S
 
 def check(
     actual: tuple[torch.Tensor, torch.Tensor],
-    wanted: tuple[torch.Tensor, torch.Tensor],
-    tolerance: float = 1e-5,
+    made: Problem,
+    scaling: float,
+    softcap: float | None = None,
+    window_tokens: int | None = None,
+    *,
+    seen: list[tuple[int, int]] | None = None,
+    parts: int = 1,
 ) -> None:
-    for mine, theirs in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(mine.float().cpu(), theirs, rtol=tolerance, atol=tolerance)
+    """Against the definition, to what rounding may do; `parts`: that were merged here. The kernel may have
+    merged some itself."""
+    wanted = expected(made, scaling, softcap, window_tokens, seen=seen)
+    bounds = attention_bounds(
+        made.query,
+        made.k_pool.transpose(2, 3),
+        made.v_pool,
+        scaling,
+        most_keys=max(span.first_position + span.count for span in made.spans),
+        softcap=softcap,
+        parts=parts + 1,
+    )
+    for mine, theirs, bound in zip(actual, wanted, bounds, strict=True):
+        assert_within(mine, theirs, bound)
 
 
 sequences = st.lists(
@@ -77,7 +95,7 @@ def test_every_row_attends_to_the_keys_it_sees(
         softcap,
         window_tokens,
     )
-    check(actual, expected(made, 0.3, softcap, window_tokens))
+    check(actual, made, 0.3, softcap, window_tokens)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
@@ -86,7 +104,11 @@ def test_head_sizes_and_dtypes(device: torch.device, dim: int, dtype: torch.dtyp
     made = problem([(300, 1), (20, 30)], heads=(8, 2), dims=(dim, dim), block_tokens=16).to(device, dtype)
     output, lse = attend_paged(made.k_pool, made.v_pool, packed(made, MANY), made.query, dim**-0.5)
     assert output.dtype is dtype and lse.dtype is torch.float32
-    check((output, lse), expected(made, dim**-0.5), 1e-5 if dtype is torch.float32 else 2e-2)
+    if dtype is torch.float32:
+        check((output, lse), made, dim**-0.5)
+        return
+    for mine, theirs in zip((output, lse), expected(made, dim**-0.5), strict=True):
+        torch.testing.assert_close(mine.float().cpu(), theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("multiprocessors", [ONE, MANY])
@@ -104,9 +126,9 @@ def test_partial_tables_merge_to_the_whole(device: torch.device, multiprocessors
             key_end=[min(high, 701), min(high, 102), min(high, 4)],
         )
         parts.append(attend_paged(on_device.k_pool, on_device.v_pool, arrays, on_device.query, 0.4))
-        check(parts[-1], expected(made, 0.4, seen=[(low, high)] * 3))
+        check(parts[-1], made, 0.4, seen=[(low, high)] * 3)
     outputs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
-    check(merge(outputs, lses), expected(made, 0.4))
+    check(merge(outputs, lses), made, 0.4, parts=len(parts))
 
 
 @pytest.mark.parametrize("multiprocessors", [ONE, MANY])
@@ -122,7 +144,7 @@ def test_large_scores_neither_overflow_nor_vanish(device: torch.device) -> None:
     made = problem([(40, 1), (9, 5)], seed=7).to(device, torch.float32)
     for softcap in (None, 30.0):
         actual = attend_paged(made.k_pool, made.v_pool, packed(made), made.query, 300.0, softcap)
-        check(actual, expected(made, 300.0, softcap), 1e-3)
+        check(actual, made, 300.0, softcap)
 
 
 def test_queries_may_be_a_slice_of_wider_rows(device: torch.device) -> None:
@@ -130,7 +152,7 @@ def test_queries_may_be_a_slice_of_wider_rows(device: torch.device) -> None:
     wide = torch.randn(4, 9, 16, device=device)
     wide[:, :4] = made.query
     actual = attend_paged(made.k_pool, made.v_pool, packed(made), wide[:, :4], 0.3)
-    check(actual, expected(made, 0.3))
+    check(actual, made, 0.3)
 
 
 def test_the_same_call_gives_the_same_bits(device: torch.device) -> None:
