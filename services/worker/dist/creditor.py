@@ -9,7 +9,7 @@ sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -120,10 +120,10 @@ class Creditor:
                     steps.popitem(last=False)
         return known.described
 
-    def forget(self, worker_id: str) -> None:
-        """A debtor is gone."""
+    def keep(self, debtors: Collection[str]) -> None:
+        """Forgets what anybody else described: who has no grant any more describes anew when there is one."""
         with self._lock:
-            for key in [key for key in self._described if key[0].worker_id == worker_id]:
+            for key in [key for key in self._described if key[0].worker_id not in debtors]:
                 del self._described[key]
 
 

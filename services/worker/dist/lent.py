@@ -46,6 +46,10 @@ class SharedGrants(Grants):
         with self.lock:
             return super().lend(asked, blocks, now_s)
 
+    def debtors(self) -> set[str]:
+        with self.lock:
+            return super().debtors()
+
     def renew(self, asked: RenewLeases, now_s: float, *, short_blocks: int = 0) -> LeasesRenewed:
         with self.lock:
             return super().renew(asked, now_s, short_blocks=short_blocks)

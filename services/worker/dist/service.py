@@ -85,6 +85,7 @@ class Neighbourhood:
         self._want_until_s = 0.0
         self._is_busy: Callable[[], bool] = lambda: False
         self._lending: Lending | None = None
+        self._creditor: Creditor | None = None
         self._borrower: Borrower | None = None
         host = config.host or socket.gethostname()
         self._plane = BulkPlane(bus, host, make_transports(config.bulk), config.bulk.ticket_s)
@@ -148,7 +149,7 @@ class Neighbourhood:
             clock=self._clock,
         )
         if config.lend and isinstance(engine, TorchEngine):
-            creditor = Creditor(
+            creditor = self._creditor = Creditor(
                 engine.attention,
                 LentGrants(self._lending.grants, self._lending.table, self._on_freed, self._clock),
                 ComputeBudget(config.max_remote_attention_fraction),
@@ -202,6 +203,10 @@ class Neighbourhood:
     def annotate(self, report: WorkerReported) -> WorkerReported:
         """A heartbeat with what is lent and borrowed, and with the context that all together can hold."""
         assert self._lending is not None
+        if (
+            self._creditor is not None
+        ):  # Grants are given on this thread: nobody gets one between the two calls.
+            self._creditor.keep(self._lending.grants.debtors())
         now_s = self._clock()
         want = self._want if now_s < self._want_until_s else WantKv(tokens=0)
         needed_blocks = -(-want.tokens // self._engine.block_tokens) + 1 if want.tokens else 0

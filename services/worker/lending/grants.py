@@ -94,6 +94,10 @@ class Grants:
         """Out of the pools, those of ended grants with users included."""
         return self._table.lent_blocks()
 
+    def debtors(self) -> set[str]:
+        """Worker ids of those who hold something."""
+        return set(self._by_debtor)
+
     def generation(self, grant_id: int) -> int | None:
         """Of a grant that has not ended."""
         lent = self._grants.get(grant_id)

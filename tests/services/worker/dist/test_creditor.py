@@ -112,7 +112,9 @@ def test_a_step_is_described_once_and_forgotten_with_its_debtor(make_model: Mode
         writes = SIZES[1:]
         offer(owner, request(q_heads=0), writes, WRITE)
         offer(owner, request(q_heads=0, part=None, layer=1), writes, WRITE)
-        owner.creditor.forget(DEBTOR.worker_id)
+        owner.creditor.keep({DEBTOR.worker_id, "another"})
+        offer(owner, request(part=None), SIZES)
+        owner.creditor.keep({"another"})
         with pytest.raises(InvalidMessage, match="never described"):
             offer(owner, request(q_heads=0, part=None), writes, WRITE)
 

@@ -240,3 +240,17 @@ def test_a_creditor_in_need_tells_each_debtor_its_part() -> None:
     lent(grants, "e", 4, 5)
     assert grants.renew(renew("d", 1), 1.0, short_blocks=3).wanted_back_blocks == 2
     assert grants.renew(renew("e", 2), 1.0, short_blocks=99).wanted_back_blocks == 2
+
+
+def test_who_holds_something_is_a_debtor_until_the_last_of_it_is_back() -> None:
+    grants = creditor()
+    first, second = lent(grants, "d", 0, 1), lent(grants, "e", 2, request=2)
+    grants.give_back(give_back("d", first.grant_id, 0))
+    assert grants.debtors() == {"d", "e"}
+    grants.give_back(give_back("d", first.grant_id, 1))
+    assert grants.debtors() == {"e"}
+    assert grants.enter(second.grant_id, 1, (), 1.0)
+    grants.tick(99.0)
+    assert grants.debtors() == {"e"}, "somebody is at work on it"
+    grants.leave(second.grant_id)
+    assert grants.debtors() == set()
