@@ -7,6 +7,7 @@ what streams ask for goes to `dispatch`.
 import asyncio
 from collections.abc import Mapping
 from contextvars import copy_context
+from secrets import token_bytes
 
 from services.gateway.acceptance import Job
 from services.gateway.answer import Answer
@@ -54,6 +55,7 @@ class Desk:
         self._open: dict[SequenceKey, Sequence] = {}
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
+        self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         self.vocabulary = Vocabulary(codec.tokenizer)
         self.counters = Counters()
@@ -122,7 +124,7 @@ class Desk:
             packed = pack_tokens(prompt)
             sequence_id = request_id if at == 0 else f"{request_id}-{at}"
             for choice in range(job.n):
-                stream = Stream((sequence_id, choice), self._timing, now_s)
+                stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
                 exchange.sequences.append(
                     Sequence(stream, packed, sampling, exchange, now_s, copy_context(), salt)
                 )

@@ -49,6 +49,7 @@ class Sequence:
             deadline_in_s=self.exchange.deadline.remaining_s(),
             cache_salt=self.cache_salt,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
+            capability=self.stream.capability,
         )
 
 

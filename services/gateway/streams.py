@@ -1,13 +1,16 @@
 """One sequence as the gateway that owns it sees it: which tokens count, and what to do when none come.
 
 Pure. A `Stream` is told what happened (`on_x(event, now_s)`) and answers with effects for its shell to carry
-out. It accepts a delta only of the current attempt, from the one worker that serves that attempt, and only
-where it joins what is held; whatever else happens it asks again, fetches, or hands the sequence over under a
-higher attempt. It never waits without a reason to wake: every open stream reacts to `on_tick`. Knows neither
+out. It accepts a delta only of the current attempt, from the one worker that serves that attempt (the first
+that proves that it was given it, by the capability that goes along with the submission), and only where it
+joins what is held; whatever else happens it asks again, fetches, or hands the sequence over under a higher
+attempt. It never waits without a reason to wake: every open stream reacts to `on_tick`. Knows neither
 text nor HTTP.
 """
 
 from enum import StrEnum
+from hashlib import blake2b
+from hmac import compare_digest
 
 from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit, WorkerStart, disown
 from services.gateway.faults import Faults
@@ -18,7 +21,7 @@ from services.gateway.submission import Submission
 from services.gateway.timing import StreamTiming
 from shared.errors import CallerError, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
-from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
@@ -34,8 +37,10 @@ class Phase(StrEnum):
 class Stream:
     """The gateway's record of one sequence. `tokens` is the answer so far and only ever grows."""
 
-    def __init__(self, key: SequenceKey, timing: StreamTiming, now_s: float) -> None:
+    def __init__(self, key: SequenceKey, timing: StreamTiming, now_s: float, secret: bytes = b"") -> None:
+        """`secret` is what capabilities are made from; without one whoever speaks first serves an attempt."""
         self.key = key
+        self._secret = secret
         self.tokens: list[int] = []
         self.logprobs: dict[int, TokenLogprobs] = {}
         """By index in the answer, until its reader takes them."""
@@ -62,6 +67,13 @@ class Stream:
     @property
     def ref(self) -> SequenceRef:
         return SequenceRef(request_id=self.key[0], choice=self.key[1], attempt=self.attempt)
+
+    @property
+    def capability(self) -> bytes:
+        """Of the current attempt: for whom the scheduler gives it to, and nobody else to guess."""
+        if not self._secret:
+            return b""
+        return blake2b(str(self.ref).encode(), key=self._secret, digest_size=16).digest()
 
     def open_tokens(self, max_tokens: int) -> int:
         """That may follow a submission made now, from the former worker."""
@@ -107,7 +119,7 @@ class Stream:
         """Tokens from a frame or a fetch."""
         if self._before is not None and self.is_open and delta.attempt == self._before.ref.attempt:
             return self._on_late(self._before, delta, worker, now_s)
-        if not self.is_open or delta.attempt != self.attempt:
+        if not self.is_open or delta.attempt != self.attempt or not self._is_proven(worker, delta.proof):
             self.stale_deltas += 1
             return ()
         if not self._is_served_by(worker, now_s):
@@ -154,7 +166,7 @@ class Stream:
             return ()
         if not self.is_open or report.ref.attempt < self.attempt:
             return (disown(report, worker, goes_on=self.is_open),)
-        if report.ref.attempt > self.attempt:
+        if report.ref.attempt > self.attempt or not self._is_proven(worker, report.proof):
             return ()
         if not self._is_served_by(worker, now_s):
             return self._hand_over("second_server", now_s)
@@ -248,6 +260,10 @@ class Stream:
             part.check_integrity()
 
     # --- inside
+
+    def _is_proven(self, worker: WorkerStart, proof: bytes) -> bool:
+        """Whether it serves the attempt, or shows that it was given it."""
+        return self.server == worker or compare_digest(proof, proof_of(self.capability, *worker))
 
     def _is_served_by(self, worker: WorkerStart, now_s: float) -> bool:
         """Binds the attempt to the first worker that shows it; two could differ in a near tie."""

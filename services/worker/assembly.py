@@ -130,7 +130,8 @@ def core_of(
         gateway_timeout_s=config.gateway_timeout_s,
     )
     profiled = engine.prefill_tokens_per_s if isinstance(engine, TorchEngine) else 0.0
-    return StepCore(identity, SequenceTable(neighbours.pool, limits, prefixes), SpeedMeter(profiled))
+    worker = (identity.worker_id, identity.incarnation)
+    return StepCore(identity, SequenceTable(neighbours.pool, limits, prefixes, worker), SpeedMeter(profiled))
 
 
 def make_engine(config: WorkerConfig) -> Engine:

@@ -23,7 +23,7 @@ class AddressedFrame:
         return sum(delta.finish_reason is not None for delta in self.frame.deltas)
 
 
-def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
+def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> TokenDelta:
     """The answer from `first_index` on, with the end reason when it has ended and all of it is here.
 
     It stops short where its log-probabilities would weigh too much, and where earlier tokens (whose
@@ -39,6 +39,7 @@ def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
             (sequence.tokens[-1],),
             sequence.finish_reason,
             sequence.cached_tokens,
+            proof=proof,
         )
     start = sequence.prompt_tokens + max(0, min(first_index, sequence.generated_tokens))
     end = len(sequence.tokens)
@@ -58,6 +59,7 @@ def delta_from(sequence: HeldSequence, first_index: int) -> TokenDelta:
         finish_reason=sequence.finish_reason if end == len(sequence.tokens) else None,
         cached_tokens=sequence.cached_tokens,
         logprobs=tuple(logprobs),
+        proof=proof,
     )
 
 
@@ -67,7 +69,8 @@ def assemble(
     """One frame per gateway from (sequence, index of its first new token)."""
     by_gateway: dict[str, list[TokenDelta]] = {}
     for sequence, first_index in changed:
-        by_gateway.setdefault(sequence.gateway_id, []).append(delta_from(sequence, first_index))
+        delta = delta_from(sequence, first_index, sequence.take_proof())
+        by_gateway.setdefault(sequence.gateway_id, []).append(delta)
     return tuple(
         AddressedFrame(name, TokenFrame(worker_id=worker_id, incarnation=incarnation, deltas=tuple(deltas)))
         for name, deltas in by_gateway.items()
@@ -76,7 +79,8 @@ def assemble(
 
 def fetched(sequence: HeldSequence | None, first_index: int) -> FetchedTokens:
     """Answer to a gateway that missed a frame."""
-    return FetchedTokens(delta=None if sequence is None else delta_from(sequence, first_index))
+    delta = None if sequence is None else delta_from(sequence, first_index, sequence.proof)
+    return FetchedTokens(delta=delta)
 
 
 def without_ends(frames: Sequence[AddressedFrame]) -> tuple[AddressedFrame, ...]:

@@ -25,7 +25,7 @@ from shared.messages.plans import (
     SkipReason,
 )
 from shared.messages.reports import SequenceReport, SequenceState
-from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, proof_of
 
 MAX_SEQUENCES = 8192
 """Held at once, ended ones included."""
@@ -47,9 +47,16 @@ class SequenceTable:
     `prefixes` shares blocks between sequences; None: each computes all of its own.
     """
 
-    def __init__(self, pool: Pool, limits: Limits, prefixes: Prefixes | None = None) -> None:
-        """With `prefixes`, `pool` is its cache, or extends it."""
+    def __init__(
+        self,
+        pool: Pool,
+        limits: Limits,
+        prefixes: Prefixes | None = None,
+        worker: tuple[str, int] = ("", 0),
+    ) -> None:
+        """With `prefixes`, `pool` is its cache, or extends it. `worker`: id and incarnation of this one."""
         self.pool = pool
+        self._worker = worker
         self.prefixes = prefixes
         self._block_tokens = pool.block_tokens
         self._limits = limits
@@ -285,6 +292,7 @@ class SequenceTable:
         if not self._make_room():
             return SkipReason.NO_BLOCKS
         sequence = HeldSequence.from_spec(spec, self._limits.max_context_tokens, now_s)
+        sequence.proof = proof_of(spec.capability, *self._worker)
         self._held[spec.ref.key] = sequence
         reason = sequence.due_reason() if self._computable(sequence) else FinishReason.ERROR
         if reason is not None:

@@ -75,6 +75,10 @@ class HeldSequence:
     """It changed workers, and was to take such tokens."""
     rehearsal: bool = False
     """Nobody reads it, and nobody acknowledges its end: only its blocks are wanted."""
+    proof: bytes = b""
+    """That this worker was given it, for its gateway."""
+    is_proven: bool = False
+    """The proof went along with tokens."""
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, max_context_tokens: int, now_s: float) -> "HeldSequence":
@@ -149,6 +153,12 @@ class HeldSequence:
         """AssertionError when log-probabilities are kept that nobody wants, or more than tokens."""
         assert len(self.logprobs) <= (0 if self.sampling.top_logprobs is None else self.generated_tokens)
 
+    def take_proof(self) -> bytes:
+        """Once; empty from then on. A gateway that missed it finds it in a heartbeat."""
+        proof = b"" if self.is_proven else self.proof
+        self.is_proven = True
+        return proof
+
     def report(self, now_s: float) -> SequenceReport:
         """What heartbeats say of it. Times are seconds on the worker's clock, sent as differences only."""
         held_s = now_s - self.received_s
@@ -164,4 +174,5 @@ class HeldSequence:
             finish_reason=self.finish_reason,
             waited_s=self.waited_s + held_s,
             deadline_in_s=None if self.deadline_in_s is None else self.deadline_in_s - held_s,
+            proof=self.proof,
         )

@@ -72,6 +72,8 @@ class SequenceReport(Message, frozen=True, kw_only=True):
     waited_s: float = 0.0
     """Seconds since the gateway accepted the request."""
     deadline_in_s: float | None = None
+    proof: bytes = b""
+    """`proof_of` the attempt's capability."""
 
 
 class WorkerReported(Message, frozen=True, kw_only=True):

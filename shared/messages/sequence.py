@@ -7,6 +7,7 @@ attempts of one sequence obeys the higher one.
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
+from hashlib import blake2b
 
 from shared.messages.base import Message
 
@@ -92,6 +93,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """So many more tokens of the answer may still come (`ExtendSequence`) before it is computed."""
     rehearsal: bool = False
     """Compute it so that its blocks are stored, and tell nobody: where another is about to move to."""
+    capability: bytes = b""
+    """Who is given it may speak for this attempt, and shows that with `proof_of`; empty: whoever does."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,6 +103,13 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     @property
     def generated_tokens(self) -> int:
         return len(self.generated) // TOKEN_BYTES
+
+
+def proof_of(capability: bytes, worker_id: str, incarnation: int) -> bytes:
+    """That this run of a worker was given the capability. Of no use to another, who may not use its name."""
+    if not capability:
+        return b""
+    return blake2b(f"{worker_id}/{incarnation}".encode(), key=capability, digest_size=16).digest()
 
 
 TOKEN_BYTES = 4

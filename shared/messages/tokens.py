@@ -28,6 +28,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens that were served from the prefix cache."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `tokens`, or none at all."""
+    proof: bytes = b""
+    """`proof_of` the attempt's capability: with its first tokens, and whenever it is fetched."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

@@ -110,7 +110,7 @@ class World(VirtualNet):
 
     def submit(self, key: SequenceKey) -> None:
         timing = StreamTiming(give_up_s=500.0)
-        self.streams[key] = Stream(key, timing, self.now_s)
+        self.streams[key] = Stream(key, timing, self.now_s, b"secret")
         self._apply(key, self.streams[key].submit(self.now_s))
 
     def _apply(self, key: SequenceKey, effects: tuple[StreamEffect, ...]) -> None:
@@ -165,6 +165,7 @@ class World(VirtualNet):
             sampling=Sampling(seed=0, max_tokens=wanted.max_tokens, end_token_ids=(END_TOKEN,)),
             generated=pack_tokens(stream.tokens),
             open_tokens=stream.open_tokens(wanted.max_tokens),
+            capability=stream.capability,
         )
 
     def _gateway_tick(self) -> None:
@@ -345,7 +346,8 @@ class World(VirtualNet):
             cache = self.caches[worker.name] = PrefixCache(pool, Tiers(), mover, CostGate())
             prefixes = Prefixes(cache, FINGERPRINT)
         own = pool if prefixes is None else prefixes.cache
-        table = SequenceTable(self.pool_over(worker, own), limits, prefixes)
+        start = (worker.name, worker.incarnation)
+        table = SequenceTable(self.pool_over(worker, own), limits, prefixes, start)
         worker.core = StepCore(identity, table)
         self._every(BEAT_S, lambda: self._beat(worker), worker)
         self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)

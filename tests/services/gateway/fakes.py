@@ -23,7 +23,14 @@ from shared.messages.reports import (
     SequenceState,
     WorkerLost,
 )
-from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, unpack_tokens
+from shared.messages.sequence import (
+    FinishReason,
+    SequenceKey,
+    SequenceRef,
+    SequenceSpec,
+    proof_of,
+    unpack_tokens,
+)
 from shared.messages.tokens import (
     AcknowledgeEnds,
     FetchedTokens,
@@ -56,6 +63,7 @@ class Held:
 
     spec: SequenceSpec
     tokens: list[int]
+    proof: bytes = b""
     finish_reason: FinishReason | None = None
 
     def delta(self, first_index: int) -> TokenDelta:
@@ -75,6 +83,7 @@ class Held:
             self.finish_reason,
             3,
             logprobs,
+            self.proof,
         )
 
 
@@ -109,7 +118,8 @@ class FakeWorker:
         return [asyncio.create_task(self._beat()), asyncio.create_task(self._run())]
 
     def take(self, spec: SequenceSpec) -> None:
-        self.held[spec.ref.key] = Held(spec, unpack_tokens(spec.generated))
+        proof = proof_of(spec.capability, self.bus.instance, self.bus.incarnation)
+        self.held[spec.ref.key] = Held(spec, unpack_tokens(spec.generated), proof)
 
     async def fetch(self, question: FetchTokens) -> FetchedTokens:
         held = self.held.get(question.ref.key)
@@ -157,6 +167,7 @@ class FakeWorker:
             max_tokens=held.spec.sampling.max_tokens,
             allocated_blocks=1,
             finish_reason=held.finish_reason,
+            proof=held.proof,
         )
 
     async def _beat(self) -> None:

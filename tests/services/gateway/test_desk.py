@@ -10,6 +10,7 @@ import pytest_asyncio
 from services.gateway.acceptance import Job
 from services.gateway.config import GatewayConfig
 from services.gateway.desk import Desk
+from services.gateway.exchange import Exchange
 from services.gateway.streams import Phase
 from services.gateway.tokenizer import Codec
 from shared import subjects
@@ -17,12 +18,21 @@ from shared.bus import Bus, Listener
 from shared.errors import NoResponder, Overloaded
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import SchedulerAnnounced, SequenceFinished
-from shared.messages.sequence import FinishReason, Sampling, SequenceRef
+from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta
 from tests.services.gateway.fakes import until
 from tests.services.gateway.test_state import report
 
 W = ("worker-0", 1)
+
+
+def said(
+    exchange: Exchange, choice: int, tokens: tuple[int, ...], end: FinishReason | None = None
+) -> TokenDelta:
+    """By the worker that was given the sequence."""
+    stream = exchange.sequences[choice].stream
+    proof = proof_of(stream.capability, *W)
+    return TokenDelta(*stream.key, stream.attempt, 0, tokens, end, proof=proof)
 
 
 class Learner:
@@ -79,8 +89,8 @@ async def test_an_answer_is_told_once_to_whoever_learns(
     learner = Learner()
     await (await connect_bus()).attach(Learner.HANDLERS, learner)
     exchange = desk.open(job(n=3), "req_1")
-    desk.on_delta(TokenDelta("req_1", 0, 1, 0, (8, 9, 2), FinishReason.STOP), W, 0.0)
-    desk.on_delta(TokenDelta("req_1", 1, 1, 0, (8, 9, 9)), W, 0.0)
+    desk.on_delta(said(exchange, 0, (8, 9, 2), FinishReason.STOP), W, 0.0)
+    desk.on_delta(said(exchange, 1, (8, 9, 9)), W, 0.0)
     desk.finish(exchange.sequences[1], output_tokens=2)
     desk.finish(exchange.sequences[0], output_tokens=1)
     desk.close(exchange)
@@ -92,13 +102,14 @@ async def test_an_answer_is_told_once_to_whoever_learns(
 
 async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Desk) -> None:
     exchange = desk.open(job(), "req_1")
+    before = said(exchange, 0, (8,))
     desk.lose(W, {("req_1", 0): 1}, 0.0)
     stream = exchange.sequences[0].stream
     assert stream.attempt == 2
-    desk.on_delta(TokenDelta("req_1", 0, 1, 0, (8,)), W, 0.0)
+    desk.on_delta(before, W, 0.0)
     desk.on_delta(TokenDelta("req_9", 0, 1, 0, (8,)), W, 0.0)
     assert stream.tokens == []
-    desk.on_delta(TokenDelta("req_1", 0, 2, 0, (8,)), W, 0.0)
+    desk.on_delta(said(exchange, 0, (8,)), W, 0.0)
     assert stream.tokens == [8]
 
 
@@ -130,7 +141,7 @@ async def test_what_is_missing_is_said(desk: Desk) -> None:
 async def test_a_silent_worker_is_lost_on_the_tick(desk: Desk) -> None:
     exchange = desk.open(job(), "req_1")
     desk.on_worker_reported(report("worker-0"), 0.0)
-    desk.on_delta(TokenDelta("req_1", 0, 1, 0, (8,)), W, 0.0)
+    desk.on_delta(said(exchange, 0, (8,)), W, 0.0)
     desk.on_tick(2.9)
     assert exchange.sequences[0].stream.attempt == 1
     desk.on_tick(3.1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from services.gateway.service import HANDLERS
@@ -17,10 +18,13 @@ from shared import subjects
 from shared.bus import Bus
 from shared.messages.base import Empty
 from shared.messages.reports import SequenceState, ServiceStatus
-from shared.messages.tokens import TokenDelta
+from shared.messages.sequence import FinishReason
+from shared.messages.tokens import TokenDelta, TokenFrame
+from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
 from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack, free_port
 from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled, until
+from tests.shared.messages.builders import worker_report
 
 
 def text_of(reply: httpx.Response) -> str:
@@ -354,3 +358,27 @@ def test_the_hot_path_runs_inline() -> None:
     told = {"on_worker_reported", "on_scheduler_announced", "on_worker_lost", "on_prepared"}
     assert inline == {"on_frame", *told}
     assert TokenDelta.__struct_config__.array_like
+
+
+async def test_a_worker_that_was_not_given_a_request_cannot_answer_it(
+    stack: Stack, connect_bus: ConnectBus
+) -> None:
+    """One that knows its name (from a heartbeat) and speaks in its own changes nothing."""
+    evil = await connect_bus("worker", "worker-evil")
+    end = (66, FinishReason.STOP)
+    for worker in stack.workers:
+        worker.step_s = 0.02
+    request = await under_way(stack, tokens=1)
+    while not request.done():
+        for held in [held for worker in stack.workers for held in worker.held.values()]:
+            ref = held.spec.ref
+            for first in range(len(held.tokens) + 1):
+                delta = TokenDelta(ref.request_id, ref.choice, ref.attempt, first, end[:1], end[1])
+                frame = TokenFrame("worker-evil", evil.incarnation, (delta,))
+                await evil.publish(subjects.tokens(held.spec.gateway_id, "worker-evil"), frame)
+            listed = msgspec.structs.replace(holder(stack)._listed(held), proof=b"guessed")
+            report = worker_report("worker-evil", incarnation=evil.incarnation, sequences=(listed,))
+            await evil.publish(subjects.worker_reported("worker-evil"), report)
+        await asyncio.sleep(0.005)
+    assert text_of(await request) == ANSWER
+    assert len(stack.scheduler.submits) == 1, "nobody had to begin anew"

@@ -1,12 +1,13 @@
 """One sequence against everything that may happen to it: the true tokens, each once, or it stays open."""
 
+import msgspec
 import pytest
 from hypothesis import settings
 
 from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit
 from services.gateway.streams import Phase, Stream
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder, Overloaded
-from shared.messages.sequence import FinishReason
+from shared.messages.sequence import FinishReason, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
 from tests.services.gateway.stream_rig import KEY, TIMING, A, B, begun, delta, listed, ref
 from tests.services.gateway.stream_world import Anything
@@ -251,3 +252,42 @@ def test_log_probabilities_of_new_tokens_only_are_kept_over_overlaps_gaps_and_re
     assert [stream.logprobs[at].chosen for at in range(7)] == [-0.1, -1.1, -2.1, -3.1, -4.1, -5.2, -6.2]
     stream.on_delta(delta(2, 7, (7,)), B, 3.0)
     assert 7 not in stream.logprobs, "a worker that sends none is taken at its word"
+
+
+def test_only_who_was_given_the_attempt_may_speak_for_it() -> None:
+    """A worker that has read a sequence's name somewhere neither serves it nor disturbs who does."""
+    stream = Stream(KEY, TIMING, 0.0, secret=b"of this gateway")
+    stream.submit(0.0)
+    stream.on_submitted(1, 0.1)
+    proofs = {worker: proof_of(stream.capability, *worker) for worker in (A, B)}
+    proven = [msgspec.structs.replace(delta(1, 0, (10, 11)), proof=proofs[worker]) for worker in (A, B)]
+    forged = (
+        delta(1, 0, (66,), FinishReason.STOP),
+        proven[0],
+        msgspec.structs.replace(proven[0], proof=b"x"),
+    )
+    for one in forged:
+        assert stream.on_delta(one, B, 0.2) == ()
+    claim = msgspec.structs.replace(listed(1, 9), proof=proofs[A])
+    assert stream.on_report(claim, B, 0.2) == () and stream.on_report(listed(1, 9), B, 0.2) == ()
+    assert (stream.tokens, stream.server, stream.stale_deltas) == ([], None, len(forged))
+    stream.on_delta(proven[0], A, 0.3)
+    for one in (*forged, delta(1, 2, (66,))):
+        assert stream.on_delta(one, B, 0.4) == ()
+    assert stream.on_report(claim, B, 0.4) == ()
+    assert (stream.tokens, stream.server, stream.handovers) == ([10, 11], A, {})
+    stream.on_delta(delta(1, 2, (12,)), A, 0.5)
+    assert stream.tokens == [10, 11, 12], "once proven, its frames need no proof"
+    assert Submit(2, 2) in stream.on_delta(proven[1], B, 0.6), "two were given it: neither goes on"
+    stream.on_delta(proven[0], A, 0.7)
+    assert stream.server is None and proof_of(stream.capability, *A) != proofs[A]
+
+
+def test_a_heartbeat_proves_it_too() -> None:
+    """Where the first frame was lost, what it missed is fetched, and so on."""
+    stream = Stream(KEY, TIMING, 0.0, secret=b"of this gateway")
+    stream.submit(0.0)
+    proof = proof_of(stream.capability, *A)
+    stream.on_report(msgspec.structs.replace(listed(1, 0), proof=proof), A, 0.2)
+    assert stream.server == A
+    assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))

@@ -101,3 +101,13 @@ def test_a_long_answer_with_logprobs_is_fetched_in_parts() -> None:
         finished.append(answer.delta.finish_reason)
     assert held == tokens and logprobs == sequence.logprobs
     assert finished == [None, FinishReason.LENGTH]
+
+
+def test_the_proof_goes_with_the_first_tokens_and_with_what_is_fetched_and_reported() -> None:
+    sequence = held("a", [5])
+    sequence.proof = b"proof"
+    (first,), (second,) = (assemble("worker-0", 42, [(sequence, 0)]) for _ in range(2))
+    assert [each.frame.deltas[0].proof for each in (first, second)] == [b"proof", b""]
+    answer = fetched(sequence, 1).delta
+    assert answer is not None and answer.proof == b"proof"
+    assert sequence.report(0.0).proof == b"proof"

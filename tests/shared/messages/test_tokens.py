@@ -27,10 +27,14 @@ def test_contract(message_type: type[msgspec.Struct], data: st.DataObject) -> No
 def test_the_bytes_of_a_frame_are_arrays_in_this_order() -> None:
     """Append-only: nothing here may change but by a longer list."""
     logprobs = (tokens.TokenLogprobs(-0.5, ((7, -0.5), (9, -1.5))), tokens.TokenLogprobs(-2.0))
-    delta = tokens.TokenDelta("req_1", 0, 1, 5, (7, 8), FinishReason.STOP, 3, logprobs)
+    delta = tokens.TokenDelta("req_1", 0, 1, 5, (7, 8), FinishReason.STOP, 3, logprobs, b"p")
     frame = tokens.TokenFrame("worker-0", 9, (delta,))
     packed = [[-0.5, [[7, -0.5], [9, -1.5]]], [-2.0, []]]
-    assert msgpack.unpackb(encode(frame)) == ["worker-0", 9, [["req_1", 0, 1, 5, [7, 8], "stop", 3, packed]]]
+    assert msgpack.unpackb(encode(frame)) == [
+        "worker-0",
+        9,
+        [["req_1", 0, 1, 5, [7, 8], "stop", 3, packed, b"p"]],
+    ]
 
 
 def test_a_frame_of_an_older_writer_is_read_with_defaults() -> None:
