@@ -12,7 +12,8 @@ from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
 
 TICKET_BYTES = 24
-_MOST_TICKETS = 4096
+_MOST_TICKETS = 64
+"""Of one peer that have not been used: one that only asks takes nothing from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class WorkerDesk:
     def issue(self, peer: Peer, *, valid_for_s: float) -> bytes:
         """A ticket with which this peer may dial once. Ends the links of its earlier incarnations.
 
-        Raises Overloaded when too many are out, Unauthorized for an incarnation that was replaced."""
+        Raises Overloaded when it has too many, Unauthorized for an incarnation that was replaced."""
         now_s = self._clock()
         with self._lock:
             if peer.incarnation < self._latest.get(peer.worker_id, 0):
                 raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
             self._tickets = {key: one for key, one in self._tickets.items() if one.until_s > now_s}
-            if len(self._tickets) >= _MOST_TICKETS:
+            if sum(one.peer.worker_id == peer.worker_id for one in self._tickets.values()) >= _MOST_TICKETS:
                 raise Overloaded(f"{_MOST_TICKETS} tickets have not been used", retry_after_s=1.0)
             self._latest[peer.worker_id] = peer.incarnation
             ticket = secrets.token_bytes(TICKET_BYTES)

@@ -43,8 +43,8 @@ _HELLO_LIMITS = Limits(header_bytes=4096, buffers=0)
 _MOST_S = 60.0
 """However long a peer says its question is worth an answer: nothing is received or sent for longer."""
 _PART_S = 1.0
-_REFUSED_LINKS = 8
-"""That are told so at a time; more are dropped."""
+_MOST_STRANGERS = 64
+"""That have not shown a ticket yet; the next one takes the place of the one that has waited longest."""
 _ACCEPT_POLL_S = 0.5
 
 Wrap = Callable[[socket.socket, float], tuple[Pipe, Carriage]]
@@ -61,7 +61,9 @@ class SocketListener:
         self._desk = desk
         self._wrap = wrap
         self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, threading.Thread] = {}
         self._open: dict[socket.socket, threading.Thread] = {}
+        """Those that have shown a ticket."""
         self._closing = False
         sock.settimeout(_ACCEPT_POLL_S)
         self._thread = threading.Thread(target=self._accept, name=f"bulk-{transport}", daemon=True)
@@ -80,10 +82,10 @@ class SocketListener:
         self._thread.join(deadline_s)
         self._sock.close()
         with self._lock:
-            threads = list(self._open.values())
-            for sock in self._open:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+            ending = self._strangers | self._open
+            for sock in ending:
+                _hang_up(sock)
+            threads = list(ending.values())
         for thread in threads:
             thread.join(max(0.0, until_s - monotonic_s()))
         return not any(thread.is_alive() for thread in (self._thread, *threads))
@@ -103,15 +105,15 @@ class SocketListener:
 
     def _start(self, sock: socket.socket) -> None:
         with self._lock:
-            most = self._desk.limits.links
-            if self._closing or len(self._open) >= most + _REFUSED_LINKS:
+            if self._closing:
                 sock.close()
                 return
-            refusal = None
-            if len(self._open) >= most:
-                refusal = Overloaded(f"{most} links are open: close some", retry_after_s=1.0)
+            if len(self._strangers) >= _MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
             thread = threading.Thread(
-                target=self._serve, args=(sock, refusal), name=f"bulk-{self._transport}-link", daemon=True
+                target=self._serve, args=(sock,), name=f"bulk-{self._transport}-link", daemon=True
             )
             try:
                 thread.start()
@@ -119,14 +121,25 @@ class SocketListener:
                 sock.close()
                 _log.warning("%s: no link accepted: %s", self._transport, error)
                 return
+            self._strangers[sock] = thread
+
+    def _enter(self, sock: socket.socket) -> None:
+        """It has shown a ticket. Raises Overloaded, or PeerLost when it had to make room before."""
+        with self._lock:
+            thread = self._strangers.pop(sock, None)
+            if thread is None:
+                raise PeerLost("it took too long to greet while others waited")
+            most = self._desk.limits.links
+            if len(self._open) >= most:
+                raise Overloaded(f"{most} links are open: close some", retry_after_s=1.0)
             self._open[sock] = thread
 
-    def _serve(self, sock: socket.socket, refusal: KvasirError | None) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         """The thread of one link."""
         try:
             pipe, carriage = self._wrap(sock, monotonic_s() + _HELLO_S)
             try:
-                Served(pipe, carriage, self._desk).run(refusal)
+                Served(pipe, carriage, self._desk).run(lambda: self._enter(sock))
             finally:
                 pipe.close()
                 carriage.close()
@@ -135,9 +148,16 @@ class SocketListener:
         except Exception:
             _log.exception("a link by %s failed", self._transport)
         finally:
-            sock.close()
             with self._lock:
-                del self._open[sock]
+                self._strangers.pop(sock, None)
+                self._open.pop(sock, None)
+            sock.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Its thread notices, and closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Served:
@@ -149,9 +169,10 @@ class Served:
         self._desk = desk
         self._peer = Peer("", 0)
 
-    def run(self, refusal: KvasirError | None) -> None:
-        """Until the link ends, at once where there is a refusal. Raises KvasirError for the reason."""
-        self._greet(refusal)
+    def run(self, enter: Callable[[], None]) -> None:
+        """Until the link ends. `enter` is called when the peer has shown a ticket, and raises where there is no
+        room. Raises KvasirError for the reason."""
+        self._greet(enter)
         while True:
             self._pipe.wait(monotonic_s() + self._desk.limits.idle_s)
             envelope = self._next()
@@ -160,12 +181,10 @@ class Served:
             if not self._desk.is_current(self._peer):
                 raise self._stale()
 
-    def _greet(self, refusal: KvasirError | None) -> None:
+    def _greet(self, enter: Callable[[], None]) -> None:
         until_s = monotonic_s() + _HELLO_S
         envelope = receive_envelope(self._pipe, _HELLO_LIMITS, until_s)
         try:
-            if refusal is not None:
-                raise refusal
             if envelope.type != wire.HELLO:
                 raise Unauthorized("a link begins with a greeting")
             hello = wire.hello(envelope.header)
@@ -173,6 +192,7 @@ class Served:
                 raise StaleEpoch(f"this is another worker, or incarnation, than {hello.peer_id}")
             peer = Peer(hello.own_id, hello.own_incarnation)
             self._desk.enter(peer, hello.ticket)
+            enter()
         except KvasirError as error:
             self._fail(0, error, until_s)
         self._peer = peer

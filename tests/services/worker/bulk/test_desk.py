@@ -56,6 +56,7 @@ def test_tickets_are_bounded_and_old_ones_make_room() -> None:
     with pytest.raises(Overloaded):
         for _ in range(5000):
             desk.issue(A, valid_for_s=5.0)
+    desk.issue(Peer("b", 1), valid_for_s=5.0)  # somebody else's share is untouched
     clock.now_s = 6.0
     desk.issue(A, valid_for_s=5.0)
 

@@ -112,3 +112,29 @@ def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_serv
     with rig.greeted() as sock:
         sock.sendall(_message(pattern(SIZE)))
         assert b"kept" in sock.recv(4096)
+
+
+def test_strangers_take_no_place_from_those_with_a_ticket(rig: Rig) -> None:
+    """However many connect and say nothing, and go on doing so: who shows a ticket is served at once."""
+    address, over = split_address(rig.listener.address), threading.Event()
+    silent = [socket.create_connection(address, timeout=5.0) for _ in range(200)]
+
+    def flood() -> None:
+        while not over.wait(0.001):
+            silent.append(socket.create_connection(address, timeout=5.0))
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        for _ in range(5):
+            began_s = time.monotonic()
+            with rig.greeted() as sock:
+                sock.sendall(_message(pattern(SIZE)))
+                assert b"kept" in sock.recv(4096)
+            assert time.monotonic() - began_s < 1.5, "sooner than a stranger's time is up"
+    finally:
+        over.set()
+        flooding.join()
+        for one in silent:
+            one.close()
+    assert rig.counts.committed == 5
