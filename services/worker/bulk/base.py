@@ -174,8 +174,8 @@ class Desk(Protocol):
     @property
     def limits(self) -> Limits: ...
 
-    def enter(self, peer: Peer, ticket: bytes) -> None:
-        """Uses the ticket up. Raises Unauthorized."""
+    def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
+        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
         ...
 
     def is_current(self, peer: Peer) -> bool:

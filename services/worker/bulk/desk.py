@@ -7,6 +7,7 @@ import secrets
 import threading
 from dataclasses import dataclass
 
+from services.worker.bulk import wire
 from services.worker.bulk.base import Limits, Peer, Receiver
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
@@ -18,6 +19,7 @@ _MOST_TICKETS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
+    secret: bytes
     peer: Peer
     until_s: float
 
@@ -32,6 +34,7 @@ class WorkerDesk:
         self._lock = threading.Lock()
         self._receivers: dict[str, Receiver] = {}
         self._tickets: dict[bytes, _Ticket] = {}
+        """By name."""
         self._latest: dict[str, int] = {}
 
     def serve(self, kind: str, receiver: Receiver) -> None:
@@ -59,17 +62,18 @@ class WorkerDesk:
                 raise Overloaded(f"{_MOST_TICKETS} tickets have not been used", retry_after_s=1.0)
             self._latest[peer.worker_id] = peer.incarnation
             ticket = secrets.token_bytes(TICKET_BYTES)
-            self._tickets[ticket] = _Ticket(peer, now_s + valid_for_s)
+            self._tickets[wire.ticket_name(ticket)] = _Ticket(ticket, peer, now_s + valid_for_s)
         return ticket
 
-    def enter(self, peer: Peer, ticket: bytes) -> None:
-        """Uses the ticket up. Raises Unauthorized."""
+    def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
+        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
         with self._lock:
-            found = self._tickets.pop(ticket, None)
+            found = self._tickets.pop(ticket_name, None)
         if found is None or found.peer != peer or found.until_s <= self._clock():
             raise Unauthorized("this ticket was not issued, is used up, or too old: ask for another")
         if not self.is_current(peer):
             raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+        return found.secret
 
     def is_current(self, peer: Peer) -> bool:
         """False when a later incarnation of the peer has been heard of."""

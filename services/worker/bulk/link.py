@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import Protocol
 
 from services.worker.bulk import wire
@@ -93,11 +92,6 @@ def receive_payload(
         return True
     way = carriage if payload_bytes > INLINE_BYTES else IN_STREAM
     return way.receive(pipe, groups, until_s)
-
-
-def welcome_proof(ticket: bytes) -> bytes:
-    """Shows that who answers knows the ticket: it is not some other process that has the port now."""
-    return blake2b(b"kvasir bulk welcome", key=ticket, digest_size=16).digest()
 
 
 class SocketCall:
@@ -229,12 +223,22 @@ def greet(
     own, peer = names
     limits = limits or Limits()
     try:
-        body = wire.Hello(own.worker_id, own.incarnation, peer.worker_id, peer.incarnation, ticket)
+        opening = receive_envelope(pipe, limits, until_s)
+        if opening.type != wire.CHALLENGE:
+            raise wire.error_from(opening.header)
+        body = wire.Hello(
+            own.worker_id,
+            own.incarnation,
+            peer.worker_id,
+            peer.incarnation,
+            wire.ticket_name(ticket),
+            wire.greeting_proof(ticket, opening.header),
+        )
         pipe.send([wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(body)))], until_s)
         envelope = receive_envelope(pipe, limits, until_s)
         if envelope.type != wire.WELCOME:
             raise wire.error_from(envelope.header)
-        if envelope.header != welcome_proof(ticket):
+        if envelope.header != wire.welcome_proof(ticket, opening.header):
             raise StaleEpoch(f"who answers is not worker {peer.worker_id}: it does not know the ticket")
         carriage.open(pipe, is_dialler=True, until_s=until_s)
     except BaseException:

@@ -10,6 +10,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from hmac import compare_digest
+from secrets import token_bytes
 from typing import NoReturn
 
 from services.worker.bulk import wire
@@ -21,7 +23,6 @@ from services.worker.bulk.link import (
     receive_envelope,
     receive_payload,
     send_message,
-    welcome_proof,
 )
 from services.worker.bulk.pipe import Pipe
 from shared.clock import monotonic_s
@@ -43,6 +44,7 @@ _HELLO_LIMITS = Limits(header_bytes=4096, buffers=0)
 _MOST_S = 60.0
 """However long a peer says its question is worth an answer: nothing is received or sent for longer."""
 _PART_S = 1.0
+_CHALLENGE_BYTES = 16
 _MOST_STRANGERS = 64
 """That have not shown a ticket yet; the next one takes the place of the one that has waited longest."""
 _ACCEPT_POLL_S = 0.5
@@ -170,8 +172,8 @@ class Served:
         self._peer = Peer("", 0)
 
     def run(self, enter: Callable[[], None]) -> None:
-        """Until the link ends. `enter` is called when the peer has shown a ticket, and raises where there is no
-        room. Raises KvasirError for the reason."""
+        """Until the link ends. `enter` is called when the peer has shown a ticket, and raises where there is
+        no room. Raises KvasirError for the reason."""
         self._greet(enter)
         while True:
             self._pipe.wait(monotonic_s() + self._desk.limits.idle_s)
@@ -183,6 +185,8 @@ class Served:
 
     def _greet(self, enter: Callable[[], None]) -> None:
         until_s = monotonic_s() + _HELLO_S
+        challenge = token_bytes(_CHALLENGE_BYTES)
+        self._pipe.send([wire.packed(wire.Envelope(wire.CHALLENGE, 0, challenge))], until_s)
         envelope = receive_envelope(self._pipe, _HELLO_LIMITS, until_s)
         try:
             if envelope.type != wire.HELLO:
@@ -191,12 +195,14 @@ class Served:
             if Peer(hello.peer_id, hello.peer_incarnation) != self._desk.own:
                 raise StaleEpoch(f"this is another worker, or incarnation, than {hello.peer_id}")
             peer = Peer(hello.own_id, hello.own_incarnation)
-            self._desk.enter(peer, hello.ticket)
+            ticket = self._desk.enter(peer, hello.ticket_name)
+            if not compare_digest(hello.proof, wire.greeting_proof(ticket, challenge)):
+                raise Unauthorized("this greeting was made without the ticket, or for another link")
             enter()
         except KvasirError as error:
             self._fail(0, error, until_s)
         self._peer = peer
-        welcome = wire.Envelope(wire.WELCOME, 0, welcome_proof(hello.ticket))
+        welcome = wire.Envelope(wire.WELCOME, 0, wire.welcome_proof(ticket, challenge))
         self._pipe.send([wire.packed(welcome)], until_s)
         self._carriage.open(self._pipe, is_dialler=False, until_s=until_s)
 

@@ -11,6 +11,7 @@ Knows no sockets and no threads.
 import struct
 import zlib
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -24,8 +25,9 @@ _MAGIC = b"KVB2"
 _ENVELOPE_EXTRA_BYTES = 1 << 12
 _SIZE_BYTES = 9
 
-HELLO, WELCOME, REQUEST, REPLY, REFUSAL, FAILURE = range(6)
-"""A refusal is the answer of a receiver and leaves the link as it is; after a failure it is closed."""
+HELLO, WELCOME, REQUEST, REPLY, REFUSAL, FAILURE, CHALLENGE = range(7)
+"""A listener begins with a challenge, random bytes. A refusal is the answer of a receiver and leaves the link
+as it is; after a failure it is closed."""
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -48,7 +50,9 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     own_incarnation: int
     peer_id: str
     peer_incarnation: int
-    ticket: bytes
+    ticket_name: bytes
+    proof: bytes
+    """That the sender has the ticket, on this link (`greeting_proof`); the ticket itself does not travel."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -102,6 +106,21 @@ def hello(body: bytes) -> Hello:
         return _hellos.decode(body)
     except msgspec.DecodeError as error:
         raise InvalidMessage(f"not a greeting of the bulk plane: {error}") from error
+
+
+def ticket_name(ticket: bytes) -> bytes:
+    """By which its issuer finds it; says nothing of it."""
+    return blake2b(b"kvasir bulk ticket", key=ticket, digest_size=16).digest()
+
+
+def greeting_proof(ticket: bytes, challenge: bytes) -> bytes:
+    """Of who dials. It is good for the link on which this challenge was heard, and for no other."""
+    return blake2b(b"kvasir bulk greeting" + challenge, key=ticket, digest_size=16).digest()
+
+
+def welcome_proof(ticket: bytes, challenge: bytes) -> bytes:
+    """Of who answers: it is not some other process that has the port now."""
+    return blake2b(b"kvasir bulk welcome" + challenge, key=ticket, digest_size=16).digest()
 
 
 def to_bytes(value: Any) -> bytes:

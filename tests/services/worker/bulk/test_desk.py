@@ -4,6 +4,7 @@ import pytest
 
 from services.worker.bulk.base import Peer
 from services.worker.bulk.desk import WorkerDesk
+from services.worker.bulk.wire import ticket_name
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
 
 OWN, A, A2 = Peer("own", 1), Peer("a", 1), Peer("a", 2)
@@ -21,21 +22,21 @@ def test_a_ticket_is_good_once_and_for_a_while() -> None:
     desk = WorkerDesk(OWN, clock=clock)
     ticket, late = desk.issue(A, valid_for_s=5.0), desk.issue(A, valid_for_s=5.0)
     assert ticket != late
-    desk.enter(A, ticket)
+    desk.enter(A, ticket_name(ticket))
     with pytest.raises(Unauthorized):
-        desk.enter(A, ticket)
+        desk.enter(A, ticket_name(ticket))
     clock.now_s = 5.0
     with pytest.raises(Unauthorized):
-        desk.enter(A, late)
+        desk.enter(A, ticket_name(late))
 
 
 def test_a_ticket_in_wrong_hands_is_used_up() -> None:
     desk = WorkerDesk(OWN)
     ticket = desk.issue(A, valid_for_s=5.0)
     with pytest.raises(Unauthorized):
-        desk.enter(Peer("b", 1), ticket)
+        desk.enter(Peer("b", 1), ticket_name(ticket))
     with pytest.raises(Unauthorized):
-        desk.enter(A, ticket)
+        desk.enter(A, ticket_name(ticket))
 
 
 def test_a_later_incarnation_replaces_the_earlier() -> None:
@@ -45,7 +46,7 @@ def test_a_later_incarnation_replaces_the_earlier() -> None:
     desk.issue(A2, valid_for_s=5.0)
     assert desk.is_current(A2) and not desk.is_current(A)
     with pytest.raises(Unauthorized):
-        desk.enter(A, ticket)
+        desk.enter(A, ticket_name(ticket))
     with pytest.raises(Unauthorized):
         desk.issue(A, valid_for_s=5.0)
 

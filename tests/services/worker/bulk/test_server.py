@@ -9,14 +9,28 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.worker.bulk import wire
-from services.worker.bulk.base import Listener, Peer
+from services.worker.bulk.base import Limits, Listener, Peer
 from services.worker.bulk.desk import WorkerDesk
 from services.worker.bulk.digest import digest
 from services.worker.bulk.tcp import TcpTransport, split_address
+from shared.errors import Unauthorized
 from tests.services.worker.bulk.receivers import Counts, furnish, pattern
 
 OWN, PEER = Peer("own", 1), Peer("peer", 1)
 SIZE = 20_000
+
+
+def heard(sock: socket.socket) -> wire.Envelope:
+    """The next message, as its bytes say."""
+    limits = Limits()
+    length, crc = wire.envelope_bytes(sock.recv(wire.PREFIX.size, socket.MSG_WAITALL), limits)
+    return wire.unpacked(sock.recv(length, socket.MSG_WAITALL), crc, limits)
+
+
+def greeting(ticket: bytes, challenge: bytes) -> bytes:
+    proof = wire.greeting_proof(ticket, challenge)
+    hello = wire.Hello(PEER.worker_id, 1, OWN.worker_id, 1, wire.ticket_name(ticket), proof)
+    return wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(hello)))
 
 
 class Rig:
@@ -28,10 +42,8 @@ class Rig:
     def greeted(self) -> socket.socket:
         """A socket that the listener takes for a link."""
         sock = socket.create_connection(split_address(self.listener.address), timeout=5.0)
-        ticket = self.desk.issue(PEER, valid_for_s=5.0)
-        hello = wire.Hello(PEER.worker_id, 1, OWN.worker_id, 1, ticket)
-        sock.sendall(wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(hello))))
-        assert sock.recv(4096)
+        sock.sendall(greeting(self.desk.issue(PEER, valid_for_s=5.0), heard(sock).header))
+        assert heard(sock).type == wire.WELCOME
         return sock
 
     def settled(self, condition: Callable[[], bool]) -> None:
@@ -84,13 +96,26 @@ def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB2" + b"\xff" * 100])
-def test_a_stranger_gets_nothing(rig: Rig, greeting: bytes) -> None:
+def test_a_stranger_gets_nowhere(rig: Rig, greeting: bytes) -> None:
     with socket.create_connection(split_address(rig.listener.address), timeout=8.0) as sock:
         sock.sendall(greeting)
         with contextlib.suppress(OSError):  # It may have been shown the door already.
             sock.shutdown(socket.SHUT_WR)
         rig.settled(lambda: rig.listener.links == 0)
     assert rig.counts.admitted == 0
+
+
+def test_a_greeting_is_good_for_the_link_it_was_made_for(rig: Rig) -> None:
+    """Who sees it pass, and is quicker, gets nowhere with it; and never sees the ticket."""
+    address, ticket = split_address(rig.listener.address), rig.desk.issue(PEER, valid_for_s=5.0)
+    with socket.create_connection(address, timeout=5.0) as one, socket.create_connection(address) as other:
+        seen = greeting(ticket, heard(one).header)
+        assert ticket not in seen
+        heard(other)
+        other.sendall(seen)
+        refused = heard(other)
+    assert refused.type == wire.FAILURE
+    assert isinstance(wire.error_from(refused.header), Unauthorized)
 
 
 def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_served(
