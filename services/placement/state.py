@@ -19,6 +19,9 @@ from shared.messages.sequence import SequenceKey
 GROWTH_BLOCKS = 1
 """Left free beside a sequence that joins others, so that its first decode does not preempt one of them."""
 
+PASSED_S = 5.0
+"""So long those that need less may pass a sequence that finds no room."""
+
 
 @dataclass(frozen=True)
 class Reservation:
@@ -173,7 +176,8 @@ class Fleet:
         policy: PlacementPolicy,
         now_s: float,
     ) -> tuple[str | None, ...]:
-        """A worker for each item, or None: wait. Taken by `order`: once one waits, so do all after.
+        """A worker for each item, or None: wait. Taken by `order`. Those that have room pass one that has
+        none, until it has waited for `PASSED_S`: then all after it wait as well.
 
         An item larger than every worker waits alone: room for it can only come with another worker.
         """
@@ -183,11 +187,12 @@ class Fleet:
         for worker_id in excluded:
             openings.pop(worker_id, None)
         answers: list[str | None] = [None] * len(items)
-        somebody_waits = False
+        is_held_up = False
         for at in self._arranged(items, openings, now_s):
             item = items[at]
-            chosen = None if somebody_waits else self._place_one(item, openings, policy, now_s)
-            somebody_waits |= chosen is None and any(w.admits(item) for w in self.workers.values())
+            chosen = None if is_held_up else self._place_one(item, openings, policy, now_s)
+            has_waited = chosen is None and item.waited_s >= PASSED_S
+            is_held_up |= has_waited and any(w.admits(item) for w in self.workers.values())
             answers[at] = chosen
         return tuple(answers)
 

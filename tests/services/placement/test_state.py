@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from services.placement.policy import POLICIES
 from services.placement.policy.base import PlacementPolicy
 from services.placement.policy.best_fit import BestFit
 from services.placement.policy.worst_fit import WorstFit
-from services.placement.state import GROWTH_BLOCKS, Fleet, Opening
+from services.placement.state import GROWTH_BLOCKS, PASSED_S, Fleet, Opening
 from shared.blocks import HASH_BYTES
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import EndedSequence, WorkerStepped
@@ -32,10 +33,15 @@ def item(
     limit: int | None = None,
     attempt: int = 1,
     prefixes: tuple[PrefixChain, ...] = (),
+    waited_s: float = 0.0,
 ) -> PlacementItem:
     limit_tokens = size if limit is None else limit
     return PlacementItem(
-        ref=ref(request, attempt), size_tokens=size, limit_tokens=limit_tokens, prefixes=prefixes
+        ref=ref(request, attempt),
+        size_tokens=size,
+        limit_tokens=limit_tokens,
+        prefixes=prefixes,
+        waited_s=waited_s,
     )
 
 
@@ -134,9 +140,15 @@ def test_resident_without_its_memory_is_counted() -> None:
     assert place(fleet, item("b", size=BLOCK)) == ["w0"]
 
 
-def test_once_one_waits_all_after_it_wait() -> None:
+@pytest.mark.parametrize(("waited_s", "small"), [(0.0, "w0"), (PASSED_S - 0.1, "w0"), (PASSED_S, None)])
+def test_a_small_one_passes_one_without_room_until_that_has_waited_long(
+    waited_s: float, small: str | None
+) -> None:
+    """A long prompt at the head held back all that would have fitted, for as long as memory was short; now
+    it is passed for a while, and not for ever."""
     fleet = fleet_of(report("w0", total=8, sequences=(listed("old", blocks=1),)))
-    assert place(fleet, item("big", size=7 * BLOCK, limit=7 * BLOCK), item("small", size=1)) == [None, None]
+    big = item("big", size=7 * BLOCK, limit=7 * BLOCK, waited_s=waited_s)
+    assert place(fleet, big, item("small", size=1)) == [None, small]
 
 
 def test_item_larger_than_every_worker_holds_nobody_up() -> None:
@@ -244,7 +256,8 @@ def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
         if act == "place":
             sizes = [rng.randint(1, largest) for _ in range(rng.randint(1, 5))]
             items = tuple(
-                item(f"r{count + i}", size, size, prefixes=_chains(rng)) for i, size in enumerate(sizes)
+                item(f"r{count + i}", size, size, prefixes=_chains(rng), waited_s=rng.choice((0.0, PASSED_S)))
+                for i, size in enumerate(sizes)
             )
             count += len(items)
             answers = _placed(fleet, items, policy, now_s)
@@ -279,12 +292,12 @@ def _placed(
     admitted = [any(w.admits(one) for w in fleet.workers.values()) for one in items]
     empties = {w.worker_id for w in fleet.workers.values() if not w.sequences}
     answers = fleet.place(items, frozenset(), policy, now_s)
-    waiting = False
+    is_held_up = False
     for one, chosen, could in zip(items, answers, admitted, strict=True):
-        if waiting:
+        if is_held_up:
             assert chosen is None, "overtaken"
         elif chosen is None and could:
-            waiting = True
+            is_held_up = one.waited_s >= PASSED_S
             assert not any(fleet.workers[w].admits(one) and not fleet.workers[w].sequences for w in empties)
     return answers
 
