@@ -11,6 +11,7 @@ import msgspec
 from services.scheduler.effects import Effect, WantKvAtWorker
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.rules import Rules
 from services.worker.kv.extended import ExtendedPool, OwnPool, Pool, capacity_of
 from services.worker.lending.appetite import Marks
 from services.worker.lending.balance import Balance
@@ -45,7 +46,7 @@ class Loans:
 
 
 class CachedWorld(World):
-    """`lends` False: the cache alone."""
+    """What is switched off stays away: cache, loans."""
 
     def __init__(
         self,
@@ -54,11 +55,20 @@ class CachedWorld(World):
         *,
         workers: int = 2,
         lends: bool = True,
+        cached: bool = True,
         policy: PolicyFactory = KvasirPolicy,
+        rules: Rules | None = None,
     ) -> None:
         self.lends, self.loans, self.count = lends, dict[str, Loans](), workers
         super().__init__(
-            seed, wanted, workers=workers, kv_blocks=BLOCKS, loss=0.0, cached=True, policy=policy
+            seed,
+            wanted,
+            workers=workers,
+            kv_blocks=BLOCKS,
+            loss=0.0,
+            cached=cached,
+            policy=policy,
+            rules=rules,
         )
         for worker in self.workers.values():
             self._every(TICK_S, lambda each=worker: self.send(each.name, each, lambda: self._even_out(each)))  # type: ignore[misc]
@@ -95,7 +105,7 @@ class CachedWorld(World):
         missing = balance.lacks(pool.borrowed_blocks, 0) if self.lends else 0
         for other in self.loans:
             if missing and other != worker.name:
-                given = lend(self.caches[other], min(missing, self._lendable(other)), 1, KEEP)
+                given = lend(self.loans[other].pool.own, min(missing, self._lendable(other)), 1, KEEP)
                 loans.enter(other, given)
                 missing -= len(given)
         back = balance.spares(pool.borrowed_blocks, 0, self._wanted_back(loans))
@@ -106,7 +116,7 @@ class CachedWorld(World):
             self._bring_home(loans, balance.own_blocks - balance.keep_blocks)
 
     def _lendable(self, name: str) -> int:
-        return CAP - self.caches[name].withdrawn_blocks
+        return CAP - self.loans[name].pool.own.withdrawn_blocks
 
     def _wanted_back(self, loans: Loans) -> int:
         """By creditors that are short."""
@@ -124,7 +134,7 @@ class CachedWorld(World):
     def _give_back(self, loans: Loans, numbers: list[int]) -> None:
         for number in numbers:
             creditor, block = loans.places.pop(number)
-            self.caches[creditor].readmit([block])
+            self.loans[creditor].pool.own.readmit([block])
 
     def missing_blocks(self, name: str) -> int:
         """Neither free, nor evictable, nor a sequence's."""

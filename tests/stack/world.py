@@ -40,8 +40,9 @@ from services.worker.prefixes import Prefixes
 from services.worker.reports import Identity
 from services.worker.sequences import Limits, SequenceTable
 from services.worker.steps import Effects, StepCore
+from services.worker.work import StepWork
 from shared.errors import InvalidRequest
-from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.commands import CancelSequence, PlacementItem, TakeSnapshot
 from shared.messages.moves import (
     BlocksPulled,
     MoveMode,
@@ -73,10 +74,11 @@ class World(VirtualNet):
         loss: float,
         cached: bool = False,
         policy: PolicyFactory = VllmPolicy,
+        rules: Rules | None = None,
     ) -> None:
         """`cached`: blocks outlive their sequences, on the device alone."""
         super().__init__(seed, loss)
-        self.cached, self.policy = cached, policy
+        self.cached, self.policy, self.rules = cached, policy, rules or Rules()
         self.choose: Callable[[list[str | None]], str | None] = self.random.choice
         """Placement: of these workers."""
         self.moved: list[SequenceMoved] = []
@@ -212,7 +214,7 @@ class World(VirtualNet):
     def start_scheduler(self) -> None:
         self.scheduler.alive = True
         self._epoch += 1
-        self.core = SchedulerCore(Rules(), self.policy, self._epoch, self.now_s)
+        self.core = SchedulerCore(self.rules, self.policy, self._epoch, self.now_s)
         self._every(TICK_S, lambda: self._feed("on_tick"), self.scheduler)
         self._every(REPORT_S, self._announce, self.scheduler)
 
@@ -266,9 +268,7 @@ class World(VirtualNet):
             case PublishMoved(moved):
                 self.moved.append(moved)
             case AskPlacement(question, items, excluded):
-                named = [name for name in self.workers if name not in excluded]
-                open_: list[str | None] = [*named] or [None]
-                answer = tuple(self.choose(open_) for _ in items)
+                answer = self.place(items, excluded)
                 self.at(self.now_s + 0.002, self._while_it_lives("on_placed", question, answer))
             case AskSnapshot(worker_id, epoch, _):
                 worker = self.workers[worker_id]
@@ -279,6 +279,15 @@ class World(VirtualNet):
                     lambda snapshot: self._feed("on_snapshot", snapshot),
                     lambda _: self._feed("on_snapshot_failed", worker_id),
                 )
+
+    def place(self, items: tuple[PlacementItem, ...], excluded: tuple[str, ...]) -> tuple[str | None, ...]:
+        """Placement's answer to one question."""
+        open_: list[str | None] = [name for name in self.workers if name not in excluded]
+        return tuple(self.choose(open_ or [None]) for _ in items)
+
+    def step_s(self, work: StepWork) -> float:
+        """How long the engine takes."""
+        return self.random.choice((0.003, 0.005, 0.02))
 
     def move(self, number: int) -> None:
         """Orders a move of some sequence that runs to the worker after its own."""
@@ -387,7 +396,7 @@ class World(VirtualNet):
         if work is None:
             return
         worker.busy, life = True, worker.life
-        step_s = self.random.choice((0.003, 0.005, 0.02))
+        step_s = self.step_s(work)
 
         def finish() -> None:
             if worker.life != life:
