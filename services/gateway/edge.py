@@ -15,7 +15,7 @@ from services.gateway.record import RequestRecord, echoed_id
 from shared import log
 from shared.bus import tracing
 from shared.clock import monotonic_s
-from shared.errors import InternalError, KvasirError
+from shared.errors import InternalError, KvasirError, UnavailableError
 
 _logger = log.get_logger("gateway.request")
 RECORD = "kvasir.record"
@@ -77,7 +77,9 @@ class Edge:
         if record.path.startswith("/v1/models/"):
             route = "/v1/models/{id}"
         self._counters.requests.labels(route, str(record.status)).inc()
-        if record.path not in self._open_paths or record.error is not None:
+        # "Not ready yet" is an answer to a probe, which asks twenty times a second while a stack starts.
+        is_probed = record.path in self._open_paths
+        if not is_probed or not isinstance(record.error, UnavailableError | None):
             log.canonical(_logger, "request", **record.fields(monotonic_s()))
 
 

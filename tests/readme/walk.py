@@ -221,6 +221,7 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="show the commands and end")
     arguments = parser.parse_args(words)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, it would be by all that is started
     chosen = [
         step
         for step in steps((ROOT / "README.md").read_text())

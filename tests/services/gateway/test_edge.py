@@ -13,6 +13,7 @@ from services.gateway.auth import KeyRing
 from services.gateway.counters import Counters
 from services.gateway.edge import RECORD, Edge
 from services.gateway.replies import DONE
+from shared.errors import NoResponder
 
 KEY = "sk-edge"
 
@@ -21,6 +22,8 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers, fails, or fails after it has begun."""
     if scope["path"] == "/fails":
         raise ZeroDivisionError("a secret detail")
+    if scope["path"] in ("/ready", "/away"):
+        raise NoResponder("no worker yet")
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if scope["path"] == "/breaks":
@@ -123,3 +126,13 @@ async def test_an_error_after_the_first_byte_breaks_off() -> None:
     headers = [(b"authorization", f"Bearer {KEY}".encode())]
     await edge({"type": "http", "method": "GET", "path": "/breaks", "headers": headers}, receive, send)
     assert [message["type"] for message in sent] == ["http.response.start"]
+
+
+@pytest.mark.parametrize(("path", "logged"), [("/ready", False), ("/away", True)])
+async def test_a_probe_that_hears_not_yet_leaves_no_line_in_the_log(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, path: str, logged: bool
+) -> None:
+    """The stack's supervisor asks twenty times a second while it starts."""
+    with caplog.at_level(logging.INFO, logger="kvasir"):
+        assert (await client.get(path)).status_code == 503
+    assert any(record.getMessage() == "request" for record in caplog.records) == logged
