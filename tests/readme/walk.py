@@ -142,12 +142,12 @@ class Terminal:
     ) -> None:
         self.said = ""
         self._line = ""
+        self._latest: list[str] = []
         self._show = show
         self._master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (24, 80))
         self._process = subprocess.Popen(
-            command,
-            shell=True,
+            ["sh", "-c", f"exec {command}" if command.startswith(".venv") else command],
             cwd=folder,
             env=environment,
             stdin=slave,
@@ -184,11 +184,13 @@ class Terminal:
         return self._process.wait()
 
     def _tell(self, *lines: str) -> None:
-        """A line that was written again and again is kept as it was last."""
+        """A line that was written again and again is kept as it was last, a table that was drawn again once."""
         for line in lines:
             shown = line.rpartition("\r")[2]
             self.said += shown
-            self._show(shown)
+            if shown.strip() == "" or shown not in self._latest:
+                self._show(shown)
+            self._latest = [*self._latest[-30:], shown]
 
     def _read(self) -> bool:
         if not select.select([self._master], [], [], 0.2)[0]:
