@@ -184,7 +184,7 @@ class Terminal:
         return self._process.wait()
 
     def _tell(self, *lines: str) -> None:
-        """A line that was written again and again is kept as it was last, a table that was drawn again once."""
+        """Of a line written again and again the last is kept; of a table drawn again and again the first."""
         for line in lines:
             shown = line.rpartition("\r")[2]
             self.said += shown
