@@ -18,8 +18,3 @@ def monotonic_s() -> float:
 def unix_s() -> float:
     """Wall-clock seconds, for stamps people read and for `created` fields only."""
     return time.time()
-
-
-def new_incarnation() -> int:
-    """A number larger than that of any earlier start of the same instance on this host (ns since 1970)."""
-    return time.time_ns()

@@ -133,6 +133,11 @@ class InternalError(KvasirError):
     code = "internal_error"
 
 
+_MOST_MESSAGE_CHARS = 2000
+_MOST_PARAM_CHARS = 200
+_MOST_RETRY_AFTER_S = 3600.0
+
+
 def _tree(root: type[KvasirError]) -> dict[str, type[KvasirError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
@@ -153,7 +158,20 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def from_wire(wire: dict[str, Any]) -> KvasirError:
-    """The error `to_wire` wrote; an unknown code (a newer peer) becomes a plain `KvasirError`."""
-    cls = _tree(KvasirError).get(str(wire.get("code")), KvasirError)
-    message = str(wire.get("message", "unknown error"))
-    return cls(message, param=wire.get("param"), retry_after_s=wire.get("retry_after_s"))
+    """The error `to_wire` wrote; an unknown code (a newer peer) becomes a plain `KvasirError`.
+
+    Never raises: of a field that is not what `to_wire` writes, nothing is taken over.
+    """
+    code, message, param = (wire.get(name) for name in ("code", "message", "param"))
+    return _tree(KvasirError).get(code if isinstance(code, str) else "", KvasirError)(
+        message[:_MOST_MESSAGE_CHARS] if isinstance(message, str) else "unknown error",
+        param=param[:_MOST_PARAM_CHARS] if isinstance(param, str) else None,
+        retry_after_s=_retry_after(wire.get("retry_after_s")),
+    )
+
+
+def _retry_after(value: object) -> float | None:
+    """A length of time that somebody could wait."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if 0 <= value <= _MOST_RETRY_AFTER_S else None

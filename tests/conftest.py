@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from hypothesis import settings
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.bus import Bus
 from shared.config import BusConfig
+from shared.messages import base
 from tests.nats_server import NatsServer
 
 # A shell that starts the tests in the background makes them ignore these, and children inherit that.
@@ -22,6 +24,18 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Where hypothesis sees CI it would try the same examples every time: .ci/run gives a seed, and prints it.
 settings.register_profile("kvasir", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("kvasir")
+
+
+class _CheckedEncoder:
+    """What is sent in a test is what its reader takes: a field beyond its bounds fails at the sender."""
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        data = msgspec.msgpack.encode(message)
+        base.decode(data, type(message))
+        return data
+
+
+base._encoder = _CheckedEncoder()  # type: ignore[assignment]
 
 ConnectBus = Callable[..., Awaitable[Bus]]
 """`await connect_bus("worker", "worker-0")`; keywords override fields of `BusConfig`."""

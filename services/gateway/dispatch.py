@@ -13,7 +13,7 @@ from services.gateway.effects import Acknowledge, Cancel, Effect, Effects, Exten
 from services.gateway.exchange import Sequence
 from services.gateway.outbox import Outbox
 from shared import log, subjects
-from shared.bus import Bus
+from shared.bus import Bus, fenced
 from shared.clock import Clock
 from shared.errors import InternalError, KvasirError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
@@ -70,7 +70,12 @@ class Dispatch:
             self.outbox.put(subjects.SCHEDULER_CANCEL, command)
 
     def _spawn(self, work: Coroutine[Any, Any, None], sequence: Sequence) -> None:
-        self._tasks.create_task(work, context=sequence.context)
+        self._tasks.create_task(self._fenced(work), context=sequence.context)
+
+    async def _fenced(self, work: Coroutine[Any, Any, None]) -> None:
+        """One sequence's affair ends no other's; its own stream gives up in time."""
+        with fenced("command of a sequence"):
+            await work
 
     async def _submit(self, sequence: Sequence, effect: Submit) -> None:
         stream = sequence.stream

@@ -28,7 +28,7 @@ def sampling_of(request: schemas.CompletionRequest, codec: Codec, seed: int, max
         max_tokens=max_tokens,
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=max(top_p, LEAST_TOP_P),
-        top_k=max(request.top_k or 0, 0),
+        top_k=min(max(request.top_k or 0, 0), codec.vocab_size),
         end_token_ids=_end_token_ids(request, codec),
         min_p=float(request.min_p or 0.0),
         min_tokens=min_tokens,

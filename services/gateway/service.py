@@ -19,7 +19,7 @@ from services.gateway.routes import make_app, make_operator_app
 from services.gateway.server import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.tokenizer import load_codec
 from shared import log, subjects
-from shared.bus import Bus, Listener, status_handlers
+from shared.bus import Bus, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.messages.base import Empty
@@ -124,7 +124,8 @@ class Gateway:
                 if absent_s >= self._config.absence_s:
                     log.canonical(_logger, "back after an absence", absent_s=round(absent_s, 1))
                     self._desk.on_absence(now_s)
-            self._desk.on_tick(now_s)
+            with fenced("gateway tick"):
+                self._desk.on_tick(now_s)
 
 
 async def run(config: GatewayConfig) -> None:

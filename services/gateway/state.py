@@ -6,6 +6,7 @@ Pure: no bus, no clock; `now_s` is passed in.
 from dataclasses import dataclass
 
 from services.gateway.effects import WorkerStart
+from shared.incarnations import Incarnations
 from shared.messages.reports import SchedulerAnnounced, WorkerReported
 
 
@@ -27,13 +28,14 @@ class WorkerTable:
         self._timeout_s = timeout_s
         self._workers: dict[str, WorkerView] = {}
         self._last_context_tokens: int | None = None
+        self._incarnations = Incarnations(timeout_s)
 
     def on_report(self, report: WorkerReported, now_s: float) -> WorkerStart | None:
         """Takes a heartbeat in. Returns the run of that worker which this one's start has ended, if any."""
         start = (report.worker_id, report.incarnation)
-        known = self._workers.get(report.worker_id)
-        if known is not None and known.start[1] > report.incarnation:
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
             return None
+        known = self._workers.get(report.worker_id)
         self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens, now_s)
         if report.model == self._model:
             self._last_context_tokens = self._most_context() or self._last_context_tokens
@@ -107,8 +109,11 @@ class SchedulerView:
         self.scheduler_id: str | None = None
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
-        """True when this is another scheduler than before: what is running has to be submitted to it."""
-        if event.epoch < self._epoch:
+        """True when this is another scheduler than before: what is running has to be submitted to it.
+
+        One of an earlier epoch is not listened to for as long as the later one is heard of.
+        """
+        if event.epoch < self._epoch and self.is_present(now_s):
             return False
         is_new = (event.scheduler_id, event.incarnation) != (self.scheduler_id, self._incarnation)
         self.scheduler_id, self._incarnation, self._epoch = event.scheduler_id, event.incarnation, event.epoch

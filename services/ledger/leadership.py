@@ -6,6 +6,8 @@ lead, or nobody: workers take part in one settlement at a time, so the former wa
 time. It knows no bus and no clock; `now_s` is passed in.
 """
 
+from shared.incarnations import Incarnations
+
 Life = tuple[str, int]
 """A ledger's instance id and incarnation."""
 
@@ -17,12 +19,18 @@ class Leadership:
         self._own: Life = (ledger_id, incarnation)
         self._silence_s = silence_s
         self._heard_s: dict[Life, float] = {}
+        self._incarnations = Incarnations()
         self._since_s: float | None = None
         """From then on it has heard itself without a gap."""
 
     def on_announced(self, ledger_id: str, incarnation: int, now_s: float) -> None:
-        """A ledger is there, this one included."""
+        """A ledger is there, this one included. Of one id only the present start counts."""
+        if not self._incarnations.hear(ledger_id, incarnation, now_s):
+            return
         life = (ledger_id, incarnation)
+        self._heard_s = {
+            other: at_s for other, at_s in self._heard_s.items() if other[0] != ledger_id or other == life
+        }
         if life == self._own and not self._is_heard(life, now_s):
             self._since_s = now_s
         self._heard_s[life] = now_s
@@ -33,7 +41,7 @@ class Leadership:
         if self._since_s is None or not self._is_heard(self._own, now_s):
             return False
         has_listened = now_s - self._since_s >= self._silence_s
-        return has_listened and min(self._heard_s, key=_rank) == self._own
+        return has_listened and min(self._heard_s) == self._own
 
     def heard(self, now_s: float) -> list[str]:
         """Ids of those that are there, in order."""
@@ -50,8 +58,3 @@ class Leadership:
 
     def _forget(self, now_s: float) -> None:
         self._heard_s = {life: at_s for life, at_s in self._heard_s.items() if self._is_heard(life, now_s)}
-
-
-def _rank(life: Life) -> tuple[str, int]:
-    """Of one id the latest life: the earlier one is about to end."""
-    return life[0], -life[1]

@@ -9,6 +9,7 @@ decides.
 from services.ledger.state import Account, Table
 from shared.messages.commands import Creditor
 from shared.messages.lending import KvTier
+from shared.messages.values import as_count
 
 OFFERED_CREDITORS = 3
 SAME_HOST, OTHER_HOST = 0, 1
@@ -50,7 +51,7 @@ def candidates(
     return [
         Creditor(
             worker_id=account.worker_id,
-            free_tokens=account.offers[tier].free_tokens,
+            free_tokens=as_count(account.offers[tier].free_tokens),
             distance=distance(host, account.host),
             tier=tier,
         )

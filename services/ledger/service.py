@@ -14,7 +14,7 @@ from services.ledger.policy import candidates
 from services.ledger.settlements import Settlements
 from services.ledger.state import Table
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
@@ -105,11 +105,14 @@ class Ledger:
             if self.settlements is not None:
                 await self._publish(subjects.LEDGER_ANNOUNCED, own)
             await asyncio.sleep(_TICK_S)
-            now_s = self._clock()
-            for worker_id in self.table.on_tick(now_s):
-                canonical(_log, "worker dropped", worker=worker_id)
-            if self.settlements is not None and self._leads(now_s):
-                self.settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
+            with fenced("ledger tick"):
+                self._tick(self._clock())
+
+    def _tick(self, now_s: float) -> None:
+        for worker_id in self.table.on_tick(now_s):
+            canonical(_log, "worker dropped", worker=worker_id)
+        if self.settlements is not None and self._leads(now_s):
+            self.settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
 
     def _leads(self, now_s: float) -> bool:
         leads = self.leadership.leads(now_s)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Bus, fenced
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.lending import Settled, SettlePhase
@@ -51,9 +51,13 @@ class Settlements:
 
     def _send(self, asks: Iterable[Ask]) -> None:
         for ask in asks:
-            task = asyncio.create_task(self._ask(ask))
+            task = asyncio.create_task(self._fenced(ask))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def _fenced(self, ask: Ask) -> None:
+        with fenced("settlement"):
+            await self._ask(ask)
 
     async def _ask(self, ask: Ask) -> None:
         answer: Settled | None = None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.ledger.ranking import Ranking
+from shared.incarnations import Incarnations
 from shared.messages.lending import KvTier
 from shared.messages.reports import WorkerReported
 
@@ -70,6 +71,7 @@ class Table:
     def __init__(self, *, silence_s: float = 2.0) -> None:
         self.silence_s = silence_s
         self._accounts: dict[str, Account] = {}
+        self._incarnations = Incarnations()
         self._rankings = {tier: Ranking() for tier in KvTier}
         self._pointed_to: dict[str, tuple[str, KvTier]] = {}
         """Debtor → creditor, and tier of it, that has a promise for it."""
@@ -100,8 +102,10 @@ class Table:
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in; one that is older than what is known is ignored."""
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+            return
         known = self._accounts.get(report.worker_id)
-        if known is not None and (report.incarnation, report.seq) <= (known.incarnation, known.seq):
+        if known is not None and known.incarnation == report.incarnation and report.seq <= known.seq:
             return
         if known is not None:
             self._forget_promises(*known.offers.values())

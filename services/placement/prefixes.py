@@ -61,15 +61,18 @@ class PrefixIndex:
     def on_worker(self, worker_id: str, incarnation: int) -> None:
         """It shares blocks; unless it is known, what it has is asked for."""
         shelf = self._shelves.get(worker_id)
-        if shelf is None or incarnation > shelf.incarnation:
+        if shelf is None or incarnation != shelf.incarnation:
             expected = shelf.expected if shelf is not None and shelf.incarnation == 0 else {}
             self._shelves[worker_id] = Shelf(incarnation, expected=expected, is_new=True)
 
     def on_news(self, news: WorkerPrefixes) -> None:
-        """An event. What is older than known is ignored."""
-        self.on_worker(news.worker_id, news.incarnation)
-        shelf = self._shelves[news.worker_id]
-        if news.incarnation < shelf.incarnation or news.seq <= shelf.seq:
+        """An event. What is older than known is ignored, and what comes from another start of the worker than
+        its heartbeats."""
+        shelf = self._shelves.get(news.worker_id)
+        if shelf is None or shelf.incarnation == 0:
+            self.on_worker(news.worker_id, news.incarnation)
+            shelf = self._shelves[news.worker_id]
+        if news.incarnation != shelf.incarnation or news.seq <= shelf.seq:
             return
         if news.full or news.seq == shelf.seq + 1:
             _apply(shelf, news)

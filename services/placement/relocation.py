@@ -18,7 +18,7 @@ from services.placement.scaling import Scaling
 from services.placement.state import Fleet
 from services.placement.ways import Ways, Wish
 from shared import subjects
-from shared.bus import Bus, Handler, Listener
+from shared.bus import Bus, Handler, Listener, fenced
 from shared.clock import Clock
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger
@@ -51,13 +51,16 @@ class Relocation:
         """Epoch after epoch, until cancelled."""
         while True:
             await asyncio.sleep(self._config.epoch_s)
-            if not self._bus.connected:
-                continue
-            orders = self._divided(self.packer.on_epoch(self._fleet, self._clock()))
-            for first in range(0, len(orders), _MOST_ORDERS):
-                await self._order(orders[first : first + _MOST_ORDERS])
-            if self._config.scale:
-                await self._scale()
+            if self._bus.connected:
+                with fenced("packing epoch"):
+                    await self._epoch()
+
+    async def _epoch(self) -> None:
+        orders = self._divided(self.packer.on_epoch(self._fleet, self._clock()))
+        for first in range(0, len(orders), _MOST_ORDERS):
+            await self._order(orders[first : first + _MOST_ORDERS])
+        if self._config.scale:
+            await self._scale()
 
     def _divided(self, wanted: tuple[SequenceMove, ...]) -> tuple[SequenceMove, ...]:
         """Those of this epoch, by KV or by tokens; the others are wanted again in the next."""

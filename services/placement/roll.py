@@ -20,7 +20,7 @@ class Roll:
         return {
             name: worker.incarnation
             for name, worker in fleet.workers.items()
-            if self._retired.get(name, -1) < worker.incarnation
+            if self._retired.get(name) != worker.incarnation
         }
 
     def seen(self, fleet: Fleet) -> dict[SequenceKey, tuple[str, Resident]]:

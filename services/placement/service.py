@@ -15,7 +15,7 @@ from services.placement.relocation import HANDLERS as MOVE_HANDLERS
 from services.placement.relocation import Relocation
 from services.placement.state import Fleet
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidMessage, KvasirError
 from shared.log import canonical, get_logger
@@ -64,8 +64,6 @@ class Placement:
 
     def on_reported(self, report: WorkerReported) -> None:
         self.fleet.on_reported(report, self._clock())
-        if report.caches_prefixes:
-            self.fleet.prefixes.on_worker(report.worker_id, report.incarnation)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         self.fleet.on_stepped(stepped)
@@ -101,15 +99,17 @@ class Placement:
         while True:
             await asyncio.sleep(_TICK_S)
             self._missed.set()
-            for worker_id in self.fleet.on_tick(self._clock()):
-                canonical(_log, "worker dropped", worker=worker_id)
+            with fenced("placement tick"):
+                for worker_id in self.fleet.on_tick(self._clock()):
+                    canonical(_log, "worker dropped", worker=worker_id)
 
     async def _catch_up(self) -> None:
         while True:
             await self._missed.wait()
             self._missed.clear()
             for worker_id, question in list(self.fleet.prefixes.questions(self._clock())):
-                await self._ask(worker_id, question)
+                with fenced("prefix question"):
+                    await self._ask(worker_id, question)
 
     async def _ask(self, worker_id: str, question: FindPrefixes) -> None:
         """One worker at a time; one that does not answer is asked again later."""

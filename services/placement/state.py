@@ -11,6 +11,7 @@ from services.placement.order import ORDERS, Rank, Waiting, arrange, distance
 from services.placement.policy.base import PlacementPolicy, Room
 from services.placement.prefixes import NOTHING, CachedTokens, PrefixIndex
 from services.placement.ways import Carrier
+from shared.incarnations import Incarnations
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
@@ -123,16 +124,20 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._rank = order
         self.prefixes = PrefixIndex(expect_s=reservation_s)
+        self._incarnations = Incarnations()
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in. An older one is ignored; a new incarnation starts without reservations."""
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+            return
         known = self.workers.get(report.worker_id)
         reservations: dict[SequenceKey, Reservation] = {}
-        if known is not None:
-            if (report.incarnation, report.seq) <= (known.incarnation, known.seq):
+        if known is not None and report.incarnation == known.incarnation:
+            if report.seq <= known.seq:
                 return
-            if report.incarnation == known.incarnation:
-                reservations = known.reservations
+            reservations = known.reservations
+        if report.caches_prefixes:
+            self.prefixes.on_worker(report.worker_id, report.incarnation)
         for sequence in report.sequences:
             reserved = reservations.get(sequence.ref.key)
             if reserved is not None and reserved.attempt <= sequence.ref.attempt:

@@ -20,7 +20,7 @@ from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.reports import SequenceFinished, ServiceStatus
-from shared.messages.sequence import TOKEN_BYTES, FinishReason
+from shared.messages.sequence import FinishReason
 
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512),
@@ -48,8 +48,6 @@ class Predictor:
         """Raises InvalidRequest when `max_tokens` leaves room for no answer, and Overloaded."""
         if asked.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        if len(asked.prompt) % TOKEN_BYTES:
-            raise InvalidRequest("the prompt is no packed token ids", param="prompt")
         predicted = await self._batcher.predict(
             LengthQuery(asked.prompt, asked.max_tokens, max(0, asked.generated_tokens))
         )
@@ -68,7 +66,7 @@ class Predictor:
         """Whole answers, and those cut by their limit, teach; the rest ended for other reasons."""
         if finished.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        if finished.output_tokens < 1 or len(finished.prompt) % TOKEN_BYTES:
+        if finished.output_tokens < 1:
             return
         censored = finished.finish_reason is FinishReason.LENGTH
         sample = LengthSample(finished.prompt, finished.output_tokens, censored)

@@ -13,6 +13,7 @@ from services.scheduler.rules import Rules
 from services.scheduler.state import Sequence
 from shared.messages.commands import PlacementItem
 from shared.messages.sequence import SequenceKey, SequenceRef
+from shared.messages.values import as_count, as_seconds
 
 NO_QUESTION = 0
 """Questions are numbered from 1."""
@@ -93,10 +94,10 @@ class Backlog:
 def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> PlacementItem:
     return PlacementItem(
         ref=sequence.ref,
-        size_tokens=sequence.prompt_tokens + sequence.generated_tokens,
-        limit_tokens=sequence.limit_tokens,
+        size_tokens=as_count(sequence.prompt_tokens + sequence.generated_tokens),
+        limit_tokens=as_count(sequence.limit_tokens),
         prefixes=names_of(sequence, kinds),
-        waited_s=max(0.0, now_s - sequence.arrival_s),
+        waited_s=as_seconds(max(0.0, now_s - sequence.arrival_s)),
     )
 
 

@@ -21,22 +21,35 @@ from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
 from services.scheduler.standstill import Standstill
 from services.scheduler.state import HELD, Sequence
-from shared.errors import ContextOverflow, InvalidRequest
+from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.moves import BlocksPulled, SequenceMove
-from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
+from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
 from shared.messages.sequence import SequenceRef, SequenceSpec
+from shared.messages.values import EPOCH_REACH
 
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
+LEAST_TERM_S = 10.0
+"""For which a worker's word alone does not end a term."""
 
 
 class SchedulerCore:
     """One term of leadership. `epoch` is final once the first round of heartbeats is over
     (`is_commanding`)."""
 
-    def __init__(self, rules: Rules, make_policy: PolicyFactory, epoch: int, now_s: float) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        make_policy: PolicyFactory,
+        epoch: int,
+        now_s: float,
+        most_epoch: int = EPOCH_REACH,
+    ) -> None:
+        """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used."""
+        self._most_epoch = most_epoch
+        self._commands_since_s = float("inf")
         self._rules = rules
         self._roster = Roster(rules)
         self._fleet = Fleet(self._roster, make_policy, epoch)
@@ -106,19 +119,26 @@ class SchedulerCore:
         """A heartbeat of an incarnation that was replaced is ignored."""
         try:
             return self._after(self._intake.on_gateway_reported(event, now_s), now_s)
-        except InvalidRequest:
+        except UnavailableError:
             return []
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
+        """One that obeys a later epoch: this scheduler was replaced, or its lease was lost and begun anew.
+
+        The first shows in the lease, too. For the second a term ends, but not one that has just begun: a
+        worker that claims ever later epochs costs the others little.
+        """
+        if report.epoch > self._most_epoch:
+            return []
         if report.epoch >= self.epoch and not self.is_commanding:
             self._fleet.epoch = report.epoch + 1
         if report.epoch > self.epoch:
+            if now_s - self._commands_since_s < LEAST_TERM_S:
+                return []
             return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
-        if event.outcome is StepOutcome.STALE_EPOCH and event.epoch == self.epoch:
-            return self._step_down(self.epoch, f"{event.worker_id} refuses epoch {self.epoch}")
         return self._after(self._fleet.on_stepped(event, now_s), now_s)
 
     def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
@@ -183,6 +203,7 @@ class SchedulerCore:
         effects: list[Effect] = []
         if not self.is_commanding and now_s >= self._round_ends_s:
             effects += self._fleet.command(self.epoch, now_s)
+            self._commands_since_s = now_s
         effects += self._fleet.on_tick(now_s)
         effects += self._intake.on_tick(now_s)
         effects += self._pressure.on_tick(now_s)

@@ -13,6 +13,7 @@ from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.roster import Roster
 from services.scheduler.state import HELD, Phase
 from shared.errors import InternalError
+from shared.incarnations import Incarnations
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
 from shared.messages.sequence import SequenceRef
@@ -31,13 +32,14 @@ class Fleet:
         self.snapshots = 0
         self._make_policy = make_policy
         self._rules = roster.rules
+        self._incarnations = Incarnations()
 
     def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        lane = self.roster.lanes.get(report.worker_id)
-        if lane is not None and report.incarnation < lane.incarnation:
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
             return effects
-        if lane is not None and report.incarnation > lane.incarnation:
+        lane = self.roster.lanes.get(report.worker_id)
+        if lane is not None and report.incarnation != lane.incarnation:
             effects += self.lose(lane, now_s)
             lane = None
         if lane is None:
@@ -154,6 +156,7 @@ class Fleet:
         for lane in self.roster.lanes.values():
             lane.heard_s += paused_s
             lane.asked_s += paused_s
+        self._incarnations.forgive(paused_s)
 
     def on_snapshot_failed(self, worker_id: str, now_s: float) -> None:
         lane = self.roster.lanes.get(worker_id)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from services.scheduler.effects import AskPrediction, Effect
 from services.scheduler.roster import Roster
 from services.scheduler.state import HELD, Phase, Sequence
-from shared.errors import ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded
+from shared.errors import ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, UnavailableError
+from shared.incarnations import SILENCE_S, Incarnations
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
-from shared.messages.sequence import TOKEN_BYTES, FinishReason, SequenceSpec
+from shared.messages.sequence import FinishReason, SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,11 @@ class Intake:
         self._rules = roster.rules
         self._gateways: dict[str, tuple[int, float]] = {}
         """Incarnation, and when it was last heard."""
+        self._incarnations = Incarnations()
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
-        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, or InternalError when it was
-        given up."""
+        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, InternalError when it was
+        given up, or UnavailableError for a start of a gateway that was replaced."""
         effects = self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
         known = self.roster.sequences.get(spec.ref.key)
         if known is not None and known.ref.attempt >= spec.ref.attempt:
@@ -71,10 +73,8 @@ class Intake:
             attempt, error = given_up
             if spec.ref.attempt <= attempt or isinstance(error, ContextOverflow):
                 raise error.with_traceback(None)
-        if not spec.prompt or len(spec.prompt) % TOKEN_BYTES or len(spec.generated) % TOKEN_BYTES:
-            raise InvalidRequest(
-                "the prompt is empty or not a whole number of packed token ids", param="prompt"
-            )
+        if not spec.prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
         if spec.generated_tokens >= spec.sampling.max_tokens:
             raise InvalidRequest(
                 f"max_tokens is {spec.sampling.max_tokens} and {spec.generated_tokens} tokens are there",
@@ -126,6 +126,7 @@ class Intake:
         self._gateways = {
             name: (number, heard + paused_s) for name, (number, heard) in self._gateways.items()
         }
+        self._incarnations.forgive(paused_s)
 
     def watch(self, gateway_id: str, now_s: float) -> None:
         """Sequences of this gateway were adopted: it has to show itself from now on."""
@@ -133,18 +134,20 @@ class Intake:
 
     def _hear(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
         known, _ = self._gateways.get(gateway_id, (0, now_s))
-        if incarnation < known:
-            raise InvalidRequest(f"an earlier incarnation of {gateway_id} is not listened to any more")
+        if not self._incarnations.hear(gateway_id, incarnation, now_s):
+            raise UnavailableError(
+                f"another start of {gateway_id} has replaced this one", retry_after_s=SILENCE_S
+            )
         self._gateways[gateway_id] = (incarnation, now_s)
-        if not 0 < known < incarnation:
+        if known in (0, incarnation):
             return []
-        return self._end_all_before(gateway_id, incarnation, now_s)
+        return self._end_all_but(gateway_id, incarnation, now_s)
 
-    def _end_all_before(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
+    def _end_all_but(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
         """Sequences of earlier incarnations have no reader, and never will have."""
         effects: list[Effect] = []
         for sequence in list(self.roster.sequences.values()):
-            if sequence.gateway_id == gateway_id and 0 < sequence.gateway_incarnation < incarnation:
+            if sequence.gateway_id == gateway_id and sequence.gateway_incarnation not in (0, incarnation):
                 effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
         return effects
 

@@ -7,6 +7,9 @@ from services.scheduler.state import Sequence
 from shared.messages.moves import BlocksPulled, MoveMode, PullBlocks, SequenceMoved
 from shared.messages.sequence import TOKEN_BYTES, Sampling, SequenceRef, SequenceSpec, pack_tokens
 
+_MOST_NAME_CHARS = 160
+"""Of a request's id, with room for the number of a rehearsal."""
+
 
 class Stage(StrEnum):
     ASKING = "asking"
@@ -69,7 +72,9 @@ class Move:
 
 def rehearsal_of(move: Move, spec: SequenceSpec, tokens: tuple[int, ...], number: int) -> SequenceSpec:
     """Prompt and answer so far, as a sequence of its own."""
-    ref = SequenceRef(request_id=f"{move.ref.request_id}~{number}", choice=move.ref.choice, attempt=1)
+    ref = SequenceRef(
+        request_id=f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{number}", choice=move.ref.choice, attempt=1
+    )
     return SequenceSpec(
         ref=ref,
         gateway_id=spec.gateway_id,

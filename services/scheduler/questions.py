@@ -12,7 +12,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.effects import AskPlacement, AskPrediction, AskPull, AskSnapshot, AskTokens
 from shared import metrics, subjects
 from shared.bus import Bus
-from shared.errors import InvalidMessage, KvasirError, StaleEpoch
+from shared.errors import InvalidMessage, KvasirError
 from shared.log import get_logger
 from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
 from shared.messages.moves import BlocksPulled
@@ -34,11 +34,8 @@ class Questions:
         bus: Bus,
         core: SchedulerCore,
         feed: Callable[..., None],
-        end: Callable[[str], None],
     ) -> None:
-        """`end`: called with the reason when a worker follows a later term."""
-        self._config, self._bus, self._core = config, bus, core
-        self._feed, self._end = feed, end
+        self._config, self._bus, self._core, self._feed = config, bus, core, feed
         self._open: set[asyncio.Task[None]] = set()
         self._predictions = 0
         self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
@@ -141,8 +138,6 @@ class Questions:
             )
             if snapshot.worker_id != question.worker_id:
                 raise InvalidMessage(f"{question.worker_id} answers as {snapshot.worker_id!r}")
-        except StaleEpoch as error:
-            self._end(str(error))
         except KvasirError as error:
             _log.info("no snapshot of %s: %s", question.worker_id, error)
             self._feed(self._core.on_snapshot_failed, question.worker_id)

@@ -18,6 +18,7 @@ from shared.errors import NotLeader, UnavailableError
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus, WorkerReported
+from shared.messages.values import EPOCH_REACH
 
 _log = get_logger("scheduler")
 _ROLE = "scheduler"
@@ -72,8 +73,12 @@ class SchedulerService:
                 await lease.release()
 
     async def _lead(self, lease: Lease) -> None:
+        most_epoch = lease.epoch + EPOCH_REACH
+        if self._highest_epoch > most_epoch:
+            _log.warning("a worker claims epoch %d, which no scheduler has had", self._highest_epoch)
+            self._highest_epoch = 0
         epoch = max(lease.epoch, self._highest_epoch + 1)
-        term = self._term = Term(self._config, self._bus, self._make_policy, epoch)
+        term = self._term = Term(self._config, self._bus, self._make_policy, epoch, most_epoch)
         canonical(_log, "leading", epoch=epoch, policy=self._config.policy)
         tasks = [asyncio.create_task(term.run()), asyncio.create_task(self._keep(lease))]
         try:

@@ -34,14 +34,16 @@ from services.scheduler.questions import Questions
 from services.scheduler.tally import PlanTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
-from shared.clock import monotonic_s, new_incarnation
+from shared.clock import monotonic_s
 from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
+from shared.incarnations import new_incarnation
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
+from shared.messages.values import as_count
 
 _log = get_logger("scheduler")
 _MAX_OUTBOX = 16_384
@@ -59,13 +61,15 @@ HANDLERS = (
 class Term:
     """Lives from gaining the lease to losing it. `run` returns when the core steps down."""
 
-    def __init__(self, config: SchedulerConfig, bus: Bus, make_policy: PolicyFactory, epoch: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, bus: Bus, make_policy: PolicyFactory, epoch: int, most_epoch: int
+    ) -> None:
         self._config = config
         self._bus = bus
         self._incarnation = new_incarnation()
-        self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s())
+        self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s(), most_epoch)
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
-        self._questions = Questions(config, bus, self._core, self._feed, self._end)
+        self._questions = Questions(config, bus, self._core, self._feed)
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
         self.heard_epoch = 0
@@ -167,7 +171,7 @@ class Term:
                 case CancelAtWorker():
                     self._post(subjects.worker_cancel(effect.worker_id), effect.command)
                 case WantKvAtWorker():
-                    want = WantKv(tokens=effect.tokens, may_borrow_ahead=effect.may_borrow_ahead)
+                    want = WantKv(tokens=as_count(effect.tokens), may_borrow_ahead=effect.may_borrow_ahead)
                     self._post(subjects.worker_want(effect.worker_id), want)
                 case PublishWorkerLost():
                     self._lost.inc()

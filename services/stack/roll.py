@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared import subjects
+from shared.clock import unix_s
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, KvasirError
 from shared.messages.base import Empty
@@ -70,7 +71,7 @@ class RollCall:
 
 @dataclass(frozen=True)
 class StatusProbe:
-    """Ready when the instance answers, in an incarnation that is not older than its process."""
+    """Ready when the instance answers, and is up for no longer than its process: it is not the one before."""
 
     roll: RollCall
     service: str
@@ -81,6 +82,6 @@ class StatusProbe:
             answers = await self.roll.ask(self.service, deadline_s=0.3, expected=None)
         except KvasirError as error:
             return error.message
-        started_ns = started_unix_s * 1e9
-        heard = [a for a in answers if a.instance == self.instance and a.incarnation >= started_ns]
+        age_s = unix_s() - started_unix_s
+        heard = [a for a in answers if a.instance == self.instance and a.uptime_s <= age_s]
         return None if heard else "does not answer on the bus yet"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from shared.messages.plans import BatchPlan, StepOutcome
 from shared.messages.sequence import SequenceRef
+from shared.messages.values import EPOCH_REACH
 
 MAX_PLANS = 64
 """Plans that may wait; a scheduler keeps one or two ahead."""
@@ -63,7 +64,12 @@ class PlanQueue:
         return len(self._queue)
 
     def offer(self, plan: BatchPlan, now_s: float) -> list[GivenUpPlan]:
-        """Take a plan up. Returns the plans given up because of it (itself, when it is refused)."""
+        """Take a plan up. Returns the plans given up because of it (itself, when it is refused).
+
+        One of an epoch that cannot be is ignored.
+        """
+        if not self.may_follow(plan.epoch):
+            return []
         if plan.epoch < self.epoch:
             return [GivenUpPlan(plan.epoch, plan.seq, 0, StepOutcome.STALE_EPOCH)]
         given_up: list[GivenUpPlan] = []
@@ -86,6 +92,10 @@ class PlanQueue:
             return [*given_up, GivenUpPlan(plan.epoch, plan.seq, 0, StepOutcome.EXPIRED)]
         self._queue.append(QueuedPlan(plan, received_s=now_s))
         return given_up
+
+    def may_follow(self, epoch: int) -> bool:
+        """False for an epoch so far ahead of the one obeyed now that no scheduler can have come to it."""
+        return not self.epoch or epoch <= self.epoch + 2 * EPOCH_REACH
 
     def head(self, now_s: float) -> tuple[QueuedPlan | None, list[GivenUpPlan]]:
         """The plan to run a step of, and those that expired before it."""

@@ -208,7 +208,7 @@ class SequenceTable:
         if not self._gateways.hear(gateway_id, incarnation):
             return
         for held in self._of_gateway(gateway_id):
-            if held.gateway_incarnation < incarnation:
+            if held.gateway_incarnation != incarnation:
                 self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
 
     def tick(self, now_s: float) -> None:
@@ -285,7 +285,7 @@ class SequenceTable:
         superseded = held is not None and held.ref.attempt > spec.ref.attempt
         if superseded or self._tombstones.covers(spec.ref):
             return SkipReason.UNKNOWN
-        if not self._gateways.hear(spec.gateway_id, spec.gateway_incarnation):
+        if not self._gateways.expect(spec.gateway_id, spec.gateway_incarnation):
             return SkipReason.UNKNOWN
         if held is not None:
             self.cancel(held.ref, FinishReason.CANCELLED, now_s)

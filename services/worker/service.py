@@ -29,7 +29,7 @@ from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.outbox import Outbox
 from services.worker.runner import Runner
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
@@ -223,12 +223,10 @@ class Worker:
         news, subject = self._news, subjects.worker_cached(self._bus.instance)
         while news is not None:
             await asyncio.sleep(_TELL_S)
-            try:
+            with fenced("news of the prefix cache"):
                 event = await asyncio.wrap_future(self._runner.ask(lambda core, now_s: news.take(now_s)))
                 if event is not None and self._bus.connected:
                     await self._bus.publish(subject, event)
-            except KvasirError as error:
-                _log.warning("news of the prefix cache not sent: %s", error)
 
     async def _beat(self) -> None:
         subject = subjects.worker_reported(self._bus.instance)
@@ -236,10 +234,8 @@ class Worker:
             began_s = self._clock()
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
-                try:
+                with fenced("heartbeat"):
                     await self._bus.publish(subject, self._annotate(report))
-                except KvasirError as error:
-                    _log.warning("heartbeat not sent: %s", error)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
 
     async def _keep_express(self) -> None:

@@ -11,7 +11,6 @@ from shared.blocks import BlockHash
 from shared.errors import InternalError
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import (
-    TOKEN_BYTES,
     FinishReason,
     Sampling,
     SequenceRef,
@@ -19,6 +18,7 @@ from shared.messages.sequence import (
     unpack_tokens,
 )
 from shared.messages.tokens import TokenLogprobs
+from shared.messages.values import as_seconds
 
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.ENDED}),
@@ -82,11 +82,9 @@ class HeldSequence:
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, max_context_tokens: int, now_s: float) -> "HeldSequence":
-        """Badly packed tokens count as none, so that the sequence ends as one that cannot be computed."""
-        malformed = len(spec.prompt) % TOKEN_BYTES or len(spec.generated) % TOKEN_BYTES
-        tokens = [] if malformed else unpack_tokens(spec.prompt)
-        prompt_tokens = len(tokens)
-        tokens += [] if malformed else unpack_tokens(spec.generated)
+        """As a plan starts it."""
+        tokens = unpack_tokens(spec.prompt + spec.generated)
+        prompt_tokens = spec.prompt_tokens
         return cls(
             ref=spec.ref,
             gateway_id=spec.gateway_id,
@@ -172,7 +170,7 @@ class HeldSequence:
             max_tokens=self.sampling.max_tokens,
             allocated_blocks=len(self.blocks),
             finish_reason=self.finish_reason,
-            waited_s=self.waited_s + held_s,
-            deadline_in_s=None if self.deadline_in_s is None else self.deadline_in_s - held_s,
+            waited_s=as_seconds(self.waited_s + held_s),
+            deadline_in_s=None if self.deadline_in_s is None else as_seconds(self.deadline_in_s - held_s),
             proof=self.proof,
         )

@@ -17,7 +17,7 @@ from services.worker.sequences import SequenceTable
 from services.worker.speed import SpeedMeter
 from services.worker.state import HeldSequence
 from services.worker.work import StepWork, WorkItem
-from shared.errors import StaleEpoch
+from shared.errors import InvalidRequest, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import (
     BatchPlan,
@@ -78,9 +78,14 @@ class StepCore:
         return Effects()
 
     def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
-        """Give up all plans and say what is held. Raises StaleEpoch for a scheduler that was replaced."""
+        """Give up all plans and say what is held. Raises StaleEpoch for a scheduler that was replaced,
+        InvalidRequest for an epoch that cannot be."""
         if snapshot.epoch < self._plans.epoch:
             raise StaleEpoch(f"epoch {snapshot.epoch} was replaced by {self._plans.epoch}")
+        if not self._plans.may_follow(snapshot.epoch):
+            raise InvalidRequest(
+                f"no scheduler can have come from epoch {self._plans.epoch} to {snapshot.epoch}"
+            )
         self._plans.reset(snapshot.epoch)
         self._table.take_ended()
         self._table.close_all()

@@ -8,7 +8,7 @@ from shared.bus.connection import Bus
 from shared.bus.express import Express
 from shared.bus.handlers import Endpoint, Gatherable, Handler, Listener, status_handlers
 from shared.bus.lease import Lease
-from shared.bus.runtime import run_main, run_service
+from shared.bus.runtime import fenced, run_main, run_service
 
 __all__ = [
     "Bus",
@@ -18,6 +18,7 @@ __all__ = [
     "Handler",
     "Lease",
     "Listener",
+    "fenced",
     "run_main",
     "run_service",
     "status_handlers",

@@ -27,7 +27,6 @@ from shared.bus.lease import Lease, acquire
 from shared.bus.link import Link
 from shared.bus.replies import Gathering, is_unserved, reply_in
 from shared.bus.serving import ServedEndpoint, ServedListener
-from shared.clock import new_incarnation
 from shared.config import BusConfig
 from shared.errors import (
     BusUnavailable,
@@ -37,6 +36,7 @@ from shared.errors import (
     NoResponder,
     PermissionRefused,
 )
+from shared.incarnations import new_incarnation
 from shared.messages.base import encode
 from shared.subjects import checked_id, inbox_prefix, micro_name
 
@@ -69,6 +69,8 @@ class Bus:
         self._served: list[ServedEndpoint | ServedListener] = []
         self._micro: Service | None = None
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._roles: set[str] = set()
+        """It has stood for."""
         self._closed = False
         self._link.on_open = self._on_open
         self._link.on_lost = self._on_lost
@@ -215,8 +217,15 @@ class Bus:
 
     async def acquire_lease(self, role: str, *, ttl_s: float) -> Lease:
         """Wait, for as long as it takes, until this instance holds the role; see `shared.bus.lease`."""
+        is_new = role not in self._roles
+        self._roles.add(role)
         return await acquire(
-            self._link, role, instance=self.instance, incarnation=self.incarnation, ttl_s=ttl_s
+            self._link,
+            role,
+            instance=self.instance,
+            incarnation=self.incarnation,
+            ttl_s=ttl_s,
+            is_new=is_new,
         )
 
     async def close(self) -> None:

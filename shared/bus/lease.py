@@ -12,7 +12,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 import nats.errors
 import nats.js.errors
 from nats.js.api import StorageType
@@ -21,8 +20,9 @@ from nats.js.kv import KeyValue
 from shared import subjects
 from shared.bus.link import Link
 from shared.clock import monotonic_s
-from shared.errors import BusUnavailable, DeadlineExceeded, KvasirError, NotLeader
+from shared.errors import BusUnavailable, DeadlineExceeded, InvalidMessage, KvasirError, NotLeader
 from shared.messages.base import Message, decode, encode
+from shared.messages.values import Number, OptionalId
 
 _log = logging.getLogger("kvasir.bus.lease")
 _CALL_TIMEOUT_S = 2.0
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class LeaseHolder(Message, frozen=True, kw_only=True):
     """The value under a role. An empty instance: the role was given back."""
 
-    instance: str
-    incarnation: int
+    instance: OptionalId
+    incarnation: Number
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,14 @@ class Silence:
         self._seen, self._looked_s = seen, now_s
 
 
-async def acquire(link: Link, role: str, *, instance: str, incarnation: int, ttl_s: float) -> Lease:
+async def acquire(
+    link: Link, role: str, *, instance: str, incarnation: int, ttl_s: float, is_new: bool = True
+) -> Lease:
     """Wait until the role is this instance's.
 
-    At once when it is free, given back or held by an earlier start of the same instance; otherwise after
-    `ttl_s` without a renewal. Waits for ever, as a standby must; cancel to stop. Raises PermissionRefused
-    when leases are not for this user.
+    At once when it is free, given back, or, for a process that `is_new` (it has not stood for the role yet),
+    held by an earlier start of the same instance; otherwise after `ttl_s` without a renewal. Waits for ever,
+    as a standby must; cancel to stop. Raises PermissionRefused when leases are not for this user.
     """
     store = LeaseStore(link)
     holder = LeaseHolder(instance=instance, incarnation=incarnation)
@@ -168,7 +170,11 @@ async def acquire(link: Link, role: str, *, instance: str, incarnation: int, ttl
             entry = await store.read(role)
             revision = entry.revision if entry else 0
             silence.observe(revision, link.reconnections, monotonic_s())
-            if entry is None or _is_takeable(entry.holder, holder) or silence.lasting_s >= ttl_s:
+            if (
+                entry is None
+                or _is_takeable(entry.holder, holder, is_new=is_new)
+                or silence.lasting_s >= ttl_s
+            ):
                 acquired = await store.write(role, holder, last=revision)
                 if acquired is not None:
                     return Lease(store, role, holder, acquired)
@@ -177,16 +183,19 @@ async def acquire(link: Link, role: str, *, instance: str, incarnation: int, ttl
         await asyncio.sleep(poll_s)
 
 
-def _is_takeable(held_by: LeaseHolder, wanted_by: LeaseHolder) -> bool:
-    """Without waiting: given back, or held by an earlier start of the same instance."""
-    if not held_by.instance:
+def _is_takeable(held_by: LeaseHolder, wanted_by: LeaseHolder, *, is_new: bool) -> bool:
+    """Without waiting: given back, held by this process, or by another start of the same instance.
+
+    That is an earlier one if this process has just started; to one that was frozen, it is a later one.
+    """
+    if not held_by.instance or held_by == wanted_by:
         return True
-    return held_by.instance == wanted_by.instance and held_by.incarnation <= wanted_by.incarnation
+    return is_new and held_by.instance == wanted_by.instance
 
 
 def _holder_in(value: bytes) -> LeaseHolder:
     """A value that is no holder's belongs to nobody we know: it has to fall silent."""
     try:
         return decode(value, LeaseHolder)
-    except msgspec.DecodeError:
-        return LeaseHolder(instance="?", incarnation=0)
+    except InvalidMessage:
+        return LeaseHolder(instance="unknown", incarnation=0)

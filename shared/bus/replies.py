@@ -8,8 +8,8 @@ import msgspec
 from nats.aio.msg import Msg
 from nats.micro.request import ERROR_HEADER
 
-from shared.bus.serving import decoded
 from shared.errors import KvasirError, PermissionRefused, from_wire
+from shared.messages.base import decode
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -22,8 +22,8 @@ def is_unserved(msg: Msg) -> bool:
 def reply_in(msg: Msg, reply: type[R]) -> R:
     """Raises the error that the peer raised, or InvalidMessage."""
     if msg.headers is not None and ERROR_HEADER in msg.headers:
-        raise from_wire(decoded(msg.data, dict[str, Any]))
-    message: R = decoded(msg.data, reply)
+        raise from_wire(decode(msg.data, dict[str, Any]))
+    message: R = decode(msg.data, reply)
     return message
 
 

@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import uvloop
 
-from shared import log
+from shared import log, metrics
 from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError, PermissionRefused
 
@@ -48,6 +49,23 @@ def run_service(main: Main) -> None:
     watchdog.cancel()
     if code:
         raise SystemExit(code)
+
+
+@contextmanager
+def fenced(what: str) -> Iterator[None]:
+    """One turn of a loop that serves everybody: what it raises is logged and counted, and the loop goes on.
+
+    What is raised on purpose is logged in one line; the rest is some value of a peer nobody thought of.
+    """
+    try:
+        yield
+    except KvasirError as error:
+        _log.warning("%s: %s", what, error)
+    except Exception:
+        _log.exception("%s failed; the next turn comes", what)
+        metrics.counter(
+            "kvasir_failed_turns_total", "Turns of a service's loops that raised", ("loop",)
+        ).labels(what).inc()
 
 
 async def _supervise(main: Main, watchdog: threading.Timer) -> int:

@@ -28,7 +28,6 @@ from shared.bus.inline import handle_inline
 from shared.bus.link import Link
 from shared.errors import (
     CallerError,
-    InvalidMessage,
     KvasirError,
     MessageTooLarge,
     Overloaded,
@@ -39,16 +38,6 @@ from shared.messages.base import decode, encode
 
 _log = logging.getLogger("kvasir.bus")
 _MAX_ERROR_CHARS = 2000
-
-
-def decoded(data: bytes, message_type: type[Any]) -> Any:
-    """The message in `data`. Raises InvalidMessage."""
-    try:
-        return decode(data, message_type)
-    except (
-        Exception
-    ) as error:  # msgspec's own errors, UnicodeDecodeError, RecursionError: all the sender's doing
-        raise InvalidMessage(f"not a {message_type.__name__}: {error}") from error
 
 
 class ServedListener:
@@ -92,7 +81,7 @@ class ServedListener:
             _report(error, self.subject, self._counters)
 
     def _message_in(self, msg: Msg) -> Any:
-        message = decoded(msg.data, self.spec.message)
+        message = decode(msg.data, self.spec.message)
         self._check_sender(msg.subject, message)
         return message
 
@@ -190,7 +179,7 @@ class ServedEndpoint:
         started_s = time.perf_counter()
         trace = tracing.attach(msg.headers)
         try:
-            request = decoded(msg.data, self.spec.request)
+            request = decode(msg.data, self.spec.request)
             self._check_sender(msg.subject, request)
             reply = await self._handle(request)
             await self._answer(msg, encode(reply))

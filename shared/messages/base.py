@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-M = TypeVar("M", bound=msgspec.Struct)
+from shared.errors import InvalidMessage
+
+M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[Any], msgspec.msgpack.Decoder[Any]] = {}
@@ -27,10 +29,14 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes, message_type: type[M]) -> M:
-    """The message in `data`. Raises `msgspec.DecodeError` or its subclass `msgspec.ValidationError`."""
+def decode(data: bytes | memoryview, message_type: type[M]) -> M:
+    """The message in `data`. Raises InvalidMessage, whatever the bytes are."""
     decoder = _decoders.get(message_type)
     if decoder is None:
         decoder = _decoders[message_type] = msgspec.msgpack.Decoder(message_type)
-    result: M = decoder.decode(data)
+    try:
+        result: M = decoder.decode(data)
+    except Exception as error:  # msgspec's own, UnicodeDecodeError, RecursionError: all the sender's doing
+        name = getattr(message_type, "__name__", str(message_type))
+        raise InvalidMessage(f"not a {name}: {error}") from error
     return result

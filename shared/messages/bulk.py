@@ -4,22 +4,23 @@ No tensor travels here. A ticket is a secret, valid once and briefly, for the wo
 """
 
 from shared.messages.base import Message
+from shared.messages.values import Id, Number, Text
 
 
 class AskTicket(Message, frozen=True, kw_only=True):
     """Who wants to dial."""
 
-    worker_id: str
-    incarnation: int
+    worker_id: Id
+    incarnation: Number
 
 
 class BulkTicket(Message, frozen=True, kw_only=True):
     """Where to dial, and with what."""
 
-    incarnation: int
+    incarnation: Number
     """Of the worker that answers."""
-    addresses: dict[str, str]
+    addresses: dict[Id, Text]
     """By transport."""
-    host: str = ""
+    host: Text = ""
     """Workers of equal host may use what works on one host only."""
     ticket: bytes

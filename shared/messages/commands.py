@@ -3,7 +3,8 @@
 from shared.messages.base import Message
 from shared.messages.lending import KvTier
 from shared.messages.prefixes import PrefixChain
-from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, check_packed
+from shared.messages.values import Count, Epoch, Id, Number, Seconds, Text
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
@@ -13,12 +14,12 @@ class SubmitSequence(Message, frozen=True, kw_only=True):
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):
-    scheduler_id: str
-    incarnation: int
-    epoch: int
+    scheduler_id: Id
+    incarnation: Number
+    epoch: Epoch
     known: bool = False
     """The attempt was known already (running, queued, or adopted from a worker)."""
-    worker_id: str | None = None
+    worker_id: Id | None = None
 
 
 class CancelSequence(Message, frozen=True, kw_only=True):
@@ -34,7 +35,7 @@ class CancelSequence(Message, frozen=True, kw_only=True):
 class TakeSnapshot(Message, frozen=True, kw_only=True):
     """Scheduler → worker: give up all plans at the next step boundary and answer with a `WorkerReported`."""
 
-    epoch: int
+    epoch: Epoch
 
 
 class PredictLength(Message, frozen=True, kw_only=True):
@@ -42,31 +43,34 @@ class PredictLength(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     prompt: bytes
-    max_tokens: int
-    generated_tokens: int = 0
+    max_tokens: Count
+    generated_tokens: Count = 0
     """When above 0, the length is conditioned on the answer being longer than this."""
+
+    def __post_init__(self) -> None:
+        check_packed(self.prompt)
 
 
 class LengthPrediction(Message, frozen=True, kw_only=True):
     """Whole response length in tokens (`rl_tokens`, with quantiles), capped at `max_tokens`."""
 
-    rl_tokens: int
-    p50_tokens: int
-    p80_tokens: int
-    p90_tokens: int
-    p95_tokens: int
-    model_version: str
+    rl_tokens: Count
+    p50_tokens: Count
+    p80_tokens: Count
+    p90_tokens: Count
+    p95_tokens: Count
+    model_version: Text
 
 
 class PlacementItem(Message, frozen=True, kw_only=True):
     ref: SequenceRef
-    size_tokens: int
+    size_tokens: Count
     """What is allocated to it, or will be when it starts: prompt + generated so far."""
-    limit_tokens: int
+    limit_tokens: Count
     """Prompt + maximum answer: what it may grow to."""
     prefixes: tuple[PrefixChain, ...] = ()
     """What its prompt's blocks are called, once for each kind of worker there is; none: not known."""
-    waited_s: float = 0.0
+    waited_s: Seconds = 0.0
     """Since the gateway accepted the request."""
 
 
@@ -74,21 +78,21 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     """Scheduler → placement, in order of precedence."""
 
     items: tuple[PlacementItem, ...]
-    excluded_workers: tuple[str, ...] = ()
+    excluded_workers: tuple[Id, ...] = ()
     """Workers the scheduler knows to be gone or not in step yet."""
 
 
 class Placements(Message, frozen=True, kw_only=True):
     """One worker id per item, in order; None says wait."""
 
-    worker_ids: tuple[str | None, ...]
+    worker_ids: tuple[Id | None, ...]
 
 
 class WantKv(Message, frozen=True, kw_only=True):
     """Scheduler → worker: have room for one sequence of so many tokens, if need be by borrowing; and whether
     to borrow for less than that. Repeated while it holds; forgotten by a worker that hears it no more."""
 
-    tokens: int
+    tokens: Count
     """0: none is too long for the worker."""
     may_borrow_ahead: bool = True
     """Also where little is free and nobody is too long; False: the ladder found something cheaper."""
@@ -97,18 +101,18 @@ class WantKv(Message, frozen=True, kw_only=True):
 class FindCreditors(Message, frozen=True, kw_only=True):
     """Worker → ledger: who could lend this many tokens' worth of KV?"""
 
-    debtor_id: str
-    tokens: int
-    refused_by: tuple[str, ...] = ()
-    refused_host_by: tuple[str, ...] = ()
+    debtor_id: Id
+    tokens: Count
+    refused_by: tuple[Id, ...] = ()
+    refused_host_by: tuple[Id, ...] = ()
     """As to their host memory."""
 
 
 class Creditor(Message, frozen=True, kw_only=True):
-    worker_id: str
-    free_tokens: int
+    worker_id: Id
+    free_tokens: Count
     """Of that tier."""
-    distance: int
+    distance: Count
     """0 same host, 1 elsewhere."""
     tier: KvTier = KvTier.DEVICE
     """What to ask for."""

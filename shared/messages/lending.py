@@ -9,6 +9,7 @@ bulk plane's. Source: papers/001 §4.3–4.5; `algorithms.md` §4.
 from enum import StrEnum
 
 from shared.messages.base import Message
+from shared.messages.values import Count, Digest, Id, Number, OptionalId, Seconds, Text
 
 MOST_GRANT_BLOCKS = 65_536
 """Block ids in one grant: 0.3 MB."""
@@ -37,30 +38,30 @@ class Refusal(StrEnum):
 class BorrowBlocks(Message, frozen=True, kw_only=True):
     """Debtor → creditor. Asking again with the same `request` gets the same grant, not a second one."""
 
-    debtor_id: str
-    debtor_incarnation: int
-    request: int
+    debtor_id: Id
+    debtor_incarnation: Number
+    request: Number
     """Counts what this incarnation of the debtor asked of anybody, from 1."""
-    blocks: int
-    least_blocks: int = 1
+    blocks: Count
+    least_blocks: Count = 1
     """A grant of fewer is of no use."""
     tier: KvTier = KvTier.DEVICE
-    fingerprint: bytes = b""
+    fingerprint: Digest = b""
     """What must agree for KV to be exchanged (`shared.blocks`); refused where it is empty."""
 
 
 class Grant(Message, frozen=True, kw_only=True):
     """Blocks lent to one debtor."""
 
-    creditor_id: str
-    creditor_incarnation: int
-    grant_id: int
+    creditor_id: Id
+    creditor_incarnation: Number
+    grant_id: Number
     """Unique within that incarnation of the creditor."""
-    generation: int
+    generation: Number
     tier: KvTier = KvTier.DEVICE
-    blocks: tuple[int, ...]
+    blocks: tuple[Count, ...]
     """Physical numbers at the creditor."""
-    lease_s: float
+    lease_s: Seconds
     """From the debtor's sending of what this answers; the creditor waits a while longer."""
     attends: bool = True
     """The creditor computes attention over them; else they are only written and fetched."""
@@ -76,45 +77,45 @@ class BorrowReply(Message, frozen=True, kw_only=True):
 class HeldGrant(Message, frozen=True, kw_only=True):
     """One grant as its debtor knows it."""
 
-    grant_id: int
-    generation: int
+    grant_id: Number
+    generation: Number
 
 
 class RenewLeases(Message, frozen=True, kw_only=True):
     """Debtor → creditor, several times within a lease: these are still in use. Others run on to their end."""
 
-    debtor_id: str
-    debtor_incarnation: int
-    creditor_incarnation: int
+    debtor_id: Id
+    debtor_incarnation: Number
+    creditor_incarnation: Number
     held: tuple[HeldGrant, ...]
 
 
 class LeasesRenewed(Message, frozen=True, kw_only=True):
     """Creditor → debtor."""
 
-    creditor_incarnation: int
-    lease_s: float
+    creditor_incarnation: Number
+    lease_s: Seconds
     held: tuple[HeldGrant, ...] = ()
     """Renewed, with their generation now. One that was asked for and is missing has ended: its KV is lost."""
-    wanted_back_blocks: int = 0
+    wanted_back_blocks: Count = 0
     """The creditor is short by so many blocks of what it has lent to this debtor."""
 
 
 class ReturnBlocks(Message, frozen=True, kw_only=True):
     """Debtor → creditor: these blocks of a grant are not needed any more. Again is harmless."""
 
-    debtor_id: str
-    debtor_incarnation: int
-    creditor_incarnation: int
-    grant_id: int
-    blocks: tuple[int, ...]
+    debtor_id: Id
+    debtor_incarnation: Number
+    creditor_incarnation: Number
+    grant_id: Number
+    blocks: tuple[Count, ...]
 
 
 class BlocksReturned(Message, frozen=True, kw_only=True):
     """Creditor → debtor: they are free again; what is left of the grant has this generation."""
 
-    generation: int
-    left_blocks: int = 0
+    generation: Number
+    left_blocks: Count = 0
 
 
 class SettlePhase(StrEnum):
@@ -133,47 +134,47 @@ class SettlePhase(StrEnum):
 class Settle(Message, frozen=True, kw_only=True):
     """Ledger → worker: one step of a settlement. The same step again gets the same answer."""
 
-    settlement: str
+    settlement: Text
     """Unique: the ledger's instance, incarnation and a count."""
     phase: SettlePhase
-    round: int = 0
+    round: Count = 0
     """Of copy and commit, from 0: each moves what the bounce buffers hold."""
-    creditor_id: str = ""
+    creditor_id: OptionalId = ""
     """Whom this worker owes (freeze)."""
-    debtor_id: str = ""
+    debtor_id: OptionalId = ""
     """Who owes this worker (freeze)."""
-    blocks: int = 0
+    blocks: Count = 0
     """To settle in all (freeze), or in this round (copy, commit), of the worker's own size."""
-    valid_for_s: float = 5.0
+    valid_for_s: Seconds = 5.0
     """A worker that hears nothing for so long gives the settlement up by itself."""
 
 
 class Settled(Message, frozen=True, kw_only=True):
     """Worker → ledger: how many blocks the step is good for; 0: this worker cannot take part."""
 
-    settlement: str
+    settlement: Text
     phase: SettlePhase
-    round: int = 0
-    blocks: int = 0
-    bounce_blocks: int = 0
+    round: Count = 0
+    blocks: Count = 0
+    bounce_blocks: Count = 0
     """Free to copy into (freeze)."""
 
 
 class CreditorOffered(Message, frozen=True, kw_only=True):
     """Ledger → every ledger: a debtor was pointed to a creditor; both it and refusals spread by this."""
 
-    ledger_id: str
-    debtor_id: str
-    creditor_id: str = ""
-    tokens: int = 0
+    ledger_id: Id
+    debtor_id: Id
+    creditor_id: OptionalId = ""
+    tokens: Count = 0
     tier: KvTier = KvTier.DEVICE
     """Of what was pointed out."""
-    refused_by: tuple[str, ...] = ()
-    refused_host_by: tuple[str, ...] = ()
+    refused_by: tuple[Id, ...] = ()
+    refused_host_by: tuple[Id, ...] = ()
 
 
 class LedgerAnnounced(Message, frozen=True, kw_only=True):
     """Ledger → every ledger, itself included, at a fixed interval: it is there and would settle debts."""
 
-    ledger_id: str
-    incarnation: int
+    ledger_id: Id
+    incarnation: Number

@@ -6,7 +6,8 @@ See docs/migration.md.
 from enum import StrEnum
 
 from shared.messages.base import Message
-from shared.messages.sequence import SequenceRef
+from shared.messages.sequence import SequenceRef, check_packed
+from shared.messages.values import Count, Digest, Id, Number, Seconds, Text
 
 
 class MoveMode(StrEnum):
@@ -22,7 +23,7 @@ class SequenceMove(Message, frozen=True, kw_only=True):
     """One sequence is to go on on another worker."""
 
     ref: SequenceRef
-    target: str
+    target: Id
     mode: MoveMode = MoveMode.TOKENS
 
 
@@ -35,15 +36,15 @@ class MoveSequences(Message, frozen=True, kw_only=True):
 class MovesTaken(Message, frozen=True, kw_only=True):
     """The answer: for each move why it was not begun; empty: it was."""
 
-    refusals: tuple[str, ...]
+    refusals: tuple[Text, ...]
 
 
 class MovePrepared(Message, frozen=True, kw_only=True):
     """Scheduler → gateways: the target has the sequence's KV; the owner may raise the attempt now."""
 
     ref: SequenceRef
-    target: str
-    open_tokens: int = 0
+    target: Id
+    open_tokens: Count = 0
     """The owner may go on reading the old worker until the target has caught up, and send the target so many
     more tokens after the submission."""
 
@@ -53,21 +54,21 @@ class SequenceMoved(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     """The attempt that was to move."""
-    source: str
-    target: str
+    source: Id
+    target: Id
     mode: MoveMode = MoveMode.TOKENS
-    reason: str = ""
-    rounds: int = 0
+    reason: Text = ""
+    rounds: Count = 0
     """Rehearsals at the target, or times that blocks were fetched."""
-    rehearsed_tokens: int = 0
+    rehearsed_tokens: Count = 0
     """Prompt and answer so far, at the last one."""
-    moved_bytes: int = 0
+    moved_bytes: Number = 0
     """Of KV that was fetched."""
-    fallback: str = ""
+    fallback: Text = ""
     """Why KV was not fetched, or not all of it: the rest was computed from tokens."""
-    prepare_s: float = 0.0
+    prepare_s: Seconds = 0.0
     """From the order to the gateway being told."""
-    switch_s: float = 0.0
+    switch_s: Seconds = 0.0
     """From then until the target ran the sequence."""
 
 
@@ -75,32 +76,35 @@ class PullBlocks(Message, frozen=True, kw_only=True):
     """Scheduler → target of a migration: fetch from its source the blocks of these tokens that are missing
     here, and keep them in the prefix cache. Again is harmless."""
 
-    source: str
-    source_incarnation: int
+    source: Id
+    source_incarnation: Number
     tokens: bytes
     """Packed: prompt and answer so far, those at the source whose KV is computed."""
-    cache_salt: bytes = b""
-    valid_for_s: float = 10.0
+    cache_salt: Digest = b""
+    valid_for_s: Seconds = 10.0
     """What is not there by then is not fetched any more."""
+
+    def __post_init__(self) -> None:
+        check_packed(self.tokens)
 
 
 class BlocksPulled(Message, frozen=True, kw_only=True):
     """The answer: how much of it is there now, whether it was fetched or known before."""
 
-    held_tokens: int
+    held_tokens: Count
     """From the beginning, in whole blocks."""
-    fetched_blocks: int = 0
-    fetched_bytes: int = 0
-    took_s: float = 0.0
+    fetched_blocks: Count = 0
+    fetched_bytes: Number = 0
+    took_s: Seconds = 0.0
     """On the link."""
 
 
 class WorkersWanted(Message, frozen=True, kw_only=True):
     """Placement → whoever runs workers, repeated: what should be, not what to do."""
 
-    placement_id: str
-    incarnation: int
-    wanted: int
+    placement_id: Id
+    incarnation: Number
+    wanted: Count
     """How many workers should run."""
-    parked: tuple[str, ...] = ()
+    parked: tuple[Id, ...] = ()
     """Workers that get nothing any more; they may be stopped."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from shared.messages.base import Message
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
+from shared.messages.values import Count, Epoch, Id, Number, PositiveCount, Seconds
 
 
 class PreemptMode(StrEnum):
@@ -24,9 +25,9 @@ class PrefillChunk(Message, frozen=True, kw_only=True):
     """Compute tokens [first_token, end_token) of prompt + generated. The last chunk samples one token."""
 
     ref: SequenceRef
-    first_token: int
-    end_token: int
-    allocated_blocks: int
+    first_token: Count
+    end_token: Count
+    allocated_blocks: Count
     """The sequence's total allocation once the item is applied."""
 
 
@@ -34,7 +35,7 @@ class Decode(Message, frozen=True, kw_only=True):
     """One token in each of the plan's steps, as long as the allocation lasts."""
 
     ref: SequenceRef
-    allocated_blocks: int
+    allocated_blocks: Count
     """The sequence's total allocation once the item is applied."""
 
 
@@ -48,15 +49,15 @@ class Preemption(Message, frozen=True, kw_only=True):
 class BatchPlan(Message, frozen=True, kw_only=True):
     """Up to `steps` iterations of one worker without asking again. Applied in the order of the fields."""
 
-    epoch: int
+    epoch: Epoch
     """Of the scheduler; a worker refuses a plan older than the highest it has seen."""
-    seq: int
+    seq: Number
     """Counts the plans sent to this worker within one epoch, from 1."""
-    steps: int = 1
-    report_at: int = 0
+    steps: PositiveCount = 1
+    report_at: Count = 0
     """0: every step is reported. Else only the step of this number, the last one, and those in which a
     sequence ended, an item was skipped or a stored prefix was found."""
-    valid_for_s: float = 5.0
+    valid_for_s: Seconds = 5.0
     """On the worker's monotonic clock, from receipt; an expired plan is not run and reported as such."""
     supersedes: bool = False
     """Drop what remains of earlier plans at the next step boundary."""
@@ -94,9 +95,9 @@ class PrefixHit(Message, frozen=True, kw_only=True):
     """
 
     ref: SequenceRef
-    cached_tokens: int
+    cached_tokens: Count
     """From the sequence's beginning; never all of it."""
-    blocks: tuple[int, int, int] = (0, 0, 0)
+    blocks: tuple[Count, Count, Count] = (0, 0, 0)
     """Found just now on the device, the host, and disk; what else `cached_tokens` covers comes with the next
     chunk."""
 
@@ -105,13 +106,13 @@ class ShortStart(Message, frozen=True, kw_only=True):
     """A sequence went on with fewer tokens of its answer than its plan left room for."""
 
     ref: SequenceRef
-    missing_tokens: int
+    missing_tokens: Count
 
 
 class EndedSequence(Message, frozen=True, kw_only=True):
     ref: SequenceRef
     finish_reason: FinishReason
-    generated_tokens: int
+    generated_tokens: Count
 
 
 class StepOutcome(StrEnum):
@@ -127,23 +128,23 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     """After each step that its plan wants reported, or when a plan is given up. What is not listed went as
     planned."""
 
-    worker_id: str
-    incarnation: int
-    seq: int
+    worker_id: Id
+    incarnation: Number
+    seq: Number
     """Counts this worker's `stepped` reports within its incarnation, from 1; a gap calls for a snapshot."""
-    epoch: int
-    plan_seq: int
+    epoch: Epoch
+    plan_seq: Number
     outcome: StepOutcome = StepOutcome.RAN
-    steps_done: int
+    steps_done: Count
     """Steps of the plan run so far."""
     plan_over: bool
     """No further step of this plan will run."""
-    prefilled_tokens: int = 0
+    prefilled_tokens: Count = 0
     """Since the last report, as `decoded_tokens`."""
-    decoded_tokens: int = 0
-    step_s: float = 0.0
+    decoded_tokens: Count = 0
+    step_s: Seconds = 0.0
     """Of this step; 0 when none ran."""
-    free_blocks: int = 0
+    free_blocks: Count = 0
     """Those of unused prefixes included: what can be allocated now."""
     ended: tuple[EndedSequence, ...] = ()
     skipped: tuple[SkippedItem, ...] = ()

@@ -6,32 +6,46 @@ from typing import Any
 import msgspec
 
 from shared.messages.base import Message
-from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.sequence import FinishReason, SequenceRef, check_packed
+from shared.messages.values import (
+    Count,
+    Digest,
+    Epoch,
+    Id,
+    Number,
+    OptionalId,
+    PositiveCount,
+    Rate,
+    Seconds,
+    Share,
+    SignedSeconds,
+    Text,
+)
 
 
 class Capacity(Message, frozen=True, kw_only=True):
     """A worker's KV in its own blocks. Lent blocks are outside `total_blocks`, borrowed ones inside."""
 
-    total_blocks: int
-    free_blocks: int
-    evictable_blocks: int = 0
+    total_blocks: Count
+    free_blocks: Count
+    evictable_blocks: Count = 0
     """Unreferenced prefix blocks."""
-    lent_blocks: int = 0
-    borrowed_blocks: int = 0
-    growable_blocks: int = 0
-    doomed_blocks: int = 0
+    lent_blocks: Count = 0
+    borrowed_blocks: Count = 0
+    growable_blocks: Count = 0
+    doomed_blocks: Count = 0
     """About to vanish because the pool shrinks."""
-    borrowed_free_blocks: int = 0
+    borrowed_free_blocks: Count = 0
     """Of `free_blocks`: borrowed, so not to be lent on."""
-    most_lent_blocks: int = 0
+    most_lent_blocks: Count = 0
     """It never lends more than this, whatever is free; host memory included."""
-    lendable_blocks: int | None = None
+    lendable_blocks: Count | None = None
     """What it would lend now, within its cap; None: it says nothing of that."""
-    host_blocks: int = 0
+    host_blocks: Count = 0
     """Of host memory, kept for others and for nothing else; outside every other figure here."""
-    host_lent_blocks: int = 0
+    host_lent_blocks: Count = 0
     """Of `host_blocks`."""
-    host_lendable_blocks: int = 0
+    host_lendable_blocks: Count = 0
     """Of `host_blocks`, what it would lend now."""
 
     @property
@@ -60,108 +74,109 @@ class SequenceReport(Message, frozen=True, kw_only=True):
     """One sequence in a heartbeat: enough for a scheduler to adopt it and for a gateway to see gaps."""
 
     ref: SequenceRef
-    gateway_id: str
+    gateway_id: OptionalId
+    """Empty: nobody waits for it, it is a rehearsal of a move."""
     state: SequenceState
-    prompt_tokens: int
-    generated_tokens: int
-    computed_tokens: int
+    prompt_tokens: Count
+    generated_tokens: Count
+    computed_tokens: Count
     """Tokens whose KV is present (chunk progress)."""
-    max_tokens: int
-    allocated_blocks: int
+    max_tokens: Count
+    allocated_blocks: Count
     finish_reason: FinishReason | None = None
-    waited_s: float = 0.0
+    waited_s: Seconds = 0.0
     """Seconds since the gateway accepted the request."""
-    deadline_in_s: float | None = None
-    proof: bytes = b""
+    deadline_in_s: SignedSeconds | None = None
+    proof: Digest = b""
     """`proof_of` the attempt's capability."""
 
 
 class WorkerReported(Message, frozen=True, kw_only=True):
     """A worker's heartbeat, and its answer to a snapshot command."""
 
-    worker_id: str
-    incarnation: int
-    seq: int
+    worker_id: Id
+    incarnation: Number
+    seq: Number
     """Counts heartbeats and snapshots of this incarnation, from 1."""
-    stepped_seq: int
+    stepped_seq: Number
     """`seq` of the last `WorkerStepped` this report includes."""
-    epoch: int
+    epoch: Epoch
     """Highest scheduler epoch seen."""
-    plan_seq: int
+    plan_seq: Number
     """Last plan taken up in that epoch."""
-    model: str
+    model: Text
     """Name the model is served under."""
-    block_tokens: int
-    max_context_tokens: int
+    block_tokens: PositiveCount
+    max_context_tokens: Count
     """Longest prompt + answer: the model's limit, or the KV capacity when that is smaller."""
     capacity: Capacity
     sequences: tuple[SequenceReport, ...] = ()
-    host: str = ""
+    host: Text = ""
     """Locality: workers with equal hosts are neighbours."""
-    lent_to_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    lent_to_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
     """Of `capacity.lent_blocks`: what each debtor holds, by worker id."""
-    borrowed_from_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    borrowed_from_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
     """Of `capacity.borrowed_blocks`: what each creditor lends, by worker id."""
-    host_lent_to_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    host_lent_to_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
     """`capacity.host_lent_blocks` by debtor."""
-    host_borrowed_from_blocks: dict[str, int] = msgspec.field(default_factory=dict)
+    host_borrowed_from_blocks: dict[Id, Count] = msgspec.field(default_factory=dict)
     """Of `capacity.borrowed_blocks`, those in creditors' host memory. Device and host together are all."""
-    prefill_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: Rate = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
-    decode_step_s: float = 0.0
+    decode_step_s: Seconds = 0.0
     """Measured, exponentially weighted; 0 before the first measurement."""
-    fingerprint: bytes = b""
+    fingerprint: Digest = b""
     """What must agree for KV to be exchanged (`shared.blocks`); empty: nobody else can use its KV."""
     caches_prefixes: bool = False
     """Blocks outlive their sequences, under names that begin with the fingerprint."""
-    weights: str = ""
+    weights: Text = ""
     """Digest of the model, its configuration and weights, in hex; empty: not known. Workers of one name must
     have the same."""
-    kv_block_bytes: int = 0
+    kv_block_bytes: Number = 0
     """Of one block over all layers; 0: its blocks cannot be fetched."""
-    link_bytes_per_s: dict[str, float] = msgspec.field(default_factory=dict)
+    link_bytes_per_s: dict[Id, Rate] = msgspec.field(default_factory=dict)
     """Measured when it fetched KV from other workers, by their ids."""
-    host_block_s: float = 0.0
+    host_block_s: Seconds = 0.0
     """Measured: one block from host memory to the device; 0: there is no host tier."""
-    swap_room_blocks: int = 0
+    swap_room_blocks: Count = 0
     """More blocks of preempted sequences that it would keep on the host (`PreemptMode.SWAP`)."""
-    remote_block_s: float = 0.0
+    remote_block_s: Seconds = 0.0
     """Measured: how much longer a step takes for each block in use that lies at another worker; 0: not
     known."""
-    expand_stall_s: float | None = None
+    expand_stall_s: Seconds | None = None
     """Measured: what a step waits for each layer of KV that Pie has on the host, and would for one more;
     None where there is no Pie, or no such layer yet."""
-    busy_share: float = 0.0
+    busy_share: Share = 0.0
     """Of the last while, in which its engine computed."""
-    bulk_addresses: dict[str, str] = msgspec.field(default_factory=dict)
+    bulk_addresses: dict[Id, Text] = msgspec.field(default_factory=dict)
     """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
 
 
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     """At start, then at a fixed interval. A new incarnation asks gateways to resubmit what runs."""
 
-    scheduler_id: str
-    incarnation: int
-    epoch: int
-    policy: str
-    queued: int = 0
-    running: int = 0
+    scheduler_id: Id
+    incarnation: Number
+    epoch: Epoch
+    policy: Text
+    queued: Count = 0
+    running: Count = 0
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
     """Scheduler → gateways: this worker is silent or was restarted; resubmit these, with a higher attempt."""
 
-    worker_id: str
-    incarnation: int
+    worker_id: Id
+    incarnation: Number
     refs: tuple[SequenceRef, ...]
 
 
 class GatewayReported(Message, frozen=True, kw_only=True):
     """A gateway's heartbeat. Nobody reads sequences of a silent gateway or of an earlier incarnation."""
 
-    gateway_id: str
-    incarnation: int
-    active: int = 0
+    gateway_id: Id
+    incarnation: Number
+    active: Count = 0
 
 
 class SequenceFinished(Message, frozen=True, kw_only=True):
@@ -169,17 +184,20 @@ class SequenceFinished(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     prompt: bytes
-    output_tokens: int
+    output_tokens: Count
     finish_reason: FinishReason
-    max_tokens: int
+    max_tokens: Count
+
+    def __post_init__(self) -> None:
+        check_packed(self.prompt)
 
 
 class ServiceStatus(Message, frozen=True, kw_only=True):
     """Answer of every instance to `cmd.<service>.status`."""
 
-    service: str
-    instance: str
-    incarnation: int
-    uptime_s: float
-    details: dict[str, Any] = msgspec.field(default_factory=dict)
+    service: Id
+    instance: Id
+    incarnation: Number
+    uptime_s: Seconds
+    details: dict[Text, Any] = msgspec.field(default_factory=dict)
     """Scalars, and tables as lists of dictionaries, for people to read."""

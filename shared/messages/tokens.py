@@ -4,39 +4,40 @@ import msgspec
 
 from shared.messages.base import Message
 from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.values import Choice, Count, Digest, Id, LogProbability, Number, RequestId, TokenId
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of the model's own probabilities: before penalties, temperature and filters."""
 
-    chosen: float
-    top: tuple[tuple[int, float], ...] = ()
+    chosen: LogProbability
+    top: tuple[tuple[TokenId, LogProbability], ...] = ()
     """(token id, log-probability), likeliest first."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence. A reader holding fewer than `first_index` tokens has missed some."""
 
-    request_id: str
-    choice: int
-    attempt: int
-    first_index: int
+    request_id: RequestId
+    choice: Choice
+    attempt: Number
+    first_index: Count
     """Index in the answer of the first token of this delta."""
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Prompt tokens that were served from the prefix cache."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `tokens`, or none at all."""
-    proof: bytes = b""
+    proof: Digest = b""
     """`proof_of` the attempt's capability: with its first tokens, and whenever it is fetched."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
     """One step's tokens for one gateway."""
 
-    worker_id: str
-    incarnation: int
+    worker_id: Id
+    incarnation: Number
     deltas: tuple[TokenDelta, ...]
 
 
@@ -44,7 +45,7 @@ class FetchTokens(Message, frozen=True, kw_only=True):
     """Gateway → worker: the tokens from `first_index` on, because a frame was missed."""
 
     ref: SequenceRef
-    first_index: int
+    first_index: Count
 
 
 class ExtendSequence(Message, frozen=True, kw_only=True):
@@ -52,8 +53,8 @@ class ExtendSequence(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     """The attempt that takes over."""
-    first_index: int
-    tokens: tuple[int, ...]
+    first_index: Count
+    tokens: tuple[TokenId, ...]
 
 
 class FetchedTokens(Message, frozen=True, kw_only=True):

@@ -54,6 +54,20 @@ def test_every_error_crosses_the_wire(error_type: type[KvasirError]) -> None:
         assert str(arrived) == "what to do"
 
 
+@pytest.mark.parametrize("code", ["overloaded", "no such code", 5, None, ["x"]])
+@pytest.mark.parametrize("message", ["x", "A" * 100_000, 5, None])
+@pytest.mark.parametrize("param", [None, 5, ["a"], "p", "p" * 5000])
+@pytest.mark.parametrize("retry_after_s", [float("inf"), float("nan"), "soon", -5, [1], True, 2**64, 1.5])
+def test_an_odd_error_is_an_error_all_the_same(
+    code: object, message: object, param: object, retry_after_s: object
+) -> None:
+    """Keeps what a peer writes into an error from becoming a header or a length somewhere else."""
+    arrived = from_wire({"code": code, "message": message, "param": param, "retry_after_s": retry_after_s})
+    assert len(arrived.message) <= 2000
+    assert arrived.param is None or len(arrived.param) <= 200
+    assert arrived.retry_after_s in (None, 1.5)
+
+
 def test_foreign_exceptions_leave_only_their_type() -> None:
     arrived = from_wire(to_wire(ValueError("a secret")))
     assert type(arrived) is errors.InternalError

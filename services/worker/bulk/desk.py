@@ -11,6 +11,7 @@ from services.worker.bulk import wire
 from services.worker.bulk.base import Limits, Peer, Receiver
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
+from shared.incarnations import Incarnations
 
 TICKET_BYTES = 24
 _MOST_TICKETS = 64
@@ -35,7 +36,7 @@ class WorkerDesk:
         self._receivers: dict[str, Receiver] = {}
         self._tickets: dict[bytes, _Ticket] = {}
         """By name."""
-        self._latest: dict[str, int] = {}
+        self._lives = Incarnations()
 
     def serve(self, kind: str, receiver: Receiver) -> None:
         """From now on, instead of an earlier receiver of that kind."""
@@ -55,12 +56,11 @@ class WorkerDesk:
         Raises Overloaded when it has too many, Unauthorized for an incarnation that was replaced."""
         now_s = self._clock()
         with self._lock:
-            if peer.incarnation < self._latest.get(peer.worker_id, 0):
+            if not self._lives.hear(peer.worker_id, peer.incarnation, now_s):
                 raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
             self._tickets = {key: one for key, one in self._tickets.items() if one.until_s > now_s}
             if sum(one.peer.worker_id == peer.worker_id for one in self._tickets.values()) >= _MOST_TICKETS:
                 raise Overloaded(f"{_MOST_TICKETS} tickets have not been used", retry_after_s=1.0)
-            self._latest[peer.worker_id] = peer.incarnation
             ticket = secrets.token_bytes(TICKET_BYTES)
             self._tickets[wire.ticket_name(ticket)] = _Ticket(ticket, peer, now_s + valid_for_s)
         return ticket
@@ -77,4 +77,4 @@ class WorkerDesk:
 
     def is_current(self, peer: Peer) -> bool:
         """False when a later incarnation of the peer has been heard of."""
-        return self._latest.get(peer.worker_id, 0) <= peer.incarnation
+        return self._lives.present(peer.worker_id) in (None, peer.incarnation)

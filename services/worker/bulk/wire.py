@@ -18,6 +18,7 @@ import msgspec
 
 from services.worker.bulk.base import Limits
 from shared.errors import InvalidMessage, KvasirError, MessageTooLarge, from_wire
+from shared.messages.base import decode
 
 PREFIX = struct.Struct("<4sIII")
 DIGEST_BYTES = 16
@@ -56,8 +57,6 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_hellos = msgspec.msgpack.Decoder(Hello)
 
 
 def packed(envelope: Envelope) -> bytes:
@@ -80,10 +79,7 @@ def unpacked(body: "bytes | memoryview", crc: int, limits: Limits) -> Envelope:
     """Raises InvalidMessage and MessageTooLarge."""
     if zlib.crc32(body) != crc:
         raise InvalidMessage("the envelope was corrupted on its way")
-    try:
-        envelope = _envelopes.decode(body)
-    except msgspec.DecodeError as error:
-        raise InvalidMessage(f"not an envelope of the bulk plane: {error}") from error
+    envelope = decode(body, Envelope)
     check_size(len(envelope.header), envelope.sizes_bytes, limits)
     return envelope
 
@@ -102,10 +98,7 @@ def check_size(header_bytes: int, sizes_bytes: Sequence[int], limits: Limits) ->
 
 def hello(body: bytes) -> Hello:
     """Raises InvalidMessage."""
-    try:
-        return _hellos.decode(body)
-    except msgspec.DecodeError as error:
-        raise InvalidMessage(f"not a greeting of the bulk plane: {error}") from error
+    return decode(body, Hello)
 
 
 def ticket_name(ticket: bytes) -> bytes:
@@ -130,7 +123,4 @@ def to_bytes(value: Any) -> bytes:
 
 def error_from(header: bytes) -> KvasirError:
     """What `shared.errors.to_wire` made. Raises InvalidMessage for anything else."""
-    try:
-        return from_wire(msgspec.msgpack.decode(header, type=dict[str, Any]))
-    except msgspec.DecodeError as error:
-        raise InvalidMessage("an error that cannot be read") from error
+    return from_wire(decode(header, dict[str, Any]))

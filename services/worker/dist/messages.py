@@ -16,6 +16,7 @@ import numpy.typing as npt
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.partition import ELSEWHERE
 from shared.errors import InvalidMessage
+from shared.messages.base import decode
 from shared.messages.lending import KvTier
 
 ATTEND, WRITE, FETCH = "kv.attend", "kv.write", "kv.fetch"
@@ -83,8 +84,6 @@ class Described:
 
 
 request_encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Attended)
 
 
 def to_wire(spans: PackedSpans) -> PartWire:
@@ -127,18 +126,12 @@ def from_wire(wire: PartWire, block_tokens: int) -> Described:
 
 def read_request(header: bytes) -> Request:
     """Raises InvalidMessage."""
-    try:
-        return _request_decoder.decode(header)
-    except msgspec.MsgspecError as error:
-        raise InvalidMessage(f"not a question about KV: {error}") from error
+    return decode(header, Request)
 
 
 def read_answer(header: bytes) -> Attended:
     """Raises InvalidMessage."""
-    try:
-        answer = _answer_decoder.decode(header)
-    except msgspec.MsgspecError as error:
-        raise InvalidMessage(f"not an answer about KV: {error}") from error
+    answer = decode(header, Attended)
     if not 0 <= answer.compute_s < float("inf"):
         raise InvalidMessage(f"computed for {answer.compute_s} s")
     return answer

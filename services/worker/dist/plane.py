@@ -6,7 +6,9 @@ from services.worker.bulk.base import BulkTransport, Link, Peer, Receiver
 from services.worker.bulk.plane import Neighbour, Plane
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
+from shared.clock import monotonic_s
 from shared.errors import NoResponder
+from shared.incarnations import Incarnations
 from shared.messages.bulk import AskTicket, BulkTicket
 from shared.messages.reports import WorkerReported
 
@@ -25,7 +27,7 @@ class BulkPlane:
         self._ticket_s = ticket_s
         self._own = Peer(bus.instance, bus.incarnation)
         self._plane = Plane(self._own, host, transports)
-        self._lives: dict[str, int] = {}
+        self._lives = Incarnations()
 
     @property
     def addresses(self) -> Mapping[str, str]:
@@ -69,10 +71,10 @@ class BulkPlane:
 
     def on_reported(self, report: WorkerReported) -> None:
         """A heartbeat: what was measured with an earlier life of a worker counts no more."""
-        known = self._lives.get(report.worker_id, report.incarnation)
-        if report.incarnation > known:
+        before = self._lives.present(report.worker_id)
+        is_present = self._lives.hear(report.worker_id, report.incarnation, monotonic_s())
+        if is_present and before not in (None, report.incarnation):
             self._plane.choice.on_lost(report.worker_id)
-        self._lives[report.worker_id] = max(known, report.incarnation)
 
     async def _ask(self, worker_id: str) -> BulkTicket:
         asked = AskTicket(worker_id=self._own.worker_id, incarnation=self._own.incarnation)

@@ -182,11 +182,11 @@ class Grants:
         return self._end([lent for lent in self._grants.values() if now_s >= lent.ends_s and not lent.over])
 
     def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:
-        """A debtor was started anew: what its earlier lives held is of no use to anybody."""
+        """A debtor was started anew: what its other lives held is of no use to anybody."""
         gone = [
             lent
             for lent in self._by_debtor.get(debtor_id, {}).values()
-            if lent.debtor[1] < incarnation and not lent.over
+            if lent.debtor[1] != incarnation and not lent.over
         ]
         return self._end(gone)
 

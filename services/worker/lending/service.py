@@ -25,7 +25,7 @@ from services.worker.lending.stock import Stock
 from services.worker.lending.table import GrantKey, RBlockTable
 from services.worker.lending.telling import annotated, loans
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler
+from shared.bus import Bus, Endpoint, Handler, fenced
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError, Overloaded
 from shared.log import canonical, get_logger
@@ -111,7 +111,8 @@ class Lending:
             async with asyncio.TaskGroup() as self._tasks:
                 while True:
                     await asyncio.sleep(self._config.lease_s / _TICKS_IN_A_LEASE)
-                    await self.tick()
+                    with fenced("lending tick"):
+                        await self.tick()
         finally:
             self._tasks = None
             await self._bus.detach(HANDLERS, self)

@@ -4,14 +4,12 @@ Kinds: `kv.blocks` names blocks and takes them back, one buffer each, up to the 
 `kv.probe` takes bytes of no meaning back, for measuring. Knows neither tensors nor links.
 """
 
-from typing import TypeVar
-
 import msgspec
 
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import InvalidMessage
+from shared.messages.base import decode
 
-T = TypeVar("T")
 BLOCKS, PROBE = "kv.blocks", "kv.probe"
 MOST_BLOCKS = 256
 """Of one message."""
@@ -40,7 +38,7 @@ class Probe(msgspec.Struct, frozen=True):
 
 def read_wanted(header: bytes) -> Wanted:
     """Raises InvalidMessage."""
-    wanted = _decoded(header, Wanted)
+    wanted = decode(header, Wanted)
     if not 0 < len(wanted.names) <= MOST_BLOCKS or any(len(name) != HASH_BYTES for name in wanted.names):
         raise InvalidMessage(f"1 to {MOST_BLOCKS} names of blocks, {HASH_BYTES} bytes each, are asked for")
     return wanted
@@ -48,19 +46,12 @@ def read_wanted(header: bytes) -> Wanted:
 
 def read_given(header: bytes) -> Given:
     """Raises InvalidMessage."""
-    return _decoded(header, Given)
+    return decode(header, Given)
 
 
 def read_probe(header: bytes) -> Probe:
     """Raises InvalidMessage."""
-    probe = _decoded(header, Probe)
+    probe = decode(header, Probe)
     if not 0 < probe.size_bytes <= MOST_PROBE_BYTES:
         raise InvalidMessage(f"a probe has 1 to {MOST_PROBE_BYTES} bytes")
     return probe
-
-
-def _decoded(header: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(header, type=kind)
-    except msgspec.DecodeError as error:
-        raise InvalidMessage(f"no header of a block message: {error}") from error

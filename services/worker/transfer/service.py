@@ -17,7 +17,7 @@ from services.worker.transfer.settings import TransferConfig
 from services.worker.transfer.source import Source
 from services.worker.transfer.target import Target
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced
 from shared.clock import Clock
 from shared.errors import KvasirError
 from shared.log import get_logger
@@ -72,7 +72,8 @@ class Transfers:
             await self._bus.attach(HANDLERS, self)
             while True:
                 await asyncio.sleep(_PROBE_INTERVAL_S)
-                await self._look_around()
+                with fenced("look at the other workers"):
+                    await self._look_around()
         finally:
             await self._bus.detach(HANDLERS, self)
             self._target.close()

@@ -58,11 +58,11 @@ def test_old_news_is_ignored() -> None:
     table = Table()
     table.on_reported(report("w0", free=5, seq=7), 0.0)
     table.on_reported(report("w0", free=9, seq=7), 0.1)
-    table.on_reported(report("w0", free=9, seq=99, incarnation=0), 0.1)
     account = table.get("w0")
     assert account is not None
     assert account.own_free_tokens == 5 * 16
     table.on_reported(report("w0", free=9, seq=1, incarnation=2), 0.2)
+    table.on_reported(report("w0", free=5, seq=99), 0.3)
     account = table.get("w0")
     assert account is not None
     assert account.own_free_tokens == 9 * 16

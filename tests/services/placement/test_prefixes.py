@@ -86,7 +86,6 @@ def test_a_worker_that_is_heard_of_is_asked_once() -> None:
     assert [(q.incarnation, q.since_seq) for _, q in index.questions(0.0)] == [(3, 0)]
     index.on_answer(news(0, full=True, incarnation=3))
     index.on_worker("w0", 3)
-    index.on_worker("w0", 2)
     assert not list(index.questions(9.0))
     assert index.cached("w0", [chain(9)], 1.0) == (16, 0, 0), "what was expected still is"
     index.on_news(news(1, 4, incarnation=3))
@@ -96,6 +95,7 @@ def test_a_worker_that_is_heard_of_is_asked_once() -> None:
 def test_a_new_incarnation_has_nothing_and_an_old_one_is_not_listened_to() -> None:
     index = PrefixIndex()
     index.on_news(news(1, 1, 2, incarnation=5))
+    index.on_worker("w0", 6)
     index.on_news(news(1, 3, incarnation=6))
     index.on_news(news(2, 4, incarnation=5))
     index.on_answer(news(9, 4, full=True, incarnation=5))

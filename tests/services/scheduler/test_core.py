@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pytest import MonkeyPatch
 
+from services.scheduler.core import LEAST_TERM_S
 from services.scheduler.effects import Effect
 from services.scheduler.planning import Lane
 from services.scheduler.policy.vllm import VllmPolicy
@@ -72,11 +73,34 @@ def test_a_higher_epoch_in_a_heartbeat_is_outbid_at_start_and_obeyed_later() -> 
     world.run_until(lambda: request.over, limit_s=3.0)
     assert world.core is not None and world.core.epoch == 42
     assert world.lines("StepDown") == []
+    world.time.run_for(LEAST_TERM_S)
     world.workers["worker-0"].epoch = 50
     world.run_until(lambda: world.core is not None and world.core.epoch == 51, limit_s=3.0)
     assert len(world.lines("StepDown")) == 1
     after = world.submit("b", 4, 5, 5)
     world.run_until(lambda: after.over, limit_s=3.0)
+
+
+def test_an_epoch_that_no_scheduler_can_have_had_is_nobodys() -> None:
+    """Keeps one heartbeat with an epoch of 2^62 from making every later scheduler refused."""
+    world = World(workers=2)
+    world.workers["worker-0"].epoch = 2**62
+    request = world.submit("a", 4, 5, 5)
+    world.run_until(lambda: request.over, limit_s=3.0)
+    assert world.core is not None and world.core.epoch < 2**32
+    world.time.run_for(LEAST_TERM_S)
+    assert world.lines("StepDown") == []
+
+
+def test_a_workers_word_alone_does_not_end_a_term_that_has_just_begun() -> None:
+    """Keeps a worker that claims ever later epochs from deposing the scheduler with each heartbeat."""
+    world = World(workers=2)
+    for number in range(1, 30):
+        world.workers["worker-0"].epoch = 100 * number
+        request = world.submit(f"a{number}", 4, 5, 5)
+        world.run_until(lambda request=request: request.over, limit_s=3.0)  # type: ignore[misc]
+        world.time.run_for(0.5)
+    assert len(world.lines("StepDown")) <= world.now_s / LEAST_TERM_S + 1
 
 
 def test_a_queued_sequence_that_fits_nowhere_is_given_up() -> None:

@@ -5,7 +5,8 @@ import pytest
 from services.scheduler.intake import Intake
 from services.scheduler.roster import Roster
 from services.scheduler.rules import Rules
-from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overloaded
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overloaded, UnavailableError
+from shared.incarnations import SILENCE_S
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
@@ -35,7 +36,6 @@ def spec(
     ("refused", "error"),
     [
         (spec(prompt=b""), InvalidRequest),
-        (spec(prompt=b"12345"), InvalidRequest),
         (spec(generated=pack_tokens([1] * 5)), InvalidRequest),
         (spec(prompt=pack_tokens([7] * 1000)), MessageTooLarge),
     ],
@@ -69,8 +69,25 @@ def test_an_earlier_incarnation_of_a_gateway_is_not_listened_to() -> None:
     intake.on_submit(spec("a", incarnation=1), 0.0)
     intake.on_submit(spec("b", incarnation=2), 0.0)
     assert list(roster.sequences) == [("b", 0)]
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(UnavailableError) as refused:
         intake.on_submit(spec("c", incarnation=1), 0.0)
+    assert refused.value.retry_after_s == SILENCE_S, "the gateway asks again, and its client gets no 400"
+
+
+def test_a_gateway_that_starts_again_is_served_whatever_its_number() -> None:
+    """Keeps a clock that was set back from shutting a gateway out."""
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_submit(spec("a", incarnation=2**60), 0.0)
+    assert not intake.on_submit(spec("b", incarnation=3), 0.1)[0].known
+    assert list(roster.sequences) == [("b", 0)], "nobody reads what the start before asked for"
+
+
+def test_a_gateway_that_was_replaced_comes_back_when_its_successor_is_gone() -> None:
+    intake = Intake(Roster(Rules()))
+    intake.on_submit(spec("a", incarnation=1), 0.0)
+    intake.on_submit(spec("b", incarnation=2), 0.0)
+    assert not intake.on_submit(spec("c", incarnation=1), SILENCE_S + 0.1)[0].known
 
 
 def test_a_silent_gateway_loses_what_waits_and_may_come_back() -> None:

@@ -65,7 +65,7 @@ async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack
         incarnation = stack.reader.announced[-1].incarnation
         worker.fake.epoch = 1000
         await until(lambda: stack.reader.announced[-1].epoch == 1001)
-        assert stack.reader.announced[-1].incarnation > incarnation
+        assert stack.reader.announced[-1].incarnation != incarnation
         await stack.reader.submit(stack.reader.spec("a"))
         await until(lambda: "a" in stack.reader.ended)
 

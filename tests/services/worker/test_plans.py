@@ -16,6 +16,16 @@ def seqs_in_order(queue: PlanQueue, now_s: float = 0.0) -> list[int]:
     return seqs
 
 
+def test_an_epoch_far_beyond_the_one_obeyed_is_ignored() -> None:
+    """Keeps one plan with an epoch of 2^62 from making a worker refuse all schedulers to come."""
+    queue = PlanQueue()
+    assert queue.offer(plan(1, epoch=7), 0.0) == []
+    assert queue.offer(plan(1, epoch=2**62), 0.0) == []
+    assert queue.epoch == 7 and len(queue) == 1
+    assert not queue.may_follow(2**62) and queue.may_follow(10**9)
+    assert PlanQueue().may_follow(2**62), "a worker that has just started knows no epoch"
+
+
 def test_plans_run_in_order() -> None:
     queue = PlanQueue()
     assert [queue.offer(plan(seq), 0.0) for seq in (1, 2, 3)] == [[], [], []]

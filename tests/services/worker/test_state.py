@@ -57,15 +57,3 @@ def test_a_report_ages_what_the_gateway_said() -> None:
     report = sequence.report(now_s=101.5)
     assert (report.waited_s, report.deadline_in_s) == (3.5, 3.5)
     assert (report.prompt_tokens, report.generated_tokens, report.computed_tokens) == (3, 1, 0)
-
-
-def test_badly_packed_tokens_count_as_none() -> None:
-    source = spec(ref(), [1, 2])
-    broken = SequenceSpec(
-        ref=source.ref,
-        gateway_id=source.gateway_id,
-        gateway_incarnation=1,
-        prompt=source.prompt[:-1],
-        sampling=source.sampling,
-    )
-    assert held(broken).tokens == []

@@ -1,5 +1,6 @@
 """Processes: started for real, signalled for real."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.bus import fenced
+from shared.errors import NotLeader
 from tests.nats_server import NatsServer
 
 ROOT = Path(__file__).parents[3]
@@ -127,3 +130,16 @@ def test_no_server_is_one_line_and_exit_code_1() -> None:
     code, _, err = finished(start("--bus.url", "nats://127.0.0.1:1", "--bus.connect_timeout_s", "0.2"))
     assert code == 1
     assert "bus_unavailable: no NATS connection to nats://127.0.0.1:1" in err and "Traceback" not in err
+
+
+def test_a_turn_that_raises_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """Keeps one value that nobody thought of from ending a loop that serves everybody."""
+    turns = []
+    for number in range(3):
+        with fenced("toy loop"):
+            turns.append(number)
+            raise ZeroDivisionError if number else NotLeader("somebody else is")
+    assert turns == [0, 1, 2]
+    assert [bool(record.exc_info) for record in caplog.records] == [False, True, True]
+    with pytest.raises(asyncio.CancelledError), fenced("toy loop"):
+        raise asyncio.CancelledError

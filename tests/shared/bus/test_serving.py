@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import errors
 from shared.bus import Bus, Endpoint, Listener
-from shared.bus.serving import decoded
+from shared.messages.base import decode
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
 from tests.shared.bus.desk import ASK, FILED, HANDLERS, NOTED, Answer, Desk, Note, Question, metric, until
@@ -70,7 +70,7 @@ async def test_invalid_bytes_are_the_senders_fault(
     tool = await nats.connect(nats_server.url)
     reply = await tool.request(ASK, data, timeout=DEADLINE_S)
     with pytest.raises(errors.InvalidMessage):
-        raise errors.from_wire(decoded(reply.data, dict))
+        raise errors.from_wire(decode(reply.data, dict))
     await tool.publish(NOTED, data)
     await tool.publish(FILED, data)
     await tool.close()

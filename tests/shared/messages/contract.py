@@ -12,9 +12,14 @@ import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from shared.blocks import HASH_BYTES
+from shared.errors import InvalidMessage
 from shared.messages.base import Message, decode, encode
-
-MAX_INT = 2**63 - 1
+from shared.messages.commands import PredictLength
+from shared.messages.moves import PullBlocks
+from shared.messages.prefixes import PrefixChain, WorkerPrefixes
+from shared.messages.reports import SequenceFinished
+from shared.messages.sequence import TOKEN_BYTES, SequenceSpec
 
 
 def message_types(module: types.ModuleType) -> list[type[msgspec.Struct]]:
@@ -36,19 +41,24 @@ def values_of(message_type: type[Any]) -> st.SearchStrategy[Any]:
 def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:
     match kind:
         case inspect.StructType():
-            fields = {
-                field.name: _strategy(field.type)
-                if field.required
-                else st.none() | _strategy(field.type).map(_Given)
-                for field in kind.fields
-            }
+            packed = _PACKED.get(kind.cls, {})
+            fields = {}
+            for field in kind.fields:
+                item_bytes = packed.get(field.name)
+                values = _strategy(field.type) if item_bytes is None else _packed(item_bytes)
+                fields[field.name] = values if field.required else st.none() | values.map(_Given)
+            if kind.cls is WorkerPrefixes:
+                fields["added"] = st.just(_Given(bytes(HASH_BYTES)))
+                fields["tiers"] = st.binary(min_size=1, max_size=1).map(_Given)
             return st.fixed_dictionaries(fields).map(lambda chosen: _build(kind.cls, chosen))
         case inspect.IntType():
-            return st.integers(0, MAX_INT)
+            return st.integers(kind.ge, kind.le)
         case inspect.FloatType():
-            return st.floats(allow_nan=False)
+            return st.floats(kind.ge, kind.le, allow_nan=False)
         case inspect.StrType():
-            return st.text(max_size=8)
+            if kind.pattern is not None:
+                return st.from_regex(kind.pattern)
+            return st.text(min_size=kind.min_length or 0, max_size=8)
         case inspect.BytesType():
             return st.binary(max_size=16)
         case inspect.BoolType():
@@ -68,6 +78,22 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.UnionType():
             return st.one_of([_strategy(member) for member in kind.types])
     raise NotImplementedError(kind)
+
+
+_PACKED: dict[type[Any], dict[str, int]] = {
+    SequenceSpec: {"prompt": TOKEN_BYTES, "generated": TOKEN_BYTES},
+    PredictLength: {"prompt": TOKEN_BYTES},
+    PullBlocks: {"tokens": TOKEN_BYTES},
+    SequenceFinished: {"prompt": TOKEN_BYTES},
+    PrefixChain: {"names": HASH_BYTES},
+    WorkerPrefixes: {"removed": HASH_BYTES},
+}
+"""Bytes that are whole items: the message says so when it is made, its annotations cannot."""
+
+
+def _packed(item_bytes: int) -> st.SearchStrategy[bytes]:
+    item = st.binary(min_size=item_bytes, max_size=item_bytes)
+    return st.lists(item, max_size=3).map(b"".join)
 
 
 class _Given:
@@ -115,7 +141,7 @@ def check_evolution(message: msgspec.Struct) -> None:
     sparse = decode(msgpack.packb({name: seen[name] for name in required}), kind)
     assert all(getattr(sparse, name) == getattr(message, name) for name in required)
     for name in required:
-        with pytest.raises(msgspec.ValidationError, match=f"missing required field `{name}`"):
+        with pytest.raises(InvalidMessage, match=f"missing required field `{name}`"):
             decode(msgpack.packb({other: seen[other] for other in seen if other != name}), kind)
 
 

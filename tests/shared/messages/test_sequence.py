@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.errors import InvalidMessage
 from shared.messages import sequence
+from shared.messages.base import decode
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens, unpack_tokens
 from tests.shared.messages.contract import (
     check_contract,
@@ -52,3 +54,13 @@ def test_what_is_no_row_of_tokens_is_refused() -> None:
 def test_a_reference_names_an_attempt_of_a_sequence() -> None:
     assert (REF.key, str(REF)) == (("req_1", 2), "req_1/2#3")
     assert REF.key == SequenceRef(request_id="req_1", choice=2, attempt=4).key
+
+
+@pytest.mark.parametrize("field", ["prompt", "generated"])
+def test_tokens_that_are_not_whole_are_no_message(field: str) -> None:
+    """Keeps three bytes of a prompt from failing wherever it is unpacked."""
+    ref = {"request_id": "r", "choice": 0, "attempt": 1}
+    spec = {"ref": ref, "gateway_id": "g", "gateway_incarnation": 1, "prompt": bytes(4), "generated": b""}
+    broken = {**spec, "sampling": {"seed": 1, "max_tokens": 4}, field: bytes(7)}
+    with pytest.raises(InvalidMessage, match="no whole number"):
+        decode(msgspec.msgpack.encode(broken), SequenceSpec)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.errors import InvalidMessage
 from shared.messages import tokens
 from shared.messages.base import decode, encode
 from shared.messages.sequence import FinishReason
@@ -45,5 +46,5 @@ def test_a_frame_of_an_older_writer_is_read_with_defaults() -> None:
 
 
 def test_a_frame_that_lacks_a_required_element_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="at least length 5"):
+    with pytest.raises(InvalidMessage, match="at least length 5"):
         decode(msgpack.packb(["worker-0", 9, [["req_1", 0, 1, 5]]]), tokens.TokenFrame)
