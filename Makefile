@@ -141,7 +141,7 @@ clean: ## remove what was built and run; the virtual environment stays
 gpu: .venv/.dev ## on a machine with a CUDA device: the kernels' tests, then how much of its bandwidth decodes use
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make gpu: no CUDA device here')"
 	@$(MAKE) --no-print-directory setup-gpu
-	$(BIN)/python -m pytest -m gpu tests/services/worker tests/bench/pie
+	$(BIN)/python -m pytest -m gpu tests/services/worker tests/bench/micro
 	$(BIN)/python -m bench gpu $(ARGS)
 	$(BIN)/python -m bench pie-gpu $(ARGS)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from bench.context import Context
-from bench.outcome import Outcome, as_json, document
-from bench.provenance import ROOT
+from bench.kit.context import Context
+from bench.kit.outcome import Outcome, as_json, document
+from bench.kit.provenance import ROOT
 from bench.registry import BENCHES, Bench, find, names
 from shared.errors import ConfigError, KvasirError
 
@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_overview())
         return 0
     if words[0] == "data":
-        from bench.datasets.command import main as data
+        from bench.kit.datasets import main as data
 
         return data(words[1:])
     if words[0] == "record":
-        from bench.record import main as record
+        from bench.kit.record import main as record
 
         return record(words[1:])
     try:

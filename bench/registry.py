@@ -13,8 +13,8 @@ from argparse import ArgumentParser
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from bench.context import Context
-from bench.outcome import Outcome
+from bench.kit.context import Context
+from bench.kit.outcome import Outcome
 
 
 class BenchModule(Protocol):
@@ -39,30 +39,42 @@ class Bench:
 
 
 BENCHES: tuple[Bench, ...] = (
-    Bench("bulk", "bench.bulk.bench", "GB/s between two workers, by each transport"),
-    Bench("distattention", "bench.distattention.bench", "attention over keys that other workers hold"),
-    Bench("engine", "bench.engine.bench", "our engine, served, against vLLM, transformers or llama.cpp"),
-    Bench("vllm-variants", "bench.engine.variants", "which way of running vLLM is its fastest on one core"),
-    Bench("overhead", "bench.overhead.bench", "what gateway, bus and scheduler add to the engine"),
-    Bench("step", "bench.step", "one decode step of the engine alone"),
-    Bench("gpu", "bench.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
-    Bench("experiment", "bench.experiment", "a YAML grid of policies, predictors, traces, rates"),
-    Bench("pie", "bench.pie.bench", "KV layers swapped behind the computation, live or simulated"),
-    Bench("pie-gpu", "bench.pie.gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
-    Bench("migrate", "bench.migrate.bench", "live migrations while clients read: pauses, gaps, text"),
-    Bench("house", "bench.house.bench", "how hard the code is to enter: what a request passes through"),
-    Bench("ladder", "bench.ladder.bench", "what each way out of a full memory is worth, live"),
-    Bench("placement", "bench.placement.bench", "GPUs and moves of MELL against its rivals, simulated"),
+    Bench("bulk", "bench.micro.bulk.bench", "GB/s between two workers, by each transport"),
+    Bench("distattention", "bench.micro.distattention.bench", "attention over keys that other workers hold"),
+    Bench("engine", "bench.live.engine.bench", "our engine, served, against vLLM, transformers or llama.cpp"),
     Bench(
-        "prefix", "bench.prefix.bench", "what the prefix cache finds (simulated) and what it brings (live)"
+        "vllm-variants", "bench.live.engine.variants", "which way of running vLLM is its fastest on one core"
     ),
-    Bench("dgfm", "bench.dgfm.bench", "what settling cycles of debts brings, simulated or live"),
-    Bench("predictor", "bench.predictor", "answer lengths predicted, against the histogram"),
-    Bench("scheduler", "bench.scheduler", "what one planning step costs with a long queue"),
-    Bench("serve", "bench.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),
-    Bench("sim-check", "bench.sim_check", "the simulator's error against a live run on this machine"),
-    Bench("sim-ecoserve", "bench.sim_ecoserve", "EcoServe and kvasir against their rivals, simulated"),
-    Bench("vllm-client", "bench.vllm_client", "vLLM's own load generator against our gateway"),
+    Bench("overhead", "bench.live.overhead.bench", "what gateway, bus and scheduler add to the engine"),
+    Bench("step", "bench.micro.step", "one decode step of the engine alone"),
+    Bench("gpu", "bench.micro.gpu.bench", "how much of a GPU's memory bandwidth decodes use"),
+    Bench(
+        "experiment", "bench.simulated.experiment.bench", "a YAML grid of policies, predictors, traces, rates"
+    ),
+    Bench("pie", "bench.live.pie.bench", "KV layers swapped behind the computation, live or simulated"),
+    Bench("pie-gpu", "bench.micro.pie_gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
+    Bench("migrate", "bench.live.migrate.bench", "live migrations while clients read: pauses, gaps, text"),
+    Bench("house", "bench.house.bench", "how hard the code is to enter: what a request passes through"),
+    Bench("ladder", "bench.live.ladder.bench", "what each way out of a full memory is worth, live"),
+    Bench(
+        "placement", "bench.simulated.placement.bench", "GPUs and moves of MELL against its rivals, simulated"
+    ),
+    Bench(
+        "prefix",
+        "bench.live.prefix.bench",
+        "what the prefix cache finds (simulated) and what it brings (live)",
+    ),
+    Bench("dgfm", "bench.simulated.dgfm", "what settling cycles of debts brings, simulated or live"),
+    Bench("predictor", "bench.micro.predictor", "answer lengths predicted, against the histogram"),
+    Bench("scheduler", "bench.micro.scheduler", "what one planning step costs with a long queue"),
+    Bench("serve", "bench.live.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),
+    Bench("sim-check", "bench.live.sim_check", "the simulator's error against a live run on this machine"),
+    Bench(
+        "sim-ecoserve",
+        "bench.simulated.ecoserve.bench",
+        "EcoServe and kvasir against their rivals, simulated",
+    ),
+    Bench("vllm-client", "bench.live.vllm_client", "vLLM's own load generator against our gateway"),
 )
 
 

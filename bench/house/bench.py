@@ -19,12 +19,12 @@ from pathlib import Path
 
 import httpx
 
-from bench.context import Context
 from bench.house import static
-from bench.http_load import Target, answers
-from bench.outcome import Outcome, Table
-from bench.processes import Side, free_port
-from bench.provenance import ROOT
+from bench.kit.context import Context
+from bench.kit.load import Target, answers
+from bench.kit.outcome import Outcome, Table
+from bench.kit.processes import ProcessTree, free_port
+from bench.kit.provenance import ROOT
 from shared.errors import InternalError
 
 _TRACER = Path(__file__).parent / "tracer"
@@ -120,7 +120,7 @@ def _trace(
     path = os.pathsep.join(filter(None, [str(_TRACER), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "KVASIR_TRACE": str(folder)}
     context.say(f"tracing: {name}")
-    side = Side("kvasir", argv, env, folder / "stack.log", ROOT)
+    side = ProcessTree("kvasir", argv, env, folder / "stack.log", ROOT)
     try:
         side.await_(lambda: answers(Target(port, _MODEL.name), "/ready"), _READY_S)
         key = str(json.loads((folder / "stack" / "credentials.json").read_text())["api_key"])

@@ -1,3 +1,1 @@
-"""What the benches that simulate have in common: peers, measurements by name, the paper's figures,
-pictures.
-"""
+"""Benches in simulated time: the live decisions at computed costs, against their rivals and their papers."""

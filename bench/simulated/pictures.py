@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.drawing import Figure, picture
+from bench.kit.plots import Figure, picture
 from sim.summary import PARTS
 
 Curve = Sequence[tuple[float, float]]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench import cli
-from bench.context import Context
-from bench.outcome import Outcome, Table
+from bench.kit.context import Context
+from bench.kit.outcome import Outcome, Table
 from bench.registry import BENCHES, Bench
 from shared.errors import InternalError
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.provenance import ROOT
+from bench.kit.provenance import ROOT
 from bench.registry import BENCHES, Bench, find, names
 
 _DOCUMENT = (ROOT / "docs" / "benchmarks.md").read_text()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from bench.migrate.mover import Mover, mover
+from bench.live.migrate.mover import Mover, mover
 from shared.messages.moves import MoveMode
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import long_questions

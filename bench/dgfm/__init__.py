@@ -1,1 +1,0 @@
-"""`python -m bench dgfm`: what settling cycles of debts brings, simulated, and how fast cycles are found."""

@@ -1,0 +1,92 @@
+"""What a bench is given: its flags, its run directory, a progress bar, a log of requests. Knows no bench."""
+
+import json
+import random
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.kit.provenance import ROOT
+
+
+@dataclass(frozen=True)
+class Context:
+    """Of one run."""
+
+    name: str
+    quick: bool
+    """End within a minute; what CI runs."""
+    seed: int
+    run_dir: Path
+    """`runs/bench/NAME-TIME/`: configuration, requests, figures, pictures."""
+    arguments: Namespace
+    """The bench's own flags."""
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+    """For people: standard error, so that `--json -` has standard output for itself."""
+
+    def random(self, purpose: str = "") -> random.Random:
+        """A generator that depends on the run's seed and on `purpose` only."""
+        return random.Random(f"{self.seed}/{self.name}/{purpose}")
+
+    def say(self, text: str) -> None:
+        """One line of what is going on."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def record(self, row: Mapping[str, Any], file: str = "requests.jsonl") -> None:
+        """Appends one request (or step, or cell) to a JSONL file of the run directory."""
+        with (self.run_dir / file).open("a") as out:
+            out.write(json.dumps(row, default=str) + "\n")
+
+    def picture(self, name: str) -> Path:
+        """Where a PNG of that name belongs."""
+        return self.run_dir / f"{name}.png"
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration of this run, paths relative to the repository."""
+        flags = {key: _plain(value) for key, value in vars(self.arguments).items()}
+        return {"quick": self.quick, "seed": self.seed, **flags}
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> "Iterator[Progressing]":
+        """A bar on a terminal; elsewhere one line at the start and one at the end."""
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        if bar.disable:
+            self.say(f"{label}: {total}")
+        with bar:
+            yield Progressing(bar, bar.add_task(label, total=total), label)
+
+
+class Progressing:
+    """A running progress bar."""
+
+    def __init__(self, bar: Progress, task: Any, label: str) -> None:
+        self._bar = bar
+        self._task = task
+        self._label = label
+
+    def advance(self, count: int = 1, now: str = "") -> None:
+        """`now` is what is being done next."""
+        self._bar.update(self._task, advance=count, description=f"{self._label} {now}".strip())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        resolved = value.resolve()
+        return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else value.name
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value

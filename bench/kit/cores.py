@@ -1,0 +1,59 @@
+"""Which thread of a side is its engine, and onto which core it goes.
+
+The engine's thread of a side goes to core A, everything else of that side and the client to core B. Which one
+computes is found by looking: of the process that has the model, the thread that uses most CPU time while the
+side is under load. The same rule for every side.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.kit.processes import ProcessTree, available_cores, busiest_threads
+from shared.errors import InternalError
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The two cores of a comparison."""
+
+    engine: int
+    rest: int
+
+    @classmethod
+    def choose(cls) -> "Cores":
+        """The first two there are. Raises ConfigError when there is one only."""
+        first, second, *_ = available_cores()
+        return cls(first, second)
+
+    def bind_client(self) -> None:
+        """This process, all its threads, to the core that is not the engine's."""
+        _bind_all_threads(self.rest)
+
+    def bind_engine(self) -> None:
+        """This process, all its threads, to the engine's core: it is the engine."""
+        _bind_all_threads(self.engine)
+
+
+def _bind_all_threads(core: int) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def pin(side: ProcessTree, cores: Cores, load: Callable[[], object], process: str = "") -> int:
+    """Binds every thread of a side after watching it under `load`; returns the id of the engine's thread.
+
+    The engine is looked for in processes whose name begins with `process`. Raises InternalError without one.
+    """
+    before = side.cpu_s()
+    load()
+    of_engine = side.threads_of(process)
+    after = {thread: used_s for thread, used_s in side.cpu_s().items() if thread in of_engine}
+    if not after:
+        raise InternalError(f"{side.name} has no process {process!r}:\n{side.tail()}")
+    engine = busiest_threads(before, after)[0]
+    side.bind([engine], {cores.engine}, {cores.rest})
+    return engine

@@ -1,0 +1,76 @@
+"""The checkpoints of the engine bench: a folder, or a Llama with random weights made once and kept.
+
+`random-100m` has the shape of a small Llama (16 layers of 768, 12 heads on 4 of KV, 104 M parameters) and the
+tokenizer of the model that ships; `random-50m` is a thinner one (16 layers of 512, 8 heads on 1). Their
+answers are noise; their matrix products cost what trained ones cost.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bench.kit.provenance import ROOT
+from shared.errors import ConfigError
+
+TINY_CHAT = ROOT / "models" / "tiny_chat"
+RANDOM_SHAPES: dict[str, dict[str, Any]] = {
+    "random-100m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "random-50m": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def checkpoint(name: str, cache: Path) -> Path:
+    """The folder of a checkpoint; a random one is made in `cache` the first time. Raises ConfigError."""
+    if name in RANDOM_SHAPES:
+        folder = cache / name
+        if not (folder / "model.safetensors").exists():
+            _make(folder, RANDOM_SHAPES[name])
+        return folder
+    folder = Path(name)
+    if not (folder / "config.json").exists():
+        known = ", ".join(RANDOM_SHAPES)
+        raise ConfigError(f"{name} is no folder with a config.json, and none of {known}", param="model")
+    return folder.resolve()
+
+
+def vocabulary(folder: Path) -> int:
+    """Token ids there are."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return int(config["vocab_size"])
+
+
+def _make(folder: Path, shape: dict[str, Any]) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary(TINY_CHAT),
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+        **shape,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model = LlamaForCausalLM(config)  # float32
+    model.save_pretrained(folder, max_shard_size="10GB")
+    for file in _TOKENIZER_FILES:
+        shutil.copyfile(TINY_CHAT / file, folder / file)

@@ -1,0 +1,94 @@
+"""`python -m bench record result.json …` writes figures of runs into docs/benchmarks.md; nobody else does.
+
+Below the heading of a bench, a block for each label (the bench and its model, unless --label says otherwise);
+a block is replaced by the next run of that label.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kit.provenance import ROOT
+from shared.errors import ConfigError
+
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0, or 2 for a file that is no result of a bench in the document."""
+    parser = argparse.ArgumentParser(prog="python -m bench record", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="result.json of runs")
+    parser.add_argument("--label", help="of the block, for a single result")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    try:
+        text = arguments.document.read_text()
+        for file in arguments.results:
+            result = _read(file)
+            text = inserted(text, arguments.label or label_of(result), result)
+        arguments.document.write_text(text)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def label_of(result: Mapping[str, Any]) -> str:
+    """`engine, vllm, tiny_chat`, say."""
+    config = result["config"]
+    words = [
+        result["name"],
+        config.get("peer"),
+        Path(str(config["model"])).name if config.get("model") else None,
+    ]
+    words.append("quick" if config.get("quick") else None)
+    return ", ".join(word for word in words if word)
+
+
+def inserted(document: str, label: str, result: Mapping[str, Any]) -> str:
+    """The document with this result in it. Raises ConfigError when the bench has no heading there."""
+    block = f"<!-- begin {label} -->\n{rendered(label, result)}\n<!-- end {label} -->"
+    there = re.compile(rf"<!-- begin {re.escape(label)} -->.*?<!-- end {re.escape(label)} -->", re.S)
+    if there.search(document):
+        return there.sub(lambda _: block, document, count=1)
+    heading = re.search(rf"^### `{re.escape(result['name'])}`.*?(?=^#|\Z)", document, re.M | re.S)
+    if heading is None:
+        raise ConfigError(f"docs/benchmarks.md has no heading ### `{result['name']}`")
+    return f"{document[: heading.end()].rstrip()}\n\n{block}\n\n{document[heading.end() :]}".rstrip() + "\n"
+
+
+def rendered(label: str, result: Mapping[str, Any]) -> str:
+    """Where, when and what, as Markdown."""
+    machine, git = result["machine"], result["git"]
+    commit = f"{(git['commit'] or 'unknown')[:10]}{' with changes' if git['dirty'] else ''}"
+    shown = {name: result["figures"][name] for name in result.get("headline") or result["figures"]}
+    simulated = ", simulated" if result.get("simulated") else ""
+    lines = [
+        f"{label}{simulated}: {result['measured_at'][:10]}, commit {commit}, {machine['cpu']}, "
+        f"{machine['cores']} cores, torch {result['versions'].get('torch', '-')}. "
+        f"Failures: {result['failures']}.",
+        *(f"{note[0].upper()}{note[1:]}." for note in result.get("notes", ())),
+        "",
+        "| figure | value |",
+        "|---|---|",
+        *(f"| `{name}` | {value:.4g} |" for name, value in shown.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Raises ConfigError when it is no result."""
+    try:
+        result: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    missing = {"name", "git", "versions", "machine", "config", "figures", "failures", "measured_at"} - set(
+        result
+    )
+    if missing:
+        raise ConfigError(f"{file} is no result of a bench: it lacks {', '.join(sorted(missing))}")
+    return result

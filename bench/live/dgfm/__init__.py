@@ -1,0 +1,1 @@
+"""`python -m bench dgfm --live`: four workers that borrow from each other."""

@@ -1,0 +1,295 @@
+"""Four real workers that borrow from each other under a load that never ends, one side after the other.
+
+Throughput is what workers say they decoded, the remote share what their heartbeats say, and a step counts as
+remote where the worker's last heartbeat said that its sequences use borrowed blocks. Sides get the same
+requests in the same order.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.kit.load import Answer, Target, complete
+from bench.kit.stacks import Stack, start
+from services.stack.access import BusAccess
+from services.stack.roll import RollCall
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.errors import InternalError
+from shared.messages.commands import WantKv
+from shared.messages.plans import WorkerStepped
+from shared.messages.reports import WorkerReported
+
+
+@dataclass(frozen=True)
+class Step:
+    """A report of some steps of one worker."""
+
+    at_s: float
+    is_remote: bool
+    steps: int
+    step_s: float
+    """Of the last of them."""
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """One side. Seconds since its load began."""
+
+    duration_s: float
+    decoded: list[tuple[float, int]]
+    """When, how many tokens."""
+    shares: list[tuple[float, int, int]]
+    """When, blocks in use on another worker, blocks in use; over all workers."""
+    finished: int
+    errors: list[str]
+    counts: Mapping[str, int]
+    """Settlements, and blocks that came home by them or into free memory."""
+    steps: Sequence[Step] = ()
+
+    def tok_s(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Tokens per second in a part of the run."""
+        end_s = min(end_s, self.duration_s)
+        return sum(n for at_s, n in self.decoded if first_s <= at_s < end_s) / (end_s - first_s)
+
+    def remote_share(self, first_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Of the KV in use in a part of the run, that on another worker than its request."""
+        part = [(remote, used) for at_s, remote, used in self.shares if first_s <= at_s < end_s]
+        return sum(remote for remote, _ in part) / max(1, sum(used for _, used in part))
+
+    def step_s(self, first_s: float = 0.0, *, is_remote: bool) -> float:
+        """Mean over the steps of one kind; 0 where there were none."""
+        kind = [one for one in self.steps if one.at_s >= first_s and one.is_remote is is_remote]
+        return sum(one.step_s * one.steps for one in kind) / max(1, sum(one.steps for one in kind))
+
+    def remote_steps(self, first_s: float = 0.0) -> float:
+        """Share of steps."""
+        part = [one for one in self.steps if one.at_s >= first_s]
+        return sum(one.steps for one in part if one.is_remote) / max(1, sum(one.steps for one in part))
+
+
+WORKERS, KV_BLOCKS, BLOCK_TOKENS = 4, 96, 16
+_PROMPT_TOKENS, _DOCUMENT_TOKENS = (30, 160), (500, 1400)
+_ANSWER_TOKENS = (40, 360)
+LONGEST_TOKENS = _DOCUMENT_TOKENS[1] + _ANSWER_TOKENS[1]
+"""Prompt and answer, at most."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the clients ask for, and what the workers owe each other when they begin."""
+
+    clients: int
+    documents: float = 0.0
+    """Share of requests with a long prompt."""
+    wanted_blocks: int = 0
+    """Each worker is told, as a scheduler tells it, that it needs so many more than it has: each borrows from
+    others, and debts run in circles."""
+    wanted_s: float = 0.0
+    """How long it is told so."""
+
+
+LOADS: Mapping[str, Load] = {
+    "circle": Load(clients=40, wanted_blocks=24, wanted_s=4.0),
+    "light": Load(clients=18, documents=0.04, wanted_blocks=24, wanted_s=3.0),
+    "mixed": Load(clients=28, documents=0.06),
+}
+
+
+def bodies(random: Random, vocabulary: int, documents: float) -> Iterator[dict[str, Any]]:
+    """Chats, and, as that share, prompts about as long as one worker's KV."""
+    for _ in count():
+        kind = _DOCUMENT_TOKENS if random.random() < documents else _PROMPT_TOKENS
+        yield {
+            "prompt": [random.randrange(100, vocabulary - 1) for _ in range(random.randint(*kind))],
+            "max_tokens": random.randint(*_ANSWER_TOKENS),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+
+
+def settings(*, settles: bool, recalls: bool) -> dict[str, object]:
+    """Of a stack."""
+    return {
+        "scheduler.policy": "kvasir",
+        "worker.cores": "[]",
+        "worker.block_tokens": BLOCK_TOKENS,
+        "worker.lending.borrow": "true",
+        "worker.lending.max_lent_fraction": 0.5,
+        "worker.lending.low_fraction": 0.1,
+        "worker.lending.high_fraction": 0.25,
+        "worker.lending.keep_free_fraction": 0.0,
+        "worker.lending.most_creditors": WORKERS - 1,
+        "worker.lending.rest_s": 0.1,
+        "worker.lending.bounce_blocks": 4,
+        "worker.lending.recall": str(recalls).lower(),
+        "ledger.settle": str(settles).lower(),
+        "ledger.settle_threshold_tokens": 2 * BLOCK_TOKENS,
+        "ledger.settle_interval_s": 0.5,
+    }
+
+
+_DEADLINE_S = 120.0
+_SAMPLE_S = 0.25
+_START_S = 60.0
+_WANTED_AGAIN_S = 0.3
+_WANTED_BEFORE_S = 1.5
+"""Of the time in which workers are told to borrow, that before the load."""
+_HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped"),
+)
+_USER = "placement-0"
+"""Who may hear both."""
+
+
+@dataclass
+class _Clients:
+    """They ask without end."""
+
+    target: Target
+    bodies: Iterator[dict[str, Any]]
+    answers: list[Answer] = field(default_factory=list)
+    """Ended ones."""
+
+    async def client(self) -> None:
+        while True:
+            answer = await complete(self.target, next(self.bodies), _DEADLINE_S)
+            self.answers.append(answer)
+
+
+class _Witness:
+    """The latest heartbeat of each worker, and what they decoded."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.decoded: list[tuple[float, int]] = []
+        self.steps: list[Step] = []
+        self._done: dict[str, tuple[int, int]] = {}
+        """Plan, and steps of it, by worker."""
+        self._latest: dict[str, WorkerReported] = {}
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        at_s, name = time.perf_counter() - self.began_s, stepped.worker_id
+        self.decoded.append((at_s, stepped.decoded_tokens))
+        plan, done = self._done.get(name, (0, 0))
+        steps = stepped.steps_done - (done if plan == stepped.plan_seq else 0)
+        self._done[name] = stepped.plan_seq, stepped.steps_done
+        if steps > 0 and stepped.step_s > 0 and name in self._latest:
+            self.steps.append(Step(at_s, _remote_blocks(self._latest[name]) > 0, steps, stepped.step_s))
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self._latest[report.worker_id] = report
+
+    async def until_all_reach(self, tokens: int) -> None:
+        """Every worker is there, and announces that context at least: it knows the others. Raises
+        InternalError."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    contexts = [report.max_context_tokens for report in self._latest.values()]
+                    if len(contexts) == WORKERS and min(contexts) >= tokens:
+                        break
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise InternalError(f"{len(self._latest)} workers came, for {WORKERS}") from None
+
+    def begin(self) -> None:
+        """From now on counts what is computed."""
+        self.began_s = time.perf_counter()
+        self.decoded.clear()
+        self.steps.clear()
+
+    def used_blocks(self) -> tuple[int, int]:
+        """On another worker than their sequence, and in all."""
+        remote = used = 0
+        for report in self._latest.values():
+            remote += _remote_blocks(report)
+            used += report.capacity.total_blocks - report.capacity.plannable_blocks
+        return remote, used
+
+
+def _remote_blocks(report: WorkerReported) -> int:
+    """Borrowed and in use."""
+    return max(0, report.capacity.borrowed_blocks - report.capacity.borrowed_free_blocks)
+
+
+def measure(
+    model: Path,
+    run_dir: Path,
+    requests: Iterator[dict[str, Any]],
+    duration_s: float,
+    load: Load,
+    more: Mapping[str, object],
+) -> LiveRun:
+    """One side, from its start to its end. Raises InternalError when the stack does not serve."""
+    stack = start(model, 0, KV_BLOCKS, 64, run_dir, more, WORKERS)
+    try:
+        return asyncio.run(_run(stack, requests, duration_s, load))
+    finally:
+        stack.side.end()
+
+
+async def _want(access: BusAccess, load: Load) -> None:
+    """Tells the workers, as the scheduler would, that each needs more than it has."""
+    bus = await Bus.connect(access.config("scheduler-0"), service="scheduler", instance="bench-want")
+    wanted = WantKv(tokens=(KV_BLOCKS + load.wanted_blocks) * BLOCK_TOKENS)
+    try:
+        until_s = time.perf_counter() + load.wanted_s
+        while time.perf_counter() < until_s:
+            for number in range(WORKERS):
+                await bus.publish(subjects.worker_want(f"worker-{number}"), wanted)
+            await asyncio.sleep(_WANTED_AGAIN_S)
+    finally:
+        await bus.close()
+
+
+async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: float, load: Load) -> LiveRun:
+    run = RunDirectory(stack.run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config(_USER), service="placement", instance="bench-0")
+    witness, clients = _Witness(), _Clients(stack.target, requests)
+    shares: list[tuple[float, int, int]] = []
+    try:
+        await bus.attach(_HANDLERS, witness)
+        await witness.until_all_reach(LONGEST_TOKENS)
+        tasks: list[asyncio.Task[None]] = []
+        if load.wanted_blocks:
+            tasks.append(asyncio.create_task(_want(access, load)))
+            await asyncio.sleep(_WANTED_BEFORE_S)
+        witness.begin()
+        tasks += [asyncio.create_task(clients.client()) for _ in range(load.clients)]
+        while (at_s := time.perf_counter() - witness.began_s) < duration_s:
+            shares.append((at_s, *witness.used_blocks()))
+            await asyncio.sleep(_SAMPLE_S)
+        counts = await _counts(access)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    finally:
+        await bus.close()
+    if not clients.answers:
+        raise InternalError("no request was answered in time: is the duration too short?")
+    errors = [answer.error for answer in clients.answers if not answer.ok]
+    answered = len(clients.answers)
+    return LiveRun(duration_s, witness.decoded, shares, answered, errors, counts, witness.steps)
+
+
+async def _counts(access: BusAccess) -> dict[str, int]:
+    """What ledger and workers count since their start."""
+    roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
+    try:
+        (ledger,) = await roll.ask("ledger", deadline_s=2.0, expected=1)
+        workers = await roll.ask("worker", deadline_s=2.0, expected=WORKERS)
+    finally:
+        await roll.close()
+    counts = {name: int(ledger.details.get(name, 0)) for name in ("settlements", "settlements_aborted")}
+    for name in ("settled_blocks", "recalled_blocks"):
+        counts[name] = sum(int(worker.details[name]) for worker in workers)
+    return counts

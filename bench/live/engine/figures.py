@@ -1,0 +1,134 @@
+"""From measured cells to the figures of the engine bench. Pure."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kit.outcome import Table
+from bench.kit.plots import Figure, picture
+from bench.kit.stats import Ratio, geometric_mean, ratio_of
+from bench.live.engine.workload import BatchCell
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def figures(rows: Rows, cells: Sequence[BatchCell], peer: str) -> dict[str, float]:
+    """`tok_s_ratio_b8` and `…_worst` over all contexts of a batch size, `…_b8_ctx500` for each; tokens per
+    second of both sides; what the client's and the engines' cores were busy.
+
+    A cell without a complete alternation has no figure.
+    """
+    made: dict[str, float] = {}
+    for batch in sorted({cell.batch for cell in cells}):
+        by_context: dict[int, dict[int, float]] = {}
+        for cell in (one for one in cells if one.batch == batch):
+            if paired := _pairs(rows, cell.name, peer, "tok_s"):
+                made |= _ratio_figures(f"tok_s_ratio_{cell.name}", _ratio(paired))
+                made |= _cell_figures(rows, cell.name, peer)
+                by_context[cell.context] = {turn: ours / theirs for turn, (ours, theirs) in paired.items()}
+        if combined := _combined(list(by_context.values())):
+            made[f"tok_s_ratio_b{batch}"] = statistics.median(combined)
+            made[f"tok_s_ratio_b{batch}_worst"] = min(combined)
+    if shares := [row["client_share"] for row in rows if "client_share" in row]:
+        made["client_share_max"] = max(shares)
+    return made
+
+
+def headline(made: Mapping[str, float]) -> list[str]:
+    """The figures that a reader looks for first."""
+    return [name for name in made if name.startswith(("tok_s", "decode_ratio", "client_share"))]
+
+
+def table(rows: Rows, cells: Sequence[BatchCell], peer: str) -> Table:
+    """Tokens per second of both sides for each workload."""
+    lines: list[Sequence[object]] = []
+    for cell in cells:
+        if paired := _pairs(rows, cell.name, peer, "tok_s"):
+            ratio = _ratio(paired)
+            decode = _pairs(rows, cell.name, peer, "decode_tok_s")
+            lines.append(
+                (
+                    cell.name,
+                    len(paired),
+                    *(statistics.median(column) for column in zip(*paired.values(), strict=True)),
+                    ratio.median,
+                    ratio.worst,
+                    _ratio(decode).median if decode else "-",
+                )
+            )
+    columns = ("workload", "alternations", "kvasir tok/s", f"{peer} tok/s", "ratio", "worst", "decode only")
+    return Table(f"engine: kvasir against {peer}", columns, lines)
+
+
+def failures(rows: Rows) -> int:
+    """Of all requests."""
+    return sum(int(row["failures"]) for row in rows)
+
+
+def _pairs(rows: Rows, cell: str, peer: str, value: str) -> dict[int, tuple[float, float]]:
+    """By alternation, (ours, theirs); without the turns in which a request failed."""
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row["cell"] == cell and not row["failures"] and row.get(value, 0) > 0:
+            found.setdefault(row["alternation"], {})[row["side"]] = row[value]
+    return {
+        turn: (sides["kvasir"], sides[peer])
+        for turn, sides in sorted(found.items())
+        if {"kvasir", peer} <= set(sides)
+    }
+
+
+def _ratio(paired: Mapping[int, tuple[float, float]]) -> Ratio:
+    ours, theirs = zip(*paired.values(), strict=True)
+    return ratio_of(ours, theirs)
+
+
+def _ratio_figures(name: str, ratio: Ratio) -> dict[str, float]:
+    return {name: ratio.median, f"{name}_worst": ratio.worst}
+
+
+def _cell_figures(rows: Rows, cell: str, peer: str) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for side in ("kvasir", peer):
+        own = [row for row in rows if row["cell"] == cell and row["side"] == side]
+        for value in ("tok_s", "decode_tok_s", "ttft_ms_p50", "itl_ms_p50", "engine_share", "rest_share"):
+            if values := [row[value] for row in own if value in row]:
+                made[f"{value}_{cell}_{side}"] = statistics.median(values)
+    if decode := _pairs(rows, cell, peer, "decode_tok_s"):
+        made[f"decode_ratio_{cell}"] = _ratio(decode).median
+    return made
+
+
+def _combined(by_context: Sequence[Mapping[int, float]]) -> list[float]:
+    """One ratio per alternation that all contexts have: their geometric mean."""
+    if not by_context:
+        return []
+    turns = set.intersection(*(set(one) for one in by_context))
+    return [geometric_mean(one[turn] for one in by_context) for turn in sorted(turns)]
+
+
+@picture
+def draw(file: Path, figures: Mapping[str, float], workload: Sequence[BatchCell], peer: str) -> None:
+    """Writes a PNG; the thin line reaches down to the worst alternation."""
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
+    for context in sorted({cell.context for cell in workload}):
+        names = {
+            cell.batch: f"tok_s_ratio_{cell.name}"
+            for cell in workload
+            if cell.context == context and f"tok_s_ratio_{cell.name}" in figures
+        }
+        if not names:
+            continue
+        medians = [figures[name] for name in names.values()]
+        below = [figures[name] - figures[f"{name}_worst"] for name in names.values()]
+        axes.errorbar(
+            list(names), medians, yerr=[below, [0.0] * len(below)], marker="o", label=f"context {context}"
+        )
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("concurrent requests")
+    axes.set_ylabel(f"tokens/s, kvasir / {peer}")
+    axes.legend()
+    figure.savefig(file, dpi=120, bbox_inches="tight")

@@ -1,0 +1,75 @@
+"""llama.cpp's server as a peer: the checkpoint is converted to GGUF (F32) once, then served as any."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from bench.kit.load import Target, answers
+from bench.kit.peers import MAX_CONTEXT_TOKENS, Server, Setup
+from bench.kit.processes import ProcessTree, free_port
+from bench.kit.provenance import ROOT
+from bench.live.engine.variants import CACHE
+from shared.errors import ConfigError
+
+_VENV = ROOT / ".venv-llamacpp" / "bin"
+_START_DEADLINE_S, _CONVERT_DEADLINE_S = 120.0, 120.0
+
+
+def start_llamacpp(setup: Setup) -> Server:
+    """`llama-server` with F32 weights and KV. Raises ConfigError when it is not set up."""
+    binary = llamacpp_binary()
+    file = gguf(setup.model)
+    port = free_port()
+    argv = [binary, "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--parallel", str(setup.max_sequences), "--ctx-size", str(_cache_tokens(setup)), "--kv-unified"]
+    argv += ["--threads", "1", "--threads-batch", "1", "--cache-type-k", "f32", "--cache-type-v", "f32"]
+    argv += ["--cache-ram", "0", "--no-warmup", "--alias", setup.model.name]
+    side = ProcessTree(
+        "llamacpp", argv, {**os.environ, "OMP_NUM_THREADS": "1"}, setup.run_dir / "llamacpp.log", ROOT
+    )
+    target = Target(port, setup.model.name)
+    try:
+        side.await_(lambda: answers(target), _START_DEADLINE_S)
+    except BaseException:
+        side.end()
+        raise
+    return Server("llamacpp", side, target, "", {"weights": "F32"})
+
+
+def llamacpp_binary() -> str:
+    """Raises ConfigError when it is not installed."""
+    own = _VENV / "llama-server"
+    found = str(own) if own.exists() else shutil.which("llama-server")
+    if found is None:
+        raise ConfigError("llama.cpp is not set up here: run `make setup-llamacpp` first")
+    return found
+
+
+def gguf(model: Path) -> Path:
+    """The checkpoint as GGUF, made on first use. Raises ConfigError when that cannot be done."""
+    target = CACHE / f"{model.name}.gguf"
+    if target.exists():
+        return target
+    python = _VENV / "python"
+    if not python.exists():
+        raise ConfigError("making a GGUF file needs the package gguf: run `make setup-llamacpp` first")
+    script = Path(__file__).with_name("gguf_convert.py")
+    part = target.with_suffix(".part")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [str(python), str(script), str(model), str(part)],
+        capture_output=True,
+        text=True,
+        timeout=_CONVERT_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ConfigError(f"{model.name} cannot be converted to GGUF: {done.stderr.strip()[-500:]}")
+    part.replace(target)
+    return target
+
+
+def _cache_tokens(setup: Setup) -> int:
+    """Room for every sequence at its longest: what is used of it is what the workload needs."""
+    return min(setup.max_sequences, 32) * MAX_CONTEXT_TOKENS

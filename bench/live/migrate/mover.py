@@ -1,0 +1,197 @@
+"""Orders migrations in a running stack, as placement would, and hears how each ended.
+
+It sees what placement sees (heartbeats) and may do what placement may do. It chooses nothing well: what runs
+is moved to the next worker, in turn.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from services.placement.ways import Carrier, Choice, Ways, Wish
+from services.stack.access import BusAccess
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.bus import Bus, Handler, Listener
+from shared.errors import KvasirError
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import SequenceKey
+from shared.messages.tokens import TokenFrame
+
+HANDLERS: tuple[Handler, ...] = (
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),
+    Listener(subjects.SCHEDULER_MOVED, SequenceMoved, "on_moved"),
+)
+_USER = "placement-0"
+_ANSWER_S = 2.0
+_EPOCH_S = 0.5
+
+
+class Mover:
+    """`outcomes` are all moves that are over, in order."""
+
+    def __init__(self, bus: Bus, choice: Choice) -> None:
+        self._bus = bus
+        self.ways = Ways(choice, _EPOCH_S)
+        self.reports: dict[str, WorkerReported] = {}
+        self.outcomes: list[SequenceMoved] = []
+        self.refusals: list[str] = []
+        self._moving: set[SequenceKey] = set()
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self.reports[report.worker_id] = report
+
+    def on_moved(self, moved: SequenceMoved) -> None:
+        self.outcomes.append(moved)
+        self.ways.on_over(moved.ref)
+        self._moving.discard(moved.ref.key)
+
+    @property
+    def done(self) -> list[SequenceMoved]:
+        """Those that came about."""
+        return [moved for moved in self.outcomes if not moved.reason]
+
+    @property
+    def under_way(self) -> int:
+        """Ordered, and not over."""
+        return len(self._moving)
+
+    def running(self, *, least_generated: int = 1, least_left: int = 1) -> list[tuple[str, SequenceReport]]:
+        """Sequences that decode and are not on the move, with the worker of each; fewest moves first."""
+        found = [
+            (name, listed)
+            for name, report in sorted(self.reports.items())
+            for listed in report.sequences
+            if listed.state is SequenceState.DECODING
+            and listed.gateway_id
+            and listed.generated_tokens >= least_generated
+            and listed.max_tokens - listed.generated_tokens >= least_left
+            and listed.ref.key not in self._moving
+        ]
+        return sorted(found, key=lambda pair: pair[1].ref.attempt)
+
+    async def move(self, listed: SequenceReport, source: str, target: str) -> bool:
+        """By the mode that is chosen. Whether the scheduler took the order."""
+        wish = Wish(SequenceMove(ref=listed.ref, target=target), source, _tokens(listed))
+        carriers = {name: Carrier.of(report) for name, report in self.reports.items()}
+        now, _ = self.ways.divide([wish], carriers, time.monotonic())
+        if not now:
+            return False
+        order = MoveSequences(moves=tuple(now))
+        try:
+            answer = await self._bus.request(subjects.SCHEDULER_MOVE, order, MovesTaken, deadline_s=_ANSWER_S)
+        except KvasirError as error:
+            self.refusals.append(error.message)
+            self.ways.on_over(listed.ref)
+            return False
+        (refusal,) = answer.refusals
+        if refusal:
+            self.refusals.append(refusal)
+            self.ways.on_over(listed.ref)
+            return False
+        self._moving.add(listed.ref.key)
+        return True
+
+    async def move_one(self, **which: int) -> bool:
+        """Some running sequence to the worker after its own. False when none can be moved now."""
+        names = sorted(self.reports)
+        for name, listed in self.running(**which):
+            target = names[(names.index(name) + 1) % len(names)]
+            if target != name and await self.move(listed, name, target):
+                return True
+        return False
+
+    async def until_over(self, count: int, *, within_s: float) -> None:
+        """Until so many moves have ended. Raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while len(self.outcomes) < count:
+                await asyncio.sleep(0.005)
+
+
+def _tokens(listed: SequenceReport) -> int:
+    return listed.prompt_tokens + listed.generated_tokens
+
+
+@asynccontextmanager
+async def mover(run_dir: Path, choice: Choice = "tokens") -> AsyncIterator[Mover]:
+    """On the bus of the stack that runs from there."""
+    run = RunDirectory(run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config(_USER), service="placement", instance="mover-0")
+    made = Mover(bus, choice)
+    try:
+        await bus.attach(HANDLERS, made)
+        yield made
+    finally:
+        await bus.close()
+
+
+GATEWAY = "gateway-0"
+WATCH_HANDLERS: tuple[Handler, ...] = (Listener(subjects.tokens.to(GATEWAY), TokenFrame, "on_frame"),)
+
+
+@dataclass
+class Seen:
+    """One sequence: when each token of each attempt came."""
+
+    arrived_s: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Attempt → index in the answer → time."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """At one change of workers."""
+
+    pause_s: float
+    """From the last token of the old worker that counted to the first of the new one that was news."""
+    step_s: float
+    """Between two tokens of that sequence, its median before."""
+
+
+class Watch:
+    """Collects frames from when it is attached."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[SequenceKey, Seen] = {}
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        now_s = time.perf_counter()
+        for delta in frame.deltas:
+            seen = self.sequences.setdefault((delta.request_id, delta.choice), Seen())
+            times = seen.arrived_s.setdefault(delta.attempt, {})
+            for offset in range(len(delta.tokens)):
+                times.setdefault(delta.first_index + offset, now_s)
+
+    def pause(self, key: SequenceKey, attempt: int) -> Pause | None:
+        """Where this attempt gave way to the next; None when either was not seen."""
+        seen = self.sequences.get(key)
+        if seen is None:
+            return None
+        before, after = seen.arrived_s.get(attempt, {}), seen.arrived_s.get(attempt + 1, {})
+        first = next((at for at in sorted(after) if after[at] < before.get(at, math.inf)), None)
+        if first is None or first - 1 not in before:
+            return None
+        gaps = [before[at] - before[at - 1] for at in before if at - 1 in before and at < first]
+        if not gaps:
+            return None
+        return Pause(max(0.0, after[first] - before[first - 1]), median(gaps))
+
+
+@asynccontextmanager
+async def watch(run_dir: Path) -> AsyncIterator[Watch]:
+    """On the bus of the stack that runs from there."""
+    run = RunDirectory(run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config(GATEWAY), service="gateway", instance="watch-0")
+    made = Watch()
+    try:
+        await bus.attach(WATCH_HANDLERS, made)
+        yield made
+    finally:
+        await bus.close()

@@ -1,0 +1,212 @@
+"""`python -m bench overhead`: through gateway, bus and scheduler, against the engine called directly.
+
+One core for the engine, one for everything else, the client included. The sides take turns with prompts of
+one length, in batches made by one policy. Then many streams are opened at once. What the engine itself costs
+cancels out: see `bench engine` for that.
+"""
+
+import itertools
+import random
+import statistics
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.kit.context import Context
+from bench.kit.cores import Cores
+from bench.kit.load import Answer, check, first_error, run_batch
+from bench.kit.models import TINY_CHAT, vocabulary
+from bench.kit.outcome import Outcome, Table
+from bench.kit.stacks import Stack, start
+from bench.kit.stats import ratio_of
+from bench.kit.turns import alternate
+from bench.live.overhead.direct import DirectEngine
+from bench.live.overhead.streams import Held, hold
+from shared.errors import InternalError
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of one batch of answers, on one side. Seconds."""
+
+    first_s: float
+    """Median time to the first token."""
+    gap_s: float
+    """Median gap between two tokens of an answer."""
+    tok_s: float
+    """Tokens per second from the beginning to the last token."""
+
+
+def pace_of(token_s: Sequence[Sequence[float]], tokens: int, total_s: float) -> Pace:
+    """`token_s`: when each answer's tokens came, since its request. Raises ValueError without any."""
+    gaps = [b - a for one in token_s for a, b in itertools.pairwise(one)]
+    if not gaps or total_s <= 0:
+        raise ValueError("no answer of two tokens to measure")
+    return Pace(statistics.median(one[0] for one in token_s), statistics.median(gaps), tokens / total_s)
+
+
+def median_difference_ms(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
+    """Of ours over theirs, taken within each alternation. Raises ValueError when they do not pair up."""
+    return statistics.median(a - b for a, b in zip(ours_s, theirs_s, strict=True)) * 1e3
+
+
+_MAX_SEQUENCES = 64
+_KV_BLOCKS = 4096
+_DEADLINE_S = 120.0
+_BATCHES = (1, 32, 64)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One batch size: the sides' paces by alternation, and what the stack used meanwhile."""
+
+    batch: int
+    served: list[Pace]
+    direct: list[Pace]
+    cpu_us_per_token: dict[str, float]
+    idle_share: float
+    failures: int
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, default=TINY_CHAT, help="folder of the checkpoint")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt [%(default)s]")
+    parser.add_argument("--streams", type=int, default=1000, help="opened at once [%(default)s]")
+    parser.add_argument("--stream-tokens", type=int, default=32, help="of each answer there [%(default)s]")
+    parser.add_argument("--alternations", type=int, help="of the two sides [7, quick: 3]")
+    parser.add_argument("--output-tokens", type=int, help="of each answer compared [192, quick: 48]")
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError on a machine of one core."""
+    cores = Cores.choose()
+    cores.bind_client()
+    model: Path = context.arguments.model.resolve()
+    context.say("starting a stack, and an engine beside it")
+    stack = start(model, cores.engine, _KV_BLOCKS, _MAX_SEQUENCES, context.run_dir / "stack")
+    try:
+        with DirectEngine(model, cores.engine, _KV_BLOCKS) as direct:
+            compared = [_compare(context, stack, direct, batch) for batch in _BATCHES]
+        held = _hold(context, stack)
+    finally:
+        stack.side.end()
+    return _outcome(compared, held)
+
+
+def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -> _Compared:
+    arguments, quick = context.arguments, context.quick
+    alternations = arguments.alternations or (3 if quick else 7)
+    tokens = arguments.output_tokens or (48 if quick else 192)
+    draw, failures, used = context.random(f"batch {batch}"), 0, 0
+    rounds = max(1, 8 // batch)
+
+    def served() -> Pace:
+        nonlocal failures, used
+        answers: list[Answer] = []
+        spent_s = 0.0
+        for _ in range(rounds):
+            bodies = _bodies(arguments.model, arguments.prompt_tokens, tokens, batch, draw)
+            got = run_batch(stack.target, bodies, _DEADLINE_S)
+            spent_s += max(one.event_s[-1] for one in got if one.event_s) - min(one.sent_s for one in got)
+            answers += got
+        failures += check(answers, tokens)
+        if first_error(answers):
+            raise InternalError(f"a request failed: {first_error(answers)}")
+        used += tokens * len(answers)
+        times = [[at - one.sent_s for at in one.event_s] for one in answers]
+        return pace_of(times, tokens * len(answers), spent_s)
+
+    def called() -> Pace:
+        times: list[list[float]] = []
+        spent_s = 0.0
+        for _ in range(rounds):
+            bodies = _bodies(arguments.model, arguments.prompt_tokens, tokens, batch, draw)
+            got = direct.run([body["prompt"] for body in bodies], tokens, _MAX_SEQUENCES)
+            spent_s += max(one[-1] for one in got)
+            times += got
+        return pace_of(times, tokens * len(times), spent_s)
+
+    served(), called()
+    failures = used = 0
+    context.say(f"batch {batch}: {alternations} alternations")
+    cpu, engine = stack.cpu_s(), stack.engine_time_s()
+    ours, theirs = alternate([served, called], alternations)
+    after, engine_after = stack.cpu_s(), stack.engine_time_s()
+    computed_s, idle_s = (b - a for a, b in zip(engine, engine_after, strict=True))
+    return _Compared(
+        batch=batch,
+        served=ours,
+        direct=theirs,
+        cpu_us_per_token={name: (after[name] - cpu.get(name, 0.0)) / used * 1e6 for name in after},
+        idle_share=idle_s / (computed_s + idle_s),
+        failures=failures,
+    )
+
+
+def _bodies(
+    model: Path, prompt_tokens: int, tokens: int, count: int, draw: random.Random
+) -> list[dict[str, Any]]:
+    """Prompts of drawn token ids; no two begin alike."""
+    ids = vocabulary(model)
+    common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return [
+        {"prompt": [draw.randrange(ids // 2, ids) for _ in range(prompt_tokens)], **common}
+        for _ in range(count)
+    ]
+
+
+def _hold(context: Context, stack: Stack) -> Held:
+    arguments = context.arguments
+    context.say(f"{arguments.streams} streams at once")
+    bodies = _bodies(
+        arguments.model,
+        arguments.prompt_tokens,
+        arguments.stream_tokens,
+        arguments.streams,
+        context.random("streams"),
+    )
+    return hold(stack.target, bodies, arguments.stream_tokens, stack.gateway(), _DEADLINE_S)
+
+
+def _outcome(compared: Sequence[_Compared], held: Held) -> Outcome:
+    figures: dict[str, float] = {}
+    for one in compared:
+        suffix = "" if one.batch == 1 else f"_b{one.batch}"
+        for name, part in (("ttft", "first_s"), ("itl", "gap_s")):
+            ours, theirs = ([getattr(pace, part) for pace in side] for side in (one.served, one.direct))
+            figures[f"added_{name}_ms_p50{suffix}"] = median_difference_ms(ours, theirs)
+        ratio = ratio_of([pace.tok_s for pace in one.served], [pace.tok_s for pace in one.direct])
+        figures["tok_s_ratio" if one.batch == 32 else f"tok_s_ratio_b{one.batch}"] = ratio.median
+        figures[f"engine_idle_share_b{one.batch}"] = one.idle_share
+        figures[f"gateway_cpu_us_per_token_b{one.batch}"] = one.cpu_us_per_token["gateway-0"]
+    figures |= {
+        "streams": float(held.streams - held.failures),
+        "streams_refused": float(held.failures),
+        "streams_opened_s": held.opened_s,
+        "streams_completed_s": held.completed_s,
+        "streams_first_token_s_p50": held.first_token_s,
+        "peak_rss_mb_gateway": held.peak_rss_mb,
+        "kb_per_stream_gateway": held.kb_per_stream,
+    }
+    failures = held.failures + sum(one.failures for one in compared)
+    notes = [f"the first stream that failed: {held.error}"] if held.error else []
+    return Outcome(figures, failures, (_paces(compared), _cpu(compared)), notes)
+
+
+def _paces(compared: Sequence[_Compared]) -> Table:
+    rows = [
+        (one.batch, turn + 1, name, pace.first_s * 1e3, pace.gap_s * 1e3, pace.tok_s)
+        for one in compared
+        for turn in range(len(one.served))
+        for name, pace in (("served", one.served[turn]), ("direct", one.direct[turn]))
+    ]
+    return Table("by alternation", ("batch", "turn", "side", "first ms", "gap ms", "tok/s"), rows)
+
+
+def _cpu(compared: Sequence[_Compared]) -> Table:
+    names = sorted({name for one in compared for name in one.cpu_us_per_token})
+    rows = [(name, *(one.cpu_us_per_token.get(name, 0.0) for one in compared)) for name in names]
+    columns = ("CPU µs per token", *(f"batch {one.batch}" for one in compared))
+    return Table("who spends what", columns, rows)

@@ -1,0 +1,96 @@
+"""What all live parts of `bench pie` share: the model, the workload, sides made warm, slices in turns."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from bench.kit.context import Context
+from bench.kit.models import TINY_CHAT, checkpoint
+from bench.kit.provenance import ROOT
+from bench.live.pie.rounds import Measure, SideResult, Slice, take_turns
+from bench.live.pie.sides import BLOCK_TOKENS, EngineSide, Ground, Kind
+from bench.live.pie.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a slice, in which clients join, and see `EngineSide.settle`; under traffic.
+
+    Where the link is narrow, and against the best fixed queue, sides do the same work: answers before the
+    first slice, and of each.
+    """
+
+    rounds: int
+    slice_s: float
+    ramp_s: float
+    still_s: float
+    settle_s: float
+    away_s: float
+    narrow_rounds: int
+    narrow_settle_answers: int
+    narrow_answers: int
+    best_settle_answers: int
+    best_answers: int
+    best_rounds: int
+
+
+FULL = Pace(8, 8.0, 8.0, 8.0, 60.0, 20.0, 24, 60, 6, 200, 24, 20)
+QUICK = Pace(1, 1.5, 0.3, 0.6, 3.0, 2.0, 2, 8, 4, 8, 4, 2)
+
+
+class Arena:
+    """What all parts share: the model, the workload, how long everything takes."""
+
+    def __init__(self, context: Context) -> None:
+        flags = context.arguments
+        self.context = context
+        name = flags.model or (str(TINY_CHAT) if context.quick else "random-50m")
+        model = checkpoint(name, ROOT / "runs" / "bench" / "checkpoints")
+        self.workload = Workload(name, context.seed, flags.trace)
+        self.mean_tokens = self.workload.mean_tokens()
+        blocks = int(flags.fits * self.mean_tokens // BLOCK_TOKENS)
+        self.pace = QUICK if context.quick else FULL
+        self.ground = Ground(model, blocks, flags.bandwidth, flags.clients, ramp_s=self.pace.ramp_s)
+
+    @contextmanager
+    def sides(
+        self, kinds: Sequence[Kind], ground: Ground, warm_answers: int | None = None
+    ) -> Iterator[list[EngineSide]]:
+        """Warm: each has served for a while; the same work, if `warm_answers` says so."""
+        sides: list[EngineSide] = []
+        try:
+            for kind in kinds:
+                sides.append(EngineSide(kind, ground, self.workload.requests(ground.clients)))
+                if warm_answers is None:
+                    sides[-1].settle(self.pace.still_s, self.pace.settle_s)
+                else:
+                    sides[-1].serve(warm_answers)
+            yield sides
+        finally:
+            for side in sides:
+                side.close()
+
+    def measure(
+        self, part: str, sides: Sequence[EngineSide], rounds: int, one_slice: Measure
+    ) -> list[SideResult]:
+        def on_slice(side: EngineSide, one: Slice) -> None:
+            row = {
+                "part": part,
+                "side": side.kind.name,
+                "tokens_per_s": one.tokens_per_s,
+                "step_s": one.step_s,
+            }
+            row |= {"batch": one.batch, "stall_share": one.stall_share, "fifo_layers": one.fifo_layers}
+            self.context.record(row, "slices.jsonl")
+            bar.advance(now=f"{part}, {side.kind.name}")
+
+        with self.context.progress("slices", rounds * len(sides)) as bar:
+            return take_turns(sides, rounds, one_slice, on_slice)
+
+    def notes(self) -> list[str]:
+        ground, fits = self.ground, self.context.arguments.fits
+        return [
+            f"{ground.device_blocks} blocks of {BLOCK_TOKENS} tokens on every side ({fits} mean requests of "
+            f"{self.mean_tokens:.0f} tokens), {ground.clients} clients, policy vllm",
+            "swap: the prefix cache's host tier over the same link; synchronous: Pie's store without overlap",
+        ]

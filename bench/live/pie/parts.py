@@ -1,0 +1,223 @@
+"""The live parts of `bench pie`: what is measured of which sides, and the figures made of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+from bench.kit.outcome import Outcome, Table
+from bench.live.pie import cost, pictures
+from bench.live.pie import reaction as reacting
+from bench.live.pie import stack as stacks
+from bench.live.pie.arena import Arena
+from bench.live.pie.rounds import SideResult, measure, measure_work, same_text_share, spread
+from bench.live.pie.sides import AUTO, RECOMPUTE, SWAP, fixed, synchronous
+from services.worker.pie.sizes import LEAST_FIFO_LAYERS, expansion, most_fifo_layers
+
+_NARROW_BYTES_S = 30e6
+_SEARCH_FROM = 1.3
+"""Expansions below are not worth a place in the search."""
+
+
+def step(arena: Arena) -> Outcome:
+    """What the longest queue costs a step."""
+    slices = 2 if arena.context.quick else 24
+    figures = cost.figures(*cost.compare(arena.ground, layers_of(arena), slices))
+    note = "step: decode steps with the longest queue over equal ones without Pie on as many blocks"
+    return Outcome(figures, 0, notes=[note], headline=list(figures))
+
+
+def room(arena: Arena) -> Outcome:
+    """The link leaves room."""
+    layers = layers_of(arena)
+    flags = arena.context.arguments
+    finalists = flags.lengths or _best_two(_search(arena, layers))
+    best = finalists[0]
+    kinds = [RECOMPUTE, SWAP, synchronous(best), *(fixed(length) for length in finalists), AUTO]
+    with arena.sides(kinds, arena.ground) as sides:
+        served = arena.measure(
+            "room", sides, flags.turns or arena.pace.rounds, partial(measure, duration_s=arena.pace.slice_s)
+        )
+        same = same_text_share(sides[-1], sides[0])
+    recompute, swap, auto = served[0], served[1], served[-1]
+    best_fixed = max(served[3:-1], key=lambda each: each.tokens_per_s)
+    better = max(recompute, swap, key=lambda each: each.tokens_per_s)
+    figures = {
+        **spread("throughput_vs_none", auto, better),
+        "throughput_vs_recompute": auto.tokens_per_s / recompute.tokens_per_s,
+        "throughput_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
+        "throughput_vs_synchronous": auto.tokens_per_s / served[2].tokens_per_s,
+        **spread("vs_best_fixed", auto, best_fixed),
+        "fixed_vs_none": best_fixed.tokens_per_s / better.tokens_per_s,
+        "stall_share": auto.mean(lambda each: each.stall_share),
+        "stall_share_synchronous": served[2].mean(lambda each: each.stall_share),
+        "latency_vs_none": auto.normalized_s / better.normalized_s,
+        "latency_vs_synchronous": auto.normalized_s / served[2].normalized_s,
+        "ttft_vs_none": auto.first_s / better.first_s,
+        "fifo_layers": auto.mean(lambda each: each.fifo_layers),
+        "best_fixed_layers": float(best_fixed.name.split()[-1]),
+        "same_text_share": same,
+    }
+    title = f"room: {arena.ground.bandwidth / 1e9:g} GB/s each way"
+    note = (
+        "throughput_vs_none: against the better of recompute and swap, all tokens over all turns' time, with "
+        "the interval that holds it with 95 % (bootstrap of turns)"
+    )
+    return Outcome(
+        figures, _failures(served), [_table(title, served, layers)], [note], headline=list(figures)
+    )
+
+
+def best(arena: Arena) -> Outcome:
+    """The expansion found while running against the best fixed one, on the same answers in each turn."""
+    length, pace = (arena.context.arguments.lengths or [most_fifo_layers(layers_of(arena))])[0], arena.pace
+    with arena.sides([fixed(length), AUTO], arena.ground, pace.best_settle_answers) as sides:
+        one_slice = partial(measure_work, answers=pace.best_answers)
+        served = arena.measure("best", sides, pace.best_rounds, one_slice)
+    held, auto = served
+    figures = {
+        **spread("same_work_vs_fixed", auto, held),
+        "same_work_fifo_layers": auto.mean(lambda each: each.fifo_layers),
+        "same_work_stall_share": auto.mean(lambda each: each.stall_share),
+    }
+    table = _table(f"best: {length} layers, and found", served, layers_of(arena))
+    note = f"best: each turn is the same {pace.best_answers} answers; the fixed queue has {length} layers"
+    return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
+
+
+def _best_two(rates: dict[int, float]) -> list[int]:
+    return sorted(rates, key=lambda length: -rates[length])[:2]
+
+
+def _search(arena: Arena, layers: int) -> dict[int, float]:
+    """Every length that is worth it, for a slice: queue length → tokens per second."""
+    lengths = [
+        length
+        for length in range(LEAST_FIFO_LAYERS, most_fifo_layers(layers) + 1)
+        if expansion(layers, length) >= _SEARCH_FROM
+    ]
+    lengths = lengths[-3:-2] if arena.context.quick else sorted({*lengths[::2], *lengths[-3:]})
+    found: dict[int, float] = {}
+    with arena.context.progress("search", len(lengths)) as bar:
+        for length in lengths:
+            bar.advance(0, now=f"fixed {length}")
+            with arena.sides([fixed(length)], arena.ground) as (side,):
+                found[length] = measure(side, 0.5 * arena.pace.slice_s).tokens_per_s
+            arena.context.record({"fifo_layers": length, "tokens_per_s": found[length]}, "search.jsonl")
+            bar.advance()
+    return found
+
+
+def narrow(arena: Arena) -> Outcome:
+    """The link does not: at best nothing is swapped."""
+    ground = replace(arena.ground, bandwidth=_NARROW_BYTES_S)
+    pace = arena.pace
+    with arena.sides([RECOMPUTE, SWAP, AUTO], ground, pace.narrow_settle_answers) as sides:
+        one_slice = partial(measure_work, answers=pace.narrow_answers)
+        served = arena.measure("narrow", sides, pace.narrow_rounds, one_slice)
+    recompute, swap, auto = served
+    better = max(recompute, swap, key=lambda each: each.tokens_per_s)
+    figures = {
+        **spread("narrow_vs_none", auto, better),
+        "narrow_vs_recompute": auto.tokens_per_s / recompute.tokens_per_s,
+        "narrow_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
+        "narrow_stall_share": auto.mean(lambda each: each.stall_share),
+        "narrow_latency_vs_none": auto.normalized_s / better.normalized_s,
+        "narrow_fifo_layers": auto.mean(lambda each: each.fifo_layers),
+    }
+    table = _table(f"narrow: {_NARROW_BYTES_S / 1e6:g} MB/s each way", served, layers_of(arena))
+    note = f"narrow: each turn is the same {pace.narrow_answers} answers for every side"
+    return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
+
+
+def reaction(arena: Arena) -> Outcome:
+    """Nine tenths of the link are taken, and given back."""
+    away_s = arena.pace.away_s
+    background = 0.9 * arena.ground.bandwidth
+    with arena.sides([AUTO], arena.ground) as (side,):
+        found = reacting.react(
+            side,
+            [(away_s / 2, 0.0), (away_s, background), (1.5 * away_s, 0.0)],
+            lambda moment: arena.context.record(
+                {"at_s": moment.at_s, "tokens_per_s": moment.tokens_per_s, "fifo_layers": moment.fifo_layers}
+                | {"stall_share": moment.stall_share},
+                "reaction.jsonl",
+            ),
+        )
+    pictures.draw_reaction(arena.context.picture("reaction"), found.moments, found.traffic)
+    figures = reacting.figures(found)
+    return Outcome(
+        figures, 0, notes=["reaction: others take 0.9 of the link, then none"], headline=list(figures)
+    )
+
+
+def stack(arena: Arena) -> Outcome:
+    """Whole stacks, one after the other: without, with, without."""
+    requests = list(islice(arena.workload.requests(), 40 if arena.context.quick else 96))
+    sides = [("none-1", {}), ("pie", stacks.with_pie(arena.ground)), ("none-2", {})]
+    runs = {}
+    with arena.context.progress("stacks", len(sides)) as bar:
+        for name, settings in sides:
+            bar.advance(0, now=name)
+            runs[name] = stacks.serve(arena.context, arena.ground, requests, settings, name)
+            bar.advance()
+    none = [runs["none-1"].served, runs["none-2"].served]
+    pie = runs["pie"]
+    rate = sum(each.requests_per_s for each in none) / 2
+    latency_s = sum(stacks.normalized_s(each) for each in none) / 2
+    figures = {
+        "stack_vs_none": pie.served.requests_per_s / rate,
+        "stack_latency_vs_none": stacks.normalized_s(pie.served) / latency_s,
+        "stack_stall_share": float(pie.details["pie_stall_share"]),
+        "stack_fifo_layers": float(pie.details["pie_fifo_layers"]),
+    }
+    rows = [
+        (name, run.served.requests_per_s, run.served.tokens_per_s, stacks.normalized_s(run.served) * 1e3)
+        for name, run in runs.items()
+    ]
+    failures = sum(run.served.failures for run in runs.values())
+    table = Table("stacks over HTTP", ("side", "requests/s", "tokens/s", "ms per token"), rows)
+    return Outcome(figures, failures, [table], headline=list(figures))
+
+
+def layers_of(arena: Arena) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(arena.ground.model).num_hidden_layers)
+
+
+def _failures(served: Sequence[SideResult]) -> int:
+    return sum(each.failures for each in served)
+
+
+def _table(title: str, served: Sequence[SideResult], layers: int) -> Table:
+    columns = (
+        "side",
+        "tok/s",
+        "step ms",
+        "batch",
+        "stall",
+        "layers",
+        "expansion",
+        "ms/token",
+        "ttft s",
+        "answers",
+    )
+    rows = []
+    for each in served:
+        length = each.mean(lambda one: one.fifo_layers)
+        rows.append(
+            (
+                each.name,
+                f"{each.tokens_per_s:.0f}",
+                f"{each.mean(lambda one: one.step_s) * 1e3:.1f}",
+                f"{each.mean(lambda one: one.batch):.1f}",
+                f"{each.mean(lambda one: one.stall_share):.4f}",
+                f"{length:.1f}",
+                f"{expansion(layers, round(length)):.2f}",
+                f"{each.normalized_s * 1e3:.0f}",
+                f"{each.first_s:.2f}",
+                each.ended,
+            )
+        )
+    return Table(title, columns, rows)

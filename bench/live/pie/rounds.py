@@ -1,0 +1,137 @@
+"""Sides measured by turns: what each served in its slices, and one compared with another, round by round."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.kit.stats import Ratio, Work, interval, ratio_of, ratio_of_wholes
+from bench.kit.turns import order_of
+from bench.live.pie.sides import EngineSide
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One side's turn."""
+
+    tokens_per_s: float
+    step_s: float
+    batch: float
+    stall_share: float
+    """Waited for KV over computed."""
+    fifo_layers: int
+    took_s: float = 1.0
+
+
+Measure = Callable[[EngineSide], Slice]
+"""One turn of a side."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideResult:
+    """One side in all its turns."""
+
+    name: str
+    slices: tuple[Slice, ...]
+    normalized_s: float
+    """Mean over the requests that ended: seconds per token of the answer, waiting included."""
+    first_s: float
+    """Mean time to the first token, waiting included."""
+    ended: int
+    failures: int
+
+    @property
+    def work(self) -> list[Work]:
+        """Of each turn."""
+        return [(each.tokens_per_s * each.took_s, each.took_s) for each in self.slices]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """All tokens over all turns' time."""
+        return sum(tokens for tokens, _ in self.work) / sum(took_s for _, took_s in self.work)
+
+    def mean(self, what: Callable[[Slice], float]) -> float:
+        return statistics.fmean(what(each) for each in self.slices)
+
+
+def take_turns(
+    sides: Sequence[EngineSide],
+    rounds: int,
+    one_slice: Measure,
+    on_slice: Callable[[EngineSide, Slice], None],
+) -> list[SideResult]:
+    """A B C, C B A, …: `rounds` slices for each side."""
+    found: list[list[Slice]] = [[] for _ in sides]
+    before = [len(side.loop.answers) for side in sides]
+    for turn in range(rounds):
+        for index in order_of(turn, len(sides)):
+            one = one_slice(sides[index])
+            found[index].append(one)
+            on_slice(sides[index], one)
+    return [
+        _served(side, tuple(slices), ended) for side, slices, ended in zip(sides, found, before, strict=True)
+    ]
+
+
+def measure(side: EngineSide, duration_s: float) -> Slice:
+    """Let it run for so long."""
+    return _measured(side, lambda: side.loop.run(duration_s))
+
+
+def measure_work(side: EngineSide, answers: int) -> Slice:
+    """Let it run for so many answers more: with the same work sides differ by their speed alone."""
+    return _measured(side, lambda: side.serve(answers))
+
+
+def _measured(side: EngineSide, go: Callable[[], None]) -> Slice:
+    loop = side.loop
+    tokens, steps, batch, ran_s = loop.tokens, loop.steps, loop.batch_sum, loop.ran_s
+    stalled_s, computed_s = side.stall_s
+    go()
+    took_s, count = loop.ran_s - ran_s, max(1, loop.steps - steps)
+    waited_s, busy_s = (after - was for after, was in zip(side.stall_s, (stalled_s, computed_s), strict=True))
+    return Slice(
+        (loop.tokens - tokens) / took_s,
+        took_s / count,
+        (loop.batch_sum - batch) / count,
+        waited_s / busy_s if busy_s > 0 else 0.0,
+        side.fifo_layers,
+        took_s,
+    )
+
+
+def compared(ours: SideResult, theirs: SideResult) -> Ratio:
+    """Throughput, within each round."""
+    return ratio_of(
+        [each.tokens_per_s for each in ours.slices], [each.tokens_per_s for each in theirs.slices]
+    )
+
+
+def spread(name: str, ours: SideResult, theirs: SideResult) -> dict[str, float]:
+    """Figures of a comparison: of the whole, with its 95 % interval; the median and worst round."""
+    found, (low, high) = compared(ours, theirs), interval(ours.work, theirs.work, ratio_of_wholes)
+    return {
+        name: ratio_of_wholes(ours.work, theirs.work),
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"{name}_median": found.median,
+        f"{name}_worst": found.worst,
+    }
+
+
+def _served(side: EngineSide, slices: tuple[Slice, ...], ended_before: int) -> SideResult:
+    answers = side.loop.answers[ended_before:]
+    return SideResult(
+        side.kind.name,
+        slices,
+        statistics.fmean(each.normalized_s for each in answers) if answers else 0.0,
+        statistics.fmean(each.first_s - each.sent_s for each in answers) if answers else 0.0,
+        len(answers),
+        sum(each.reason not in ("stop", "length") for each in answers),
+    )
+
+
+def same_text_share(ours: EngineSide, theirs: EngineSide) -> float:
+    """Of the requests that both have answered, those with the same tokens; 1 when there are none."""
+    theirs_by_index = {each.index: each.tokens for each in theirs.loop.answers}
+    both = [each for each in ours.loop.answers if each.index in theirs_by_index]
+    return statistics.fmean(each.tokens == theirs_by_index[each.index] for each in both) if both else 1.0

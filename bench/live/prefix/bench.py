@@ -1,0 +1,51 @@
+"""`python -m bench prefix`: what the prefix cache finds, simulated, and what that brings, live."""
+
+from argparse import ArgumentParser, BooleanOptionalAction
+
+from bench.kit.context import Context
+from bench.kit.models import TINY_CHAT
+from bench.kit.outcome import Outcome, joined
+from bench.live.prefix import live
+from bench.live.prefix.cells import TIERS
+from bench.simulated import prefix
+from bench.simulated.prefix import PRESETS
+from shared.errors import ConfigError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace",
+        default="auto",
+        help="a file as mooncake's, mooncake, or generated: "
+        + ", ".join(PRESETS)
+        + "; auto: mooncake's if it is there, else chats [%(default)s]",
+    )
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="BLOCKS", help="of the cache, in one tier")
+    parser.add_argument("--processes", type=int, help="replays at a time [one per core]")
+    parser.add_argument(
+        "--model", default=str(TINY_CHAT), help="folder of a checkpoint, or random-100m, for the live part"
+    )
+    parser.add_argument(
+        "--simulated", action=BooleanOptionalAction, default=True, help="replay a trace [%(default)s]"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=("text", "chat"), default=("text", "chat"), help="of the live part"
+    )
+    parser.add_argument(
+        "--tiers", nargs="+", choices=TIERS, default=TIERS, help="compared with none for text"
+    )
+    parser.add_argument(
+        "--live", action=BooleanOptionalAction, default=True, help="serve text and chats [%(default)s]"
+    )
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError when nothing is left to be done."""
+    parts: list[Outcome] = []
+    if context.arguments.simulated:
+        parts.append(prefix.run(context))
+    if context.arguments.live:
+        parts.append(live.run(context))
+    if not parts:
+        raise ConfigError("with --no-simulated and --no-live nothing is measured")
+    return joined(parts)

@@ -1,0 +1,122 @@
+"""`python -m bench serve --peer vllm`: which Poisson rate each side sustains on a tight KV, live, alternated.
+
+Four servers on one checkpoint and the same bytes of KV: vLLM, ours with the policy `vllm`, ours with `kvasir`
+and a predictor that learned from other prompts, and `kvasir` told the true lengths.
+"""
+
+import json
+import os
+from argparse import ArgumentParser
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.kit.context import Context
+from bench.kit.cores import Cores
+from bench.kit.outcome import Outcome
+from bench.live.serve import figures
+from bench.live.serve.arena import CELLS_FILE, Arena
+from bench.live.serve.opening import open_arena
+from bench.live.serve.plan import Plan, plan_of
+from bench.live.serve.sides import BASE, MECHANISMS, PEER
+from bench.live.serve.turns import Turns
+from bench.simulated.pictures import draw_latency
+from shared.errors import ConfigError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--peer", choices=("vllm", "none"), help="[vllm; --quick none]")
+    parser.add_argument(
+        "--predictor", choices=("histogram", "regressor"), help="of kvasir [regressor; --quick histogram]"
+    )
+    parser.add_argument(
+        "--oracle", choices=("yes", "no"), help="kvasir told the lengths too [yes; --quick no]"
+    )
+    parser.add_argument(
+        "--mechanisms",
+        nargs="*",
+        choices=MECHANISMS,
+        default=[],
+        help="kvasir with these besides, a side each",
+    )
+    parser.add_argument("--requests", type=int, help="of a cell [500; --quick 24]")
+    parser.add_argument("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 6]")
+    parser.add_argument(
+        "--beyond-requests",
+        type=int,
+        help="of a cell at 1.2 times the knee: overload shows late [2000; quick 24]",
+    )
+    parser.add_argument("--lessons", type=int, help="prompts served beforehand [600; --quick 24]")
+    parser.add_argument("--pool", type=int, help="different prompts to be measured [500; --quick 24]")
+    parser.add_argument("--kv-requests", type=float, default=12, help="mean requests in the KV [%(default)g]")
+    parser.add_argument("--kv-tokens", type=int, help="size of the KV, instead")
+    parser.add_argument("--max-tokens", type=int, help="of every request [400; --quick 96]")
+    parser.add_argument("--story-share", type=float, default=0.6, help="of the prompts [%(default)g]")
+    parser.add_argument("--trace", type=Path, help="JSONL with prompt and response or length, instead")
+    parser.add_argument("--tolerance", type=float, help="of the sustained rate [0.05; --quick 0.5]")
+    parser.add_argument("--repeats", type=int, default=1, help="seeds of every rate searched [%(default)s]")
+    parser.add_argument("--alternations", type=int, help="at 1.2 times the knee [5; --quick 1]")
+    parser.add_argument("--slo-scale", type=float, default=2.0, help="[%(default)g]")
+    parser.add_argument("--model", type=Path, default=Path("models/tiny_chat"), help="[%(default)s]")
+    parser.add_argument(
+        "--budget-s", type=float, help="no cell begins that would end later [3600; --quick 20]"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError when the peer is not installed or a run cannot be resumed, InternalError when a side
+    does not start or fails while it warms up.
+    """
+    plan = plan_of(context)
+    _check_resumable(context, plan)
+    cores = Cores.choose()
+    with ExitStack() as running:
+        running.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # the record is of all cores
+        arena = Arena(context, cores)
+        workload = open_arena(context, plan, arena, running)
+        cores.bind_client()
+        turns = Turns(context, plan, arena, workload)
+        incomplete = turns.take()
+    rows = turns.rows
+    made = figures.figures(rows, turns.knees())
+    mean_tokens = sum(map(len, workload.measured)) + sum(workload.truths)
+    made["kv_mean_requests"] = plan.kv_tokens * len(workload.truths) / mean_tokens
+    made["answer_tokens_mean"] = sum(workload.truths) / len(workload.truths)
+    made["same_length_share_min"] = min((row["same_length"] for row in rows), default=0.0)
+    if (limit := figures.limit_ms(rows)) is not None:
+        made["limit_ms"] = limit
+        title = f"{plan.kv_tokens} tokens of KV, {plan.model.name}"
+        draw_latency(context.picture("latency"), title, figures.curves(rows), limit / 1e3)
+    return Outcome(
+        figures=made,
+        failures=sum(row["failures"] for row in rows),
+        tables=[figures.table(rows)],
+        notes=_notes(plan, incomplete),
+        headline=figures.headline(made),
+        extra={"incomplete": incomplete, "sides": {n: dict(s.describes) for n, s in arena.sides.items()}},
+    )
+
+
+def _notes(plan: Plan, incomplete: bool) -> list[str]:
+    yardstick = PEER if plan.peer == "vllm" else BASE
+    return [
+        "normalized latency: mean of (end − planned arrival) / output tokens; sustained: at most "
+        f"{figures.LATENCY_FACTOR:g} times that of {yardstick} at a tenth of its throughput, no failures",
+        f"rates are {1 + plan.tolerance:g} apart; {plan.requests} requests a cell, {plan.repeats} seed(s)",
+        f"service level: {plan.slo_scale:g} × (t_p + t_g × true length), both of {yardstick} at low load",
+        "sustained_rate_ratio = engine_factor × policy_factor_oracle × prediction_factor",
+        *(["not everything fitted into --budget-s: --resume --out DIR goes on"] if incomplete else []),
+    ]
+
+
+def _check_resumable(context: Context, plan: Plan) -> None:
+    """The run in the directory is this one. Raises ConfigError when it is another, or none was asked for."""
+    file = context.run_dir / "workload.json"
+    own: dict[str, Any] = {**plan.identity(), "seed": context.seed}
+    there = json.loads(file.read_text()) if file.exists() else None
+    if (context.run_dir / CELLS_FILE).exists() and not context.arguments.resume:
+        raise ConfigError(f"{context.run_dir} has a run: --resume goes on with it, --out names another")
+    if there is not None and there != own:
+        raise ConfigError(f"the run in {context.run_dir} was of another workload: {json.dumps(there)}")
+    file.write_text(json.dumps(own))

@@ -1,0 +1,179 @@
+"""One cell of the serve bench: requests at Poisson times against one server, drained; what came of it.
+
+Knows neither policy nor peer. Latencies count from the planned arrival: a late client is no excuse.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import uvloop
+
+from bench.kit.load import Answer, Target, complete, first_error
+from bench.live.serve.prompts import arrivals
+
+REQUEST_DEADLINE_S = 180.0
+_AT_ONCE = 96
+"""Connections when everything is asked as fast as it goes."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The service level: `scale · (prefill_s + token_s · true answer tokens)`."""
+
+    prefill_s: float
+    token_s: float
+    scale: float
+
+    def limit_s(self, output_tokens: int) -> float:
+        return self.scale * (self.prefill_s + self.token_s * output_tokens)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. Times in seconds; `planned_s` is `time.perf_counter()` like those of the answer."""
+
+    prompt: int
+    planned_s: float
+    true_tokens: int
+    answer: Answer
+
+    @property
+    def took_s(self) -> float:
+        return self.answer.ended_s - self.planned_s
+
+    def row(self) -> dict[str, Any]:
+        """For the record."""
+        one = self.answer
+        return {
+            "prompt": self.prompt,
+            "prompt_tokens": one.prompt_tokens,
+            "completion_tokens": one.completion_tokens,
+            "true_tokens": self.true_tokens,
+            "late_ms": (one.sent_s - self.planned_s) * 1e3,
+            "ttft_ms": (one.event_s[0] - self.planned_s) * 1e3 if one.event_s else None,
+            "total_ms": self.took_s * 1e3,
+            "finish_reason": one.finish_reason,
+            "error": one.error,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one cell."""
+
+    requests: int
+    failures: int
+    error: str
+    wall_s: float
+    """From the first planned arrival to the last end."""
+    tok_s: float
+    normalized_ms: float
+    """Mean over answers of (end − arrival) / output tokens."""
+    ttft_ms_mean: float
+    ttft_ms_p50: float
+    itl_ms_p50: float
+    """Median over answers of (end − first text) / (output tokens − 1)."""
+    attained: float | None
+    """Share of all requests within the service level; None where that is not known yet."""
+    attained_first: float | None
+    """The same of the first quarter of the arrivals."""
+    same_length: float
+    """Share of answers as long as the true one."""
+    late_ms_max: float
+    """How much later than planned the client sent one."""
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Greedy, to a natural end, the same limit for all: nothing in it tells how long the answer will be."""
+    return {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+
+
+def ask_all(target: Target, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+    """As fast as it goes, in the order of `prompts`."""
+
+    async def all_of_them() -> list[Answer]:
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(prompt: Sequence[int]) -> Answer:
+            async with turns:
+                return await complete(target, body_of(prompt, max_tokens), REQUEST_DEADLINE_S)
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    return uvloop.run(all_of_them())
+
+
+def ask_at_rate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    truths: Sequence[int],
+    *,
+    requests: int,
+    rate_per_s: float,
+    max_tokens: int,
+    seed: str,
+) -> list[Asked]:
+    """Poisson, drained. `truths` are kept for the record; no server is told of them."""
+    plan = list(arrivals(len(prompts), requests, rate_per_s, seed))
+
+    async def all_of_them() -> list[Asked]:
+        start_s = time.perf_counter() + 0.05
+
+        async def one(at_s: float, index: int) -> Asked:
+            planned_s = start_s + at_s
+            await asyncio.sleep(max(0.0, planned_s - time.perf_counter()))
+            answer = await complete(target, body_of(prompts[index], max_tokens), REQUEST_DEADLINE_S)
+            return Asked(index, planned_s, truths[index], answer)
+
+        return list(await asyncio.gather(*(one(at_s, index) for at_s, index in plan)))
+
+    return uvloop.run(all_of_them())
+
+
+def measure(asked: Sequence[Asked], level: Level | None) -> Measured:
+    """Failed requests attain no service level, and count in no latency."""
+    good = [one for one in asked if _is_good(one)]
+    answers = [one.answer for one in good]
+    wall_s = max(one.answer.ended_s for one in asked) - min(one.planned_s for one in asked)
+    first_ms = [1e3 * (one.answer.event_s[0] - one.planned_s) for one in good]
+    gaps_ms = [
+        1e3 * (one.ended_s - one.event_s[0]) / (one.completion_tokens - 1)
+        for one in answers
+        if one.completion_tokens > 1
+    ]
+    return Measured(
+        requests=len(asked),
+        failures=len(asked) - len(good),
+        error=first_error([one.answer for one in asked]),
+        wall_s=wall_s,
+        tok_s=sum(one.completion_tokens for one in answers) / wall_s,
+        normalized_ms=_mean([1e3 * one.took_s / one.answer.completion_tokens for one in good]),
+        ttft_ms_mean=_mean(first_ms),
+        ttft_ms_p50=statistics.median(first_ms) if first_ms else 0.0,
+        itl_ms_p50=statistics.median(gaps_ms) if gaps_ms else 0.0,
+        attained=_attained(asked, level),
+        attained_first=_attained(asked[: -(-len(asked) // 4)], level),
+        same_length=_mean([float(one.answer.completion_tokens == one.true_tokens) for one in good]),
+        late_ms_max=max(1e3 * (one.answer.sent_s - one.planned_s) for one in asked),
+    )
+
+
+def _attained(asked: Sequence[Asked], level: Level | None) -> float | None:
+    if level is None:
+        return None
+    return _mean([float(_is_good(one) and one.took_s <= level.limit_s(one.true_tokens)) for one in asked])
+
+
+def _is_good(one: Asked) -> bool:
+    return one.answer.ok and one.answer.completion_tokens > 0 and bool(one.answer.event_s)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0

@@ -1,0 +1,128 @@
+"""Before the first measurement: sides started, lessons served, the predictor trained, true lengths found.
+
+Our side with the policy `vllm` comes first: what it answers is what `kvasir`'s predictor learns from and what
+`oracle` is told. A run that goes on reads the lengths back instead.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from bench.kit.context import Context
+from bench.kit.peers import Server, vllm_binary
+from bench.live.engine.variants import chosen
+from bench.live.serve.arena import Arena, Workload, true_lengths
+from bench.live.serve.plan import Plan
+from bench.live.serve.sides import (
+    BASE,
+    MECHANISMS,
+    ORACLE,
+    OURS,
+    PEER,
+    Policy,
+    Shape,
+    start_ours,
+    start_peer,
+    train_regressor,
+)
+from services.predictor.models.base import LengthSample
+from services.predictor.samples import write_samples
+from shared.messages.sequence import pack_tokens
+
+_LESSONS, _TRUTHS, _VERSIONS, _LENGTHS = "lessons.jsonl", "truths.jsonl", "regressor", "lengths.json"
+_WARM_UP = 32
+"""Lessons asked of a side that nothing is to be learned from."""
+
+
+def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -> Workload:
+    """All sides of the plan admitted to the arena; `running` ends them.
+
+    Raises ConfigError when the peer is not installed, InternalError when a side does not start or answer.
+    """
+    folder = context.run_dir.resolve()
+    shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, arena.cores.engine, folder)
+    starts = [partial(start_ours, shape, Policy(BASE, "vllm", "constant"))]
+    if PEER in plan.sides:
+        vllm_binary()
+        starts.append(partial(start_peer, shape, chosen(plan.model)[0]))
+    context.say(f"KV of {plan.kv_tokens} tokens; starting {', '.join(plan.sides)}")
+    first = _start(starts, running)
+    warm_up = plan.prompts.lessons[:_WARM_UP]
+    base = next(served for served in first if served.name == BASE)
+    lengths = _lengths(context, plan, arena, base)
+    for served in first:
+        if served is not base:
+            arena.admit(served, warm_up, plan.max_tokens)
+    knowledge = _knowledge(context, plan, lengths, folder)
+    starts = [partial(start_ours, shape, Policy(OURS, "kvasir", plan.predictor, knowledge))]
+    if ORACLE in plan.sides:
+        starts.append(partial(start_ours, shape, Policy(ORACLE, "kvasir", "oracle", folder / _TRUTHS)))
+    for name in plan.mechanisms:
+        side = Policy(name, "kvasir", plan.predictor, knowledge, MECHANISMS[name])
+        starts.append(partial(start_ours, shape, side))
+    for served in _start(starts, running):
+        arena.admit(served, warm_up, plan.max_tokens)
+    truths = lengths[len(plan.prompts.lessons) :]
+    return Workload(plan.prompts.measured, truths, plan.max_tokens)
+
+
+def _start(starts: Sequence[Callable[[], Server]], running: ExitStack) -> list[Server]:
+    """Side by side: each takes long. Whatever did start is ended when another did not."""
+    sides: list[Server] = []
+    failed: list[Exception] = []
+    with ThreadPoolExecutor(len(starts)) as pool:
+        for future in [pool.submit(start) for start in starts]:
+            try:
+                served = future.result()
+            except Exception as error:
+                failed.append(error)
+                continue
+            running.callback(served.side.end)
+            sides.append(served)
+    if failed:
+        raise failed[0]
+    return sides
+
+
+def _lengths(context: Context, plan: Plan, arena: Arena, base: Server) -> list[int]:
+    """Of the greedy answers to all lessons, then to all that is measured."""
+    file = context.run_dir / _LENGTHS
+    if file.exists():
+        arena.admit(base, plan.prompts.lessons[:_WARM_UP], plan.max_tokens)
+        known: list[int] = json.loads(file.read_text())
+        return known
+    answered = arena.admit(base, plan.prompts.lessons, plan.max_tokens)
+    context.say(f"{BASE}: true lengths of {len(plan.prompts.measured)} answers")
+    base.side.resume()
+    try:
+        truths = true_lengths(base.target, plan.prompts.measured, plan.max_tokens)
+    finally:
+        base.side.pause()
+    lengths = [one.completion_tokens for one in answered] + truths
+    file.write_text(json.dumps(lengths))
+    return lengths
+
+
+def _knowledge(context: Context, plan: Plan, lengths: Sequence[int], folder: Path) -> Path | None:
+    """Writes what the oracle is told and, from the lessons alone, trains the regressor; where it is."""
+    lessons, measured = plan.prompts.lessons, plan.prompts.measured
+    taught, truths = lengths[: len(lessons)], lengths[len(lessons) :]
+    write_samples(folder / _LESSONS, _samples(lessons, taught, plan.max_tokens))
+    # what was cut at max_tokens is known to the oracle as well: nothing counts as censored
+    write_samples(folder / _TRUTHS, _samples(measured, truths, plan.max_tokens + 1))
+    if plan.predictor != "regressor":
+        return None
+    if not (folder / _VERSIONS).exists():
+        context.say(f"training the regressor on {len(lessons)} answers")
+        context.say(train_regressor(folder / _LESSONS, folder / _VERSIONS))
+    return folder / _VERSIONS
+
+
+def _samples(prompts: Sequence[Sequence[int]], lengths: Sequence[int], limit: int) -> list[LengthSample]:
+    return [
+        LengthSample(pack_tokens(list(prompt)), length, censored=length >= limit)
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]

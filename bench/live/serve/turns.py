@@ -1,0 +1,155 @@
+"""Which cell is measured next: the low load, everything at once, the search for each side's knee, then 1.2
+times the yardstick's knee over and over. Sides take turns; what a run directory has is not measured again.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping
+from math import isclose
+from typing import Any
+
+from bench.kit.context import Context
+from bench.kit.turns import order_of
+from bench.live.serve import figures
+from bench.live.serve.arena import Arena, RateCell, Row, Workload, rows_of
+from bench.live.serve.load import Level
+from bench.live.serve.plan import Plan
+from bench.live.serve.search import knee_step, nearest_step, next_step
+from bench.live.serve.sides import OURS
+
+LOW_LOAD = 0.1
+_ALL_AT_ONCE_PER_S = 1e4
+_BURST_REQUESTS = 200
+
+
+class Turns:
+    """Measures until all is known or the budget is spent."""
+
+    def __init__(self, context: Context, plan: Plan, arena: Arena, workload: Workload) -> None:
+        self._context, self._plan, self._arena, self._workload = context, plan, arena, workload
+        self._known: dict[tuple[str, str, float, int], Row] = rows_of(context.run_dir)
+        self._base = plan.sides[0]
+        self._end_s = time.monotonic() + plan.budget_s
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._known.values())
+
+    def take(self) -> bool:
+        """Whether something was left out for lack of time."""
+        try:
+            self._reference()
+            self._search()
+            self._beyond()
+        except _BudgetSpent:
+            return True
+        return False
+
+    def knees(self) -> dict[str, float]:
+        """Sustained rate by side, of those whose search is over and that sustain any rate."""
+        if figures.limit_ms(self.rows) is None or not self._has("burst"):
+            return {}
+        found: dict[str, float] = {}
+        for side in self._plan.sides:
+            tried = self._tried(side)
+            step = knee_step(tried)
+            if tried and step is not None and next_step(tried, step) is None:
+                found[side] = self._rate(step)
+        return found
+
+    def _reference(self) -> None:
+        """What the yardstick does with everything at once, and at a tenth of that."""
+        plan = self._plan
+        for side in plan.sides:
+            self._measure(RateCell("burst", side, _ALL_AT_ONCE_PER_S, min(_BURST_REQUESTS, plan.requests)))
+        low = LOW_LOAD * self._capacity_per_s(self._base)
+        self._measure(RateCell("low", self._base, low, plan.low_requests))
+
+    def _search(self) -> None:
+        """A rate of every side that still looks for its knee, then the next round."""
+        turn = 0
+        while True:
+            wanted = [(side, self._next_step(side)) for side in self._plan.sides]
+            left = [(side, step) for side, step in wanted if step is not None]
+            if not left:
+                return
+            for index in order_of(turn, len(left)):
+                side, step = left[index]
+                for repeat in range(self._plan.repeats):
+                    self._measure(RateCell("search", side, self._rate(step), self._plan.requests, repeat))
+            turn += 1
+
+    def _beyond(self) -> None:
+        knee = self.knees().get(self._base)
+        if knee is None:
+            return
+        sides = sorted(self._plan.sides, key=lambda side: side not in (self._base, OURS))
+        rate, requests = figures.BEYOND * knee, self._plan.beyond_requests
+        for turn in range(self._plan.alternations):
+            for index in order_of(turn, len(sides)):
+                self._measure(RateCell("beyond", sides[index], rate, requests, turn))
+
+    def _tried(self, side: str) -> Mapping[int, bool]:
+        """Step → sustained, of steps with all their repeats."""
+        limit = figures.limit_ms(self.rows)
+        if limit is None:
+            return {}
+        by_step: dict[int, list[Row]] = {}
+        for row in self.rows:
+            if row["kind"] == "search" and row["side"] == side:
+                step = self._step(row["rate_per_s"])
+                if isclose(self._rate(step), row["rate_per_s"], rel_tol=1e-4):
+                    by_step.setdefault(step, []).append(row)
+        return {
+            step: figures.is_sustained(of_rate, limit)
+            for step, of_rate in by_step.items()
+            if len(of_rate) >= self._plan.repeats
+        }
+
+    def _next_step(self, side: str) -> int | None:
+        """The search begins at what the side does with everything at once."""
+        return next_step(self._tried(side), self._step(self._capacity_per_s(side)))
+
+    def _step(self, rate_per_s: float) -> int:
+        return nearest_step(rate_per_s, self._capacity_per_s(self._base), 1 + self._plan.tolerance)
+
+    def _rate(self, step: int) -> float:
+        return float(self._capacity_per_s(self._base) * (1 + self._plan.tolerance) ** step)
+
+    def _capacity_per_s(self, side: str) -> float:
+        """Everything at once."""
+        bursts = [row for row in self.rows if row["kind"] == "burst" and row["side"] == side]
+        return float(statistics.median(row["requests"] / row["wall_s"] for row in bursts))
+
+    def _level(self) -> Level | None:
+        low = [row for row in self.rows if row["kind"] == "low" and row["side"] == self._base]
+        if not low:
+            return None
+        return Level(low[0]["ttft_ms_p50"] / 1e3, low[0]["itl_ms_p50"] / 1e3, self._plan.slo_scale)
+
+    def _has(self, kind: str) -> bool:
+        return any(row["kind"] == kind and row["side"] == self._base for row in self.rows)
+
+    def _measure(self, cell: RateCell) -> None:
+        """Raises _BudgetSpent instead where it would end too late."""
+        if cell.key in self._known:
+            return
+        expected_s = self._expected_s(cell)
+        if time.monotonic() + expected_s > self._end_s:
+            raise _BudgetSpent
+        row: Any = self._arena.run(cell, self._workload, self._level())
+        self._known[cell.key] = row
+        kept = "" if row["attained"] is None else f", SLO kept by {row['attained']:.0%}"
+        self._context.say(
+            f"{cell.kind:7}{cell.side:10}{cell.rate_per_s:8.2f}/s  normalized {row['normalized_ms']:.1f} ms, "
+            f"{row['tok_s']:.0f} tok/s{kept}, {row['failures']} failures, {row['wall_s']:.0f} s"
+        )
+
+    def _expected_s(self, cell: RateCell) -> float:
+        """As long as the arrivals, or as everything at once took; 0 before anything is known."""
+        bursts = [row["wall_s"] for row in self.rows if row["kind"] == "burst"]
+        return max(cell.requests / cell.rate_per_s, max(bursts, default=0.0))
+
+
+class _BudgetSpent(Exception):
+    """The next cell would end too late."""

@@ -1,0 +1,118 @@
+"""`python -m bench bulk`: GB/s of each bulk transport against a bare socket and memcpy, and its round trip.
+
+Two processes on one host. Sides take turns within each round; a figure is the median over the rounds, a ratio
+the median of the rounds' ratios. A transfer counts until the receiver has verified it and said so.
+"""
+
+from argparse import ArgumentParser
+from collections import defaultdict
+from statistics import median, quantiles
+
+import numpy as np
+
+from bench.kit.context import Context
+from bench.kit.outcome import Outcome, Table
+from bench.micro.bulk.sides import BareSocket, Linked, Memcpy, Transfer
+from services.worker.bulk.base import Buffer
+from shared.errors import ConfigError
+
+MIB = 1 << 20
+_TRANSPORTS = ("tcp", "shm", "ucx")
+_ROUND_TRIP_BYTES = 8192
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--mib", nargs="+", type=int, default=[1, 4, 16, 64, 256], help="sizes [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=0, help="[21; with --quick 5]")
+
+
+def run(context: Context) -> Outcome:
+    """A transport that is not installed is left out, with a note. Raises ConfigError for a size over 256."""
+    sizes: list[int] = sorted(set(context.arguments.mib))
+    if not 1 <= sizes[0] <= sizes[-1] <= 256:
+        raise ConfigError("sizes are from 1 to 256 MiB", param="mib")
+    rounds = context.arguments.rounds or (5 if context.quick else 21)
+    data = random_bytes(context.seed, sizes[-1] * MIB).data
+    sides: dict[str, Transfer] = {}
+    notes = ["one direction, verified by the receiver; round trips: 8 KiB there, 8 KiB back"]
+    try:
+        sides["memcpy"] = Memcpy(data.nbytes)
+        sides["bare"] = BareSocket()
+        for name in _TRANSPORTS:
+            try:
+                sides[name] = Linked(name)
+            except ConfigError as error:
+                notes.append(f"{name} left out: {error.message}")
+        speeds = _speeds(context, sides, data, sizes, rounds)
+        trips_us = {
+            name: found for name, side in sides.items() if (found := _round_trips(side, 200 * rounds))
+        }
+    finally:
+        for side in sides.values():
+            side.close()
+    return _outcome(speeds, trips_us, sizes, notes)
+
+
+def random_bytes(seed: int, size_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """Random data: what compresses or is all zero could be faster."""
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+Speeds = dict[tuple[str, int], list[float]]
+"""GB/s of each round, by side and MiB."""
+
+
+def _speeds(
+    context: Context, sides: dict[str, Transfer], data: Buffer, sizes: list[int], rounds: int
+) -> Speeds:
+    found: Speeds = defaultdict(list)
+    with context.progress("rounds", rounds) as progress:
+        for number in range(rounds + 1):
+            for size in sizes:
+                for name, side in sides.items():
+                    took_s = side.send_s(data[: size * MIB])
+                    if number:  # The first round only warms up.
+                        found[name, size].append(size * MIB / took_s / 1e9)
+                        context.record({"side": name, "mib": size, "round": number, "took_s": took_s})
+            progress.advance(1 if number else 0)
+    return found
+
+
+def _round_trips(side: Transfer, count: int) -> list[float]:
+    """Microseconds, sorted; none where a side has no round trips."""
+    data, into = memoryview(bytearray(_ROUND_TRIP_BYTES)), memoryview(bytearray(_ROUND_TRIP_BYTES))
+    found = [took_s * 1e6 for _ in range(count) if (took_s := side.round_trip_s(data, into)) is not None]
+    return sorted(found)
+
+
+def _outcome(speeds: Speeds, trips_us: dict[str, list[float]], sizes: list[int], notes: list[str]) -> Outcome:
+    names = list(dict.fromkeys(name for name, _ in speeds))
+    figures: dict[str, float] = {}
+    for name in names:
+        by_size = {size: median(speeds[name, size]) for size in sizes}
+        figures[f"{name}_gb_s"] = by_size[sizes[-1]]
+        figures |= {f"{name}_gb_s_{size}mib": speed for size, speed in by_size.items()}
+    if "tcp" in names:
+        ratios = [
+            median(tcp / bare for tcp, bare in zip(speeds["tcp", size], speeds["bare", size], strict=True))
+            for size in sizes
+        ]
+        figures["tcp_vs_limit"] = ratios[-1]
+        figures |= {f"tcp_vs_limit_{size}mib": ratio for size, ratio in zip(sizes, ratios, strict=True)}
+    for name, trips in trips_us.items():
+        figures[f"{name}_round_trip_us_p50"] = median(trips)
+        figures[f"{name}_round_trip_us_p99"] = quantiles(trips, n=100)[98]
+    table = [(size, *(figures[f"{name}_gb_s_{size}mib"] for name in names)) for size in sizes]
+    trip_rows = [
+        (name, figures[f"{name}_round_trip_us_p50"], figures[f"{name}_round_trip_us_p99"])
+        for name in trips_us
+    ]
+    return Outcome(
+        figures,
+        0,
+        [
+            Table("GB/s", ("MiB", *names), table),
+            Table("8 KiB there and back, µs", ("transport", "p50", "p99"), trip_rows),
+        ],
+        notes,
+    )

@@ -1,0 +1,113 @@
+"""`python -m bench distattention`: exactness, overhead, shipping against fetching, and the longest context.
+
+Creditors are processes of their own on another core, reached over real bulk TCP on the loopback device.
+Source: Infinite-LLM §6.1, §6.5, figures 11 and 12 (papers/001).
+"""
+
+import os
+from argparse import ArgumentParser
+from pathlib import Path
+
+import torch
+
+from bench.kit.context import Context
+from bench.kit.models import TINY_CHAT
+from bench.kit.outcome import Outcome, Table
+from bench.kit.processes import available_cores
+from bench.micro.distattention.attention import LAYER, Q_HEADS, LayerTimes, measure_cells, measure_error
+from bench.micro.distattention.longest import measure_longest
+from bench.micro.distattention.picture import draw
+from services.worker.cores import bind_to
+from services.worker.dist.cost import Mode
+
+_WORKERS = 4
+_COLUMNS = ("rows", "context", "undivided ms", "shipped ms", "fetched ms", "overhead", "half here", "chosen")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--chunks", nargs="+", type=int, default=[1, 64, 512], help="rows; 1 is a decode")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--model", default=str(TINY_CHAT), help="for the longest context [%(default)s]")
+    parser.add_argument("--blocks", type=int, default=40, help="KV blocks of each of the four workers")
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError where there is one core only."""
+    flags = context.arguments
+    own, other, *_ = available_cores()
+    before = os.sched_getaffinity(0)
+    bind_to((own,))
+    torch.set_num_threads(1)
+    contexts, chunks, turns, cases, blocks = flags.contexts, flags.chunks, flags.turns, 40, flags.blocks
+    if context.quick:
+        contexts, chunks, turns, cases, blocks = [1024, 4096], [1, 64], 3, 6, min(blocks, 16)
+    try:
+        context.say("exactness: random partitions over four workers")
+        error = measure_error(other, cases)
+        with context.progress("layers", len(contexts) * len(chunks)) as progress:
+            cells = measure_cells(other, contexts, chunks, turns, progress.advance)
+        context.say("the longest context of four workers")
+        longest = measure_longest(Path(flags.model), other, blocks=blocks, workers=_WORKERS, answer_tokens=16)
+    finally:
+        os.sched_setaffinity(0, before)
+    draw(context.picture("query-shipping-and-fetching"), cells)
+    figures = {
+        "max_abs_error": error,
+        "context_ratio": longest.ratio,
+        "same_text": float(longest.is_same_text),
+        **_figures(cells),
+    }
+    heads, dim, _ = LAYER
+    return Outcome(
+        figures,
+        failures=int(not longest.is_same_text),
+        tables=[Table("one layer, all keys at one creditor", _COLUMNS, [_row(cell) for cell in cells])],
+        notes=[
+            f"one layer of {Q_HEADS} query and {heads} KV heads of {dim}, fp32; a thread and a core a worker",
+            f"longest context: {longest.answered_tokens} tokens where one worker holds {longest.own_tokens}",
+        ],
+        headline=(
+            "max_abs_error",
+            "remote_overhead",
+            "query_vs_fetch_speedup",
+            "context_ratio",
+            "choice_regret",
+        ),
+    )
+
+
+def _figures(cells: list[LayerTimes]) -> dict[str, float]:
+    """The longest decode's carry the plain names."""
+    found: dict[str, float] = {}
+    decodes = [cell for cell in cells if cell.rows == 1]
+    for cell in decodes:
+        found[f"remote_overhead_c{cell.context_tokens}"] = cell.overhead
+        found[f"remote_overhead_us_c{cell.context_tokens}"] = cell.overhead_us
+        found[f"undivided_us_c{cell.context_tokens}"] = cell.whole_s * 1e6
+        found[f"query_vs_fetch_speedup_c{cell.context_tokens}"] = cell.fetch_ratio
+    last = decodes[-1]
+    found["remote_overhead"] = last.overhead
+    found["query_vs_fetch_speedup"] = last.fetch_ratio
+    found["half_remote_ratio"] = last.half_ratio
+    regrets = [_regret(cell) for cell in cells]
+    found["choice_regret"] = max(regrets)
+    return found
+
+
+def _regret(cell: LayerTimes) -> float:
+    """How much slower what the costs choose is than the better way."""
+    chosen = cell.ship_s if cell.chosen is Mode.SHIP else cell.fetch_s
+    return chosen / min(cell.ship_s, cell.fetch_s) - 1
+
+
+def _row(cell: LayerTimes) -> tuple[object, ...]:
+    times_ms = [round(each * 1e3, 3) for each in (cell.whole_s, cell.ship_s, cell.fetch_s)]
+    return (
+        cell.rows,
+        cell.context_tokens,
+        *times_ms,
+        round(cell.overhead, 3),
+        round(cell.half_ratio, 3),
+        str(cell.chosen),
+    )

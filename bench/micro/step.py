@@ -1,0 +1,109 @@
+"""`python -m bench step`: milliseconds of one decode step of the engine alone, on one thread, no server.
+
+Two figures for each batch and context: the whole `engine.step` (packing, forward, sampling) and the forward
+pass in it. Both are CPU time of the calling thread, the least of many repetitions: other processes on the
+machine lengthen the wall clock, and hardly this.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from itertools import product
+from time import thread_time
+from typing import Any
+
+import torch
+
+from bench.kit.context import Context
+from bench.kit.models import checkpoint
+from bench.kit.outcome import Outcome, Table
+from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.loading import load
+from services.worker.sampling import SamplePoint
+from shared.messages.sequence import Sampling
+
+_BLOCK_TOKENS = 16
+_REPEATS = 40
+_QUICK_REPEATS = 8
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", default="models/tiny_chat", help="folder, or random-100m [%(default)s]")
+    parser.add_argument("--attention", choices=("auto", "native", "torch"), default="auto")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[100, 500], metavar="TOKENS")
+    parser.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    parser.add_argument("--top-p", type=float, default=1.0, help="[%(default)s]")
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError for a model that cannot be loaded, or --attention native without a compiler."""
+    flags = context.arguments
+    torch.set_num_threads(1)
+    model = load(
+        str(checkpoint(flags.model, context.run_dir.parent / "checkpoints")), dtype="float32", device="cpu"
+    )
+    blocks = max(flags.batches) * _blocks(max(flags.contexts))
+    engine = Timed(model, kv_blocks=blocks, block_tokens=_BLOCK_TOKENS, attention=flags.attention)
+    sampling = Sampling(seed=0, max_tokens=1, temperature=flags.temperature, top_p=flags.top_p)
+    repeats = _QUICK_REPEATS if context.quick else _REPEATS
+    figures: dict[str, float] = {}
+    table: list[Sequence[object]] = []
+    cells = list(product(flags.batches, flags.contexts))
+    with context.progress("steps", len(cells)) as progress:
+        for batch, tokens in cells:
+            step_ms, forward_ms = engine.measure(decode_rows(batch, tokens, sampling), repeats)
+            figures[f"step_ms_b{batch}_c{tokens}"] = step_ms
+            figures[f"forward_ms_b{batch}_c{tokens}"] = forward_ms
+            table.append((batch, tokens, step_ms, forward_ms))
+            progress.advance()
+    columns = ("batch", "context", "step ms", "forward ms")
+    return Outcome(
+        figures, 0, [Table("one decode step", columns, table)], ["CPU time, least of the repetitions"]
+    )
+
+
+def decode_rows(batch: int, context_tokens: int, sampling: Sampling) -> list[Row]:
+    """One token of each of `batch` sequences at position `context_tokens`, each in blocks of its own."""
+    blocks = _blocks(context_tokens)
+    text = list(range(context_tokens + 1))
+    return [
+        Row(
+            text[-1:],
+            context_tokens,
+            list(range(row * blocks, (row + 1) * blocks)),
+            SamplePoint(sampling, 0, row, text),
+        )
+        for row in range(batch)
+    ]
+
+
+class Timed(TorchEngine):
+    """An engine that knows how long its forward passes take."""
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self._forward = self._clocked(self._forward)
+        self.forward_s = 0.0
+
+    def measure(self, rows: Sequence[Row], repeats: int) -> tuple[float, float]:
+        """Least milliseconds of a step and of a forward pass."""
+        steps, forwards = [], []
+        for _ in range(repeats):
+            began_s = thread_time()
+            self.step(rows)
+            steps.append(thread_time() - began_s)
+            forwards.append(self.forward_s)
+        return min(steps) * 1e3, min(forwards) * 1e3
+
+    def _clocked(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*inputs: torch.Tensor) -> Any:
+            began_s = thread_time()
+            result = forward(*inputs)
+            self.forward_s = thread_time() - began_s
+            return result
+
+        return run
+
+
+def _blocks(context_tokens: int) -> int:
+    return -(-(context_tokens + 1) // _BLOCK_TOKENS)

@@ -1,0 +1,1 @@
+"""`python -m bench sim-ecoserve`: EcoServe and `kvasir` against their rivals, simulated."""

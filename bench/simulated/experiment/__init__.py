@@ -1,0 +1,1 @@
+"""`python -m bench experiment`: a grid from a YAML file, live or simulated."""

@@ -1,0 +1,172 @@
+"""`python -m bench experiment FILE.yaml`: a grid of policies, predictors, placements, traces, rates and
+seeds.
+
+One run directory per cell below `--out` (resolved cell, figures, one JSONL row per request), a summary as CSV
+and Markdown, pictures of latency against rate. A cell that is there already is not run again, so an
+experiment that was ended goes on where it was; without `--out` the folder is `runs/experiment/NAME`, the
+same every time.
+"""
+
+import csv
+import json
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.kit.context import Context
+from bench.kit.outcome import Outcome, Table
+from bench.kit.provenance import ROOT
+from bench.simulated import pictures
+from bench.simulated.experiment.cells import CellAnswer, CellQuestion, answer_live, answer_simulated
+from bench.simulated.experiment.grid import AXES, Experiment, GridCell, read_experiment
+from sim.sweep import sweep
+
+_SHOWN = {
+    "failed": "failures",
+    "tok/s": "tokens_per_s",
+    "s/token": "normalized_s",
+    "TTFT s": "ttft_s_p50",
+    "JCT s": "jct_s",
+    "SLO": "slo",
+    "alloc fail": "alloc_failures",
+}
+Figures = dict[str, float]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="what to run; see docs/experiments.md")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only say which cells there are and which are done"
+    )
+    parser.add_argument("--into", type=Path, metavar="DIR", help="of all cells [runs/experiment/NAME]")
+    parser.add_argument("--processes", type=int, help="simulated cells at a time [one per core]")
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError for a file that cannot be run; `--quick` cuts every cell to 60 requests."""
+    experiment = read_experiment(context.arguments.file)
+    if context.quick:
+        experiment = _shortened(experiment, 60)
+    folder: Path = context.arguments.into or ROOT / "runs" / "experiment" / experiment.name
+    done = {cell: figures for cell in experiment.cells if (figures := _read(folder, experiment, cell))}
+    todo = [cell for cell in experiment.cells if cell not in done]
+    if context.arguments.dry_run:
+        return _plan(experiment, done)
+    context.say(f"{len(experiment.cells)} cells, {len(done)} of them there already, in {folder.name}/")
+    with context.progress(experiment.mode, len(todo)) as bar:
+        done |= _run_cells(experiment, todo, folder, context.arguments.processes, bar.advance)
+    results = [(cell, done[cell]) for cell in experiment.cells]
+    _summarize(folder, results)
+    _draw(folder, results)
+    failures = int(sum(figures.get("failures", 0.0) for _, figures in results))
+    notes = [f"summary.csv, summary.md and pictures are in {folder.name}/"]
+    figures = {"cells": float(len(results)), "cells_run": float(len(todo))}
+    return Outcome(figures, failures, [_table(results)], notes, simulated=experiment.mode == "simulator")
+
+
+def _shortened(experiment: Experiment, requests: int) -> Experiment:
+    return replace(experiment, requests=min(requests, experiment.requests))
+
+
+def _plan(experiment: Experiment, done: dict[GridCell, Figures]) -> Outcome:
+    rows = [
+        (*cell.choices().values(), "done" if cell in done else "to run", experiment.folder(cell))
+        for cell in experiment.cells
+    ]
+    table = Table(f"{experiment.name}: {experiment.mode}", (*AXES, "state", "folder"), rows)
+    figures = {"cells": float(len(rows)), "cells_to_run": float(len(rows) - len(done))}
+    return Outcome(figures, 0, [table], simulated=experiment.mode == "simulator")
+
+
+def _run_cells(
+    experiment: Experiment, todo: Sequence[GridCell], folder: Path, processes: int | None, advance: Any
+) -> dict[GridCell, Figures]:
+    if experiment.mode == "live":
+        return {cell: _run_live(experiment, cell, folder, advance) for cell in todo}
+    questions = [CellQuestion(experiment, cell) for cell in todo]
+    done: dict[GridCell, Figures] = {}
+
+    def keep(question: CellQuestion, answer: CellAnswer) -> None:
+        done[question.cell] = _write(folder, experiment, question.cell, answer)
+        advance(1)
+
+    sweep(answer_simulated, questions, processes=processes, on_result=keep)
+    return done
+
+
+def _run_live(experiment: Experiment, cell: GridCell, folder: Path, advance: Any) -> Figures:
+    place = folder / experiment.folder(cell)
+    place.mkdir(parents=True, exist_ok=True)
+    figures = _write(folder, experiment, cell, answer_live(experiment, cell, place))
+    advance(1)
+    return figures
+
+
+def _write(folder: Path, experiment: Experiment, cell: GridCell, answer: CellAnswer) -> Figures:
+    """`figures.json` comes last: a cell without it was not finished."""
+    place = folder / experiment.folder(cell)
+    place.mkdir(parents=True, exist_ok=True)
+    resolved = asdict(experiment) | {"cells": None, "cell": cell.choices()}
+    (place / "config.json").write_text(json.dumps(resolved, indent=2, default=str) + "\n")
+    (place / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answer.rows))
+    (place / "figures.json").write_text(json.dumps(answer.figures, indent=2) + "\n")
+    return answer.figures
+
+
+def _read(folder: Path, experiment: Experiment, cell: GridCell) -> Figures | None:
+    try:
+        content = json.loads((folder / experiment.folder(cell) / "figures.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {str(name): float(value) for name, value in content.items()}
+
+
+def _table(results: Sequence[tuple[GridCell, Figures]]) -> Table:
+    """Only the axes along which cells differ."""
+    shown = [axis for axis in AXES if len({getattr(cell, axis) for cell, _ in results}) > 1] or ["policy"]
+    rows = [
+        (
+            *(getattr(cell, axis) for axis in shown),
+            *(_cell_text(figures.get(name)) for name in _SHOWN.values()),
+        )
+        for cell, figures in results
+    ]
+    return Table("cells", (*shown, *_SHOWN), rows)
+
+
+def _cell_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _summarize(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> None:
+    names = sorted({name for _, figures in results for name in figures})
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "summary.csv").open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow([*AXES, *names])
+        for cell, figures in results:
+            writer.writerow([*cell.choices().values(), *(figures.get(name, "") for name in names)])
+    table = _table(results)
+    lines = [f"| {' | '.join(table.columns)} |", "|" + "---|" * len(table.columns)]
+    lines += [f"| {' | '.join(str(value) for value in row)} |" for row in table.rows]
+    (folder / "summary.md").write_text("\n".join(lines) + "\n")
+
+
+def _draw(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> None:
+    """One picture per trace where there are several rates: the mean over seeds."""
+    for trace in sorted({cell.trace for cell, _ in results}):
+        points: dict[str, dict[float, list[float]]] = {}
+        for cell, figures in results:
+            if cell.trace == trace and "normalized_s" in figures:
+                label = f"{cell.policy} {cell.predictor} {cell.placement}"
+                points.setdefault(label, {}).setdefault(cell.rate, []).append(figures["normalized_s"])
+        curves = {
+            label: [(rate, sum(values) / len(values)) for rate, values in rates.items()]
+            for label, rates in points.items()
+        }
+        if curves and any(len(curve) > 1 for curve in curves.values()):
+            lowest_s = min(value for curve in curves.values() for _, value in curve)
+            name = f"latency_{Path(trace).stem}.png"
+            pictures.draw_latency(folder / name, trace, curves, 3 * lowest_s)

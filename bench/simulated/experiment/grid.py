@@ -1,0 +1,179 @@
+"""An experiment's file: a grid over what can be swapped, read from YAML, checked before anything runs.
+
+Every list in `grid` is an axis; a cell is one choice of each. A cell's folder is named after its choices
+and a digest of everything that determines its result, so that a changed file never takes over an old
+result.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.placement.policy import POLICIES as PLACEMENTS
+from services.scheduler.policy import check_policy, find_policy
+from services.scheduler.policy.contract import PolicySettings
+from shared.errors import ConfigError
+from sim.case import Machine
+from sim.predictors import PREDICTORS
+
+AXES = ("policy", "predictor", "placement", "trace", "rate", "seed")
+SIMULATED_PLACEMENTS = ("least_work", "round_robin", *PLACEMENTS)
+_DEFAULTS: dict[str, list[Any]] = {
+    "policy": ["vllm"],
+    "predictor": ["histogram"],
+    "placement": ["best_fit"],
+    "trace": ["sharegpt"],
+    "rate": [1.0],
+    "seed": [0],
+}
+_TOP = {
+    "name",
+    "mode",
+    "grid",
+    "requests",
+    "workers",
+    "machine",
+    "options",
+    "settings",
+    "slo_scale",
+    "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One point of the grid."""
+
+    policy: str
+    predictor: str
+    placement: str
+    trace: str
+    rate: float
+    seed: int
+
+    def choices(self) -> dict[str, Any]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a file says."""
+
+    name: str
+    mode: str
+    """`simulator` or `live`."""
+    cells: tuple[GridCell, ...]
+    requests: int
+    workers: int
+    machine: Machine
+    """Of the simulator."""
+    options: Mapping[str, Mapping[str, Any]]
+    """By policy: its own options."""
+    settings: Mapping[str, Any]
+    """Live: further `SECTION.KEY` settings of the stack, for example another model or a service left out."""
+    slo_scale: float
+    max_tokens: int
+    """Of every live request."""
+
+    def folder(self, cell: GridCell) -> str:
+        """Name of the cell's run directory."""
+        fixed = {
+            "mode": self.mode,
+            "requests": self.requests,
+            "workers": self.workers,
+            "machine": {one.name: getattr(self.machine, one.name) for one in fields(self.machine)},
+            "options": dict(self.options.get(cell.policy, {})),
+            "settings": dict(self.settings),
+            "slo_scale": self.slo_scale,
+            "max_tokens": self.max_tokens,
+        }
+        whole = json.dumps([cell.choices(), fixed], sort_keys=True, default=str)
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        trace = Path(cell.trace).stem
+        return f"{cell.policy}-{cell.predictor}-{cell.placement}-{trace}-{cell.rate:g}-s{cell.seed}-{digest}"
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Raises ConfigError, which names the key and says what to write."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", param="experiment") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path.name} is no mapping; write `grid:` and lists below it", param="experiment")
+    _refuse_unknown(content, _TOP, "key")
+    mode = content.get("mode", "simulator")
+    if mode not in ("simulator", "live"):
+        raise ConfigError(f"mode {mode!r}; write simulator or live", param="mode")
+    return Experiment(
+        name=str(content.get("name", path.stem)),
+        mode=mode,
+        cells=_cells(content.get("grid") or {}, mode),
+        requests=_whole(content, "requests", 500),
+        workers=_whole(content, "workers", 1),
+        machine=_machine(content.get("machine") or {}),
+        options=_options(content.get("options") or {}),
+        settings=content.get("settings") or {},
+        slo_scale=float(content.get("slo_scale", 2.0)),
+        max_tokens=_whole(content, "max_tokens", 256),
+    )
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: set[str], what: str) -> None:
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown {what} {', '.join(unknown)}; known: {', '.join(sorted(known))}", param=what
+        )
+
+
+def _whole(content: Mapping[str, Any], key: str, default: int) -> int:
+    value = content.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} is {value!r}; write a whole number above 0", param=key)
+    return value
+
+
+def _machine(given: Mapping[str, Any]) -> Machine:
+    _refuse_unknown(given, {one.name for one in fields(Machine)}, "machine setting")
+    return Machine(**given)
+
+
+def _options(given: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Those of every policy, tried on it."""
+    for policy, options in given.items():
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"options.{policy} is {options!r}; write OPTION: VALUE below it", param="options"
+            )
+        check_policy(policy, PolicySettings(options=options))
+    return given
+
+
+def _cells(grid: Mapping[str, Any], mode: str) -> tuple[GridCell, ...]:
+    _refuse_unknown(grid, set(AXES), "axis")
+    axes = {axis: grid.get(axis, _DEFAULTS[axis]) for axis in AXES}
+    for axis, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{axis} is {values!r}; write a list", param=axis)
+    for policy in axes["policy"]:
+        find_policy(policy)
+    _check_names("placement", axes["placement"], SIMULATED_PLACEMENTS if mode == "simulator" else PLACEMENTS)
+    if mode == "simulator":
+        _check_names("predictor", axes["predictor"], PREDICTORS)
+    for rate in axes["rate"]:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
+            raise ConfigError(f"rate {rate!r}; write requests per second above 0", param="rate")
+    return tuple(GridCell(*values) for values in product(*(axes[axis] for axis in AXES)))
+
+
+def _check_names(axis: str, names: list[str], known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{axis} {name!r} is not known; write one of: {', '.join(known)}", param=axis)

@@ -1,0 +1,283 @@
+"""`python -m bench placement`: how few GPUs, how well used, at how many moves; and how fast it decides.
+
+Simulated, papers/000 §VIII: long conversations on LLaMA-13B (A100-40G) and LLaMA-7B (24 GB), MELL against
+best fit, worst fit and load balancing. What it says of a real machine is what `replay.py` leaves out: moves
+take no time, and every request decodes at one speed.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.kit.context import Context, Progressing
+from bench.kit.datasets import data_folder
+from bench.kit.outcome import Outcome, Table
+from bench.kit.stats import exponent
+from bench.simulated.placement import adversaries, paper, pictures, serving
+from bench.simulated.placement.jobs import A100, RTX4090, Hardware, Workload, make_jobs
+from bench.simulated.placement.measures import COLUMNS, PackingCell, figures_of, rows_of
+from bench.simulated.placement.replay import (
+    BALANCE,
+    BEST_FIT,
+    EAGER_BY_OPERATION,
+    EAGER_SIDE,
+    MELL,
+    MELL_BY_OPERATION,
+    SIDES,
+    WORST_FIT,
+    Tally,
+)
+from bench.simulated.placement.speed import Churn, Speed
+from shared.errors import ConfigError
+from sim.workloads import Source
+
+RATES = (0.5, 0.8, 1.1)
+WARM_UP_S = 300.0
+SHOWN = tuple(side.label for side in (MELL, EAGER_SIDE, BEST_FIT, WORST_FIT, BALANCE))
+HEADLINE = (
+    "gpus_vs_ideal",
+    "gpus_vs_bf",
+    "gpus_vs_wf",
+    "gpus_vs_lb",
+    "utilization",
+    "utilization_least",
+    "migrations_vs_lb",
+    "migrations_vs_lb_lazy",
+    "migrations_vs_bf_recomputes",
+    "batching_moves",
+    "batching_moves_eager",
+    "worst_ratio",
+    "worst_ratio_adversarial",
+    "moves_max",
+    "ops_per_s",
+    "ops_growth",
+    "served_gain_1",
+    "served_gain_1.2",
+    "served_gain_1.5",
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, metavar="PATH", help="lengths of conversations from this file")
+    parser.add_argument("--duration", type=float, help="of arrivals, in s [900, quick: 600]")
+    parser.add_argument("--gpus", type=int, nargs="+", help="for ops_per_s [100 1000 10000, quick: 100 1000]")
+
+
+def run(context: Context) -> Outcome:
+    """Raises ConfigError for a trace that cannot be read, or numbers that are none."""
+    flags = context.arguments
+    duration_s = flags.duration or (600.0 if context.quick else 900.0)
+    if duration_s <= WARM_UP_S or min(flags.gpus or [1]) < 1:
+        raise ConfigError(f"--duration must exceed {WARM_UP_S:.0f} s, --gpus be at least 1", param="duration")
+    source = Source(path=flags.trace) if flags.trace else None
+    data = None if context.quick else data_folder()
+    cells = _replay(context, duration_s, data, source)
+    figures = figures_of(cells)
+    figures |= _worst(context, figures, cells)
+    served = _serving(context, data, source)
+    figures |= serving.figures(served)
+    speeds = _speeds(
+        context, flags.gpus or ([100, 1000] if context.quick else [100, 1000, 10_000]), data, source
+    )
+    figures |= _speed_figures(speeds)
+    if not context.quick:
+        _draw(context, cells)
+    failures = sum(tally.waits for cell in cells for tally in cell.tallies.values())
+    tables = [
+        *(_table(cell) for cell in cells),
+        _summary(figures),
+        _served_table(served),
+        _speed_table(speeds),
+    ]
+    notes = _notes(cells, data, source)
+    return Outcome(figures, failures, tables, notes, simulated=True, headline=HEADLINE)
+
+
+def _replay(
+    context: Context, duration_s: float, data: Path | None, source: Source | None
+) -> list[PackingCell]:
+    hardware = (A100,) if context.quick else (A100, RTX4090)
+    rates = RATES[::2] if context.quick else RATES
+    workloads = [Workload(f"poisson_{rate}", f"λ = {rate}", rate, duration_s) for rate in rates]
+    workloads.append(Workload("azure", "azure", None, 400.0 if context.quick else duration_s))
+    with context.progress("replaying", len(hardware) * len(workloads) * len(SIDES)) as bar:
+        return [
+            _cell(context, workload, machine, data, source, bar)
+            for machine in hardware
+            for workload in workloads
+        ]
+
+
+def _cell(
+    context: Context,
+    workload: Workload,
+    machine: Hardware,
+    data: Path | None,
+    source: Source | None,
+    bar: Progressing,
+) -> PackingCell:
+    jobs, left_out = make_jobs(workload, machine, data=data, source=source, seed=context.seed)
+    cell = PackingCell(
+        f"{workload.name}_{machine.name}", f"{workload.label}\n{machine.label}", len(jobs), left_out
+    )
+    for side in SIDES:
+        tally = side.run(jobs, machine, WARM_UP_S)
+        cell.tallies[side.label] = tally
+        context.record(
+            {"cell": cell.name, "side": side.label, "mean_gpus": tally.mean_gpus(), "moves": tally.moves}
+        )
+        bar.advance(1, f"{cell.name} {side.label}")
+    return cell
+
+
+def _worst(context: Context, figures: dict[str, float], cells: Sequence[PackingCell]) -> dict[str, float]:
+    """Over both ways of running MELL: (GPUs - 6) / LB, and the most moves of one operation."""
+    count = 300 if context.quick else 2000
+    policies = ("mell", "mell_eager")
+    single = [cell.tallies[side.label] for cell in cells for side in (MELL_BY_OPERATION, EAGER_BY_OPERATION)]
+    with context.progress("worst cases", len(policies) * (len(adversaries.STREAMS) + 3)) as bar:
+        hurt, random_ones = [], []
+        for policy in policies:
+            for stream in adversaries.STREAMS:
+                hurt.append(adversaries.worst_ratio(policy, stream, count, context.seed))
+                bar.advance(1, stream)
+            for seed in range(context.seed, context.seed + 3):
+                random_ones.append(adversaries.random_stream(policy, count, seed))
+                bar.advance(1, "random")
+    return {
+        "worst_ratio": max(figures["worst_ratio_trace"], *(ratio for ratio, _ in random_ones)),
+        "worst_ratio_adversarial": max(ratio for ratio, _ in hurt),
+        "moves_max": float(max(*(n for _, n in (*hurt, *random_ones)), *(t.moves_max for t in single))),
+        "requests_moved_max": float(max(tally.requests_max for tally in single)),
+    }
+
+
+def _serving(context: Context, data: Path | None, source: Source | None) -> list[serving.ServedShare]:
+    """On as many GPUs as the load needs by volume, and on fewer."""
+    workload = Workload("poisson_0.8", "λ = 0.8", 0.8, 400.0 if context.quick else 900.0)
+    jobs, _ = make_jobs(workload, A100, data=data, source=source, seed=context.seed)
+    tally = MELL.run(jobs, A100, WARM_UP_S)
+    with context.progress("serving ratio", 1) as bar:
+        found = serving.measure(jobs, A100, tally.volume / tally.epochs)
+        bar.advance()
+    return found
+
+
+def _served_table(found: Sequence[serving.ServedShare]) -> Table:
+    rows = [
+        (f"{one.load:g}", one.gpus, one.policy, f"{one.served} of {one.requests}", f"{one.ratio:.3f}")
+        for one in found
+    ]
+    title = "requests that keep their KV on a fixed number of GPUs, λ = 0.8 (simulated)"
+    return Table(title, ("load", "GPUs", "policy", "served", "ratio"), rows)
+
+
+def _speeds(context: Context, gpus: Sequence[int], data: Path | None, source: Source | None) -> list[Speed]:
+    workload = Workload("churn", "churn", 5.0, 600.0)
+    jobs, _ = make_jobs(workload, A100, data=data, source=source, seed=context.seed)
+    operations = 2000 if context.quick else 10_000
+    with context.progress("operations", len(gpus)) as bar:
+        found = []
+        for count in gpus:
+            found.append(Churn(A100, jobs, count, context.seed).run(operations))
+            bar.advance(1, f"{count} GPUs")
+    return found
+
+
+def _speed_figures(speeds: Sequence[Speed]) -> dict[str, float]:
+    figures = {f"ops_per_s_{speed.asked}": speed.ops_per_s for speed in speeds}
+    figures["ops_per_s"] = min(speeds, key=lambda speed: abs(speed.asked - 1000)).ops_per_s
+    if len(speeds) > 1:
+        figures["ops_growth"] = exponent({speed.asked: 1 / speed.ops_per_s for speed in speeds})
+    return figures
+
+
+def _table(cell: PackingCell) -> Table:
+    title = f"{cell.label} (simulated): {cell.jobs} conversations".replace("\n", ", ")
+    return Table(title, COLUMNS, rows_of(cell))
+
+
+def _summary(figures: dict[str, float]) -> Table:
+    """Beside the paper's Figures 11-15."""
+    ours = {
+        "GPUs saved against BF and WF": f"{_saved(figures, 'gpus_vs_bf')}, {_saved(figures, 'gpus_vs_wf')}",
+        "GPUs saved against LB": _saved(figures, "gpus_vs_lb"),
+        "moves against LB": f"{figures['migrations_vs_lb']:.2f} x",
+        "moves saved by batching": f"{_saved(figures, 'batching_moves')}, eager "
+        f"{_saved(figures, 'batching_moves_eager')}",
+        "memory in use": _use_text(figures),
+        "requests that keep their KV": ", ".join(
+            f"{100 * (figures[f'served_gain_{load:g}'] - 1):+.0f} % at {load:g}" for load in serving.LOADS
+        ),
+    }
+    rows = [(number, what, ours.get(what, "picture"), theirs) for number, what, theirs in paper.ROWS]
+    return Table("beside papers/000 (simulated)", ("figure", "what", "here", "paper"), rows)
+
+
+def _use_text(figures: dict[str, float]) -> str:
+    mean, least = 100 * figures["utilization"], 100 * figures["utilization_least"]
+    return f"{mean:.1f} %, least {least:.1f} %"
+
+
+def _saved(figures: dict[str, float], name: str) -> str:
+    return f"{100 * (1 - figures[name]):.0f} %" if name in figures else "not measured"
+
+
+def _speed_table(speeds: Sequence[Speed]) -> Table:
+    rows = [(s.asked, s.gpus, s.requests, s.operations, f"{s.ops_per_s:.0f}") for s in speeds]
+    columns = ("load, GPUs", "active", "requests", "operations", "per CPU second")
+    return Table("operations of mell, the mix of the conversations above (simulated load)", columns, rows)
+
+
+def _notes(cells: Sequence[PackingCell], data: Path | None, source: Source | None) -> list[str]:
+    left_out, replayed = sum(cell.left_out for cell in cells), sum(cell.jobs for cell in cells)
+    notes = [
+        "bound: ceil(blocks in use / blocks of a GPU), at every second; failed: no GPU left to activate",
+        "load_balance pairs all workers every second; lazy: those with little free memory per request",
+        "reserve: greatest length at arrival, so no recomputes; in use counts what is filled",
+        f"{left_out} conversations of {left_out + replayed} fit no GPU and are left out",
+        "operations: arrivals, ends, growths that change the class or move something; of those, CPU time",
+    ]
+    if data is None and source is None:
+        notes.append("lengths generated from ShareGPT's quantiles, azure's arrivals from gamma gaps")
+    return notes
+
+
+def _draw(context: Context, cells: Sequence[PackingCell]) -> None:
+    batched = tuple(s.label for s in (MELL_BY_OPERATION, MELL, EAGER_BY_OPERATION, EAGER_SIDE))
+    for machine in (A100, RTX4090):
+        mine = [cell for cell in cells if cell.name.endswith(machine.name)]
+        name = machine.name
+        pictures.draw_bars(
+            context.picture(f"figure11_gpus_{name}"),
+            "Mean GPUs",
+            "GPUs",
+            mine,
+            SHOWN,
+            lambda t: t.mean_gpus(),
+        )
+        moving = (MELL.label, EAGER_SIDE.label, BALANCE.label)
+        pictures.draw_bars(
+            context.picture(f"figure12_moves_{name}"), "Migrations", "per s", mine, moving, _moves_per_s
+        )
+        pictures.draw_bars(
+            context.picture(f"figure13_batching_{name}"),
+            "Batching",
+            "moves per s",
+            mine,
+            batched,
+            _moves_per_s,
+        )
+        pictures.draw_bars(
+            context.picture(f"figure14_use_{name}"), "Memory in use", "share", mine, SHOWN, _use
+        )
+        frequent = [cell for cell in mine if "poisson" in cell.name][-1]
+        pictures.draw_timeline(context.picture(f"figure15_over_time_{name}"), frequent, SHOWN)
+
+
+def _moves_per_s(tally: Tally) -> float:
+    return (tally.moves - tally.recomputes) / tally.seconds
+
+
+def _use(tally: Tally) -> float:
+    return tally.used_share / tally.epochs

@@ -1,0 +1,364 @@
+"""Part A of `python -m bench prefix`: a trace against each order of eviction at several cache sizes.
+
+What is replayed are the cache's own books and orders, one request after the other, without bytes. Belady's
+order knows the future and is the bound.
+"""
+
+import heapq
+import json
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.kit.context import Context
+from bench.kit.datasets import find
+from bench.kit.outcome import Outcome, Table
+from bench.live.prefix import pictures
+from services.worker.kv.cache import PrefixCache, Tiers
+from services.worker.kv.eviction import EvictionOrder, OrderMaker, Rank, order_maker
+from services.worker.kv.gate import CostGate
+from services.worker.kv.mover import Load, Loaded, Store, StoredBlock
+from services.worker.kv.pool import BlockPool
+from services.worker.kv.reuse import ReuseHistory
+from services.worker.kv.tree import Node, Tier
+from shared.blocks import HASH_BYTES, BlockHash
+from shared.errors import ConfigError
+from sim.sweep import sweep
+
+Chain = tuple[BlockHash, ...]
+"""One prompt's blocks."""
+
+
+def read_mooncake(file: Path) -> list[Chain]:
+    """In order of arrival. Raises ValueError when a line is no request."""
+    chains: list[Chain] = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            chains.append(tuple(_name(block) for block in json.loads(line)["hash_ids"]))
+        except (KeyError, TypeError, OverflowError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file.name}, line {number}: no request with hash_ids: {error!r}") from error
+    return chains
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Chats over a few shared system prompts; lengths in blocks, times in mean gaps between requests.
+
+    Log-normal by median and σ. `single` of them end after their first turn, the others go on for an
+    exponential number of turns. Each turn adds the user's text and the answer before it.
+    """
+
+    system_prompts: int = 20
+    system_blocks: int = 4
+    single: float = 0.4
+    turns: float = 6.0
+    first_blocks: tuple[float, float] = (8.0, 1.2)
+    turn_blocks: tuple[float, float] = (3.0, 1.2)
+    think: tuple[float, float] = (400.0, 1.0)
+
+
+PRESETS = {
+    "chats": Conversations(),
+    "long-chats": Conversations(100, 4, 0.1, 12.0, (8.0, 1.2), (3.0, 1.2), (100.0, 1.0)),
+}
+"""The second has more turns, sooner after each other, and hardly a conversation that ends at once."""
+
+
+def generate(shape: Conversations, requests: int, seed: random.Random) -> list[Chain]:
+    """So many requests in order of arrival."""
+    fresh = shape.system_prompts * shape.system_blocks
+    waiting: list[tuple[float, int, bool, int, list[int]]] = []
+    """When, number, whether it is the first turn, turns left, blocks so far."""
+    chains: list[Chain] = []
+    now, started = 0.0, 0
+    per_chat = shape.single + (1 - shape.single) * (1 + shape.turns)
+    while len(chains) < requests:
+        if not waiting or waiting[0][0] > now:
+            system = min(int(seed.paretovariate(0.8)), shape.system_prompts) - 1
+            blocks = list(range(system * shape.system_blocks, (system + 1) * shape.system_blocks))
+            turns = 1 if seed.random() < shape.single else 1 + int(seed.expovariate(1 / shape.turns))
+            started += 1
+            heapq.heappush(waiting, (now, started, True, turns, blocks))
+            now += seed.expovariate(1 / per_chat)
+            continue
+        at, number, first, turns, blocks = heapq.heappop(waiting)
+        median, sigma = shape.first_blocks if first else shape.turn_blocks
+        added = max(1, round(median * seed.lognormvariate(0, sigma)))
+        blocks = [*blocks, *range(fresh, fresh + added)]
+        fresh += added
+        chains.append(tuple(map(_name, blocks)))
+        if turns > 1:
+            again = at + shape.think[0] * seed.lognormvariate(0, shape.think[1])
+            heapq.heappush(waiting, (again, number, False, turns - 1, blocks))
+    return chains
+
+
+def infinite_hit_rate(trace: Sequence[Chain]) -> float:
+    """Share of blocks that a cache which forgets nothing would find."""
+    asked = sum(map(len, trace))
+    return 1 - len({name for chain in trace for name in chain}) / asked if asked else 0.0
+
+
+def _name(block: int) -> BlockHash:
+    return block.to_bytes(HASH_BYTES, "little")
+
+
+BELADY = "belady"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Blocks of each tier."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Blocks over a whole trace."""
+
+    asked: int
+    found: tuple[int, int, int]
+    """By tier."""
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(self.found) / self.asked if self.asked else 0.0
+
+
+class Counting:
+    """A mover without bytes: every copy succeeds, those in the background after the request."""
+
+    def __init__(self) -> None:
+        self._written: list[StoredBlock] = []
+        self._read: list[tuple[BlockHash, int]] = []
+
+    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
+        return Loaded(len(loads))
+
+    def store(self, stores: Sequence[Store]) -> float:
+        return 0.0
+
+    def start_write(self, source: int, node: StoredBlock) -> bool:
+        self._written.append(node)
+        return True
+
+    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
+        self._read.append((name, target))
+        return True
+
+    def settle(self, cache: PrefixCache) -> None:
+        """What was begun has ended well."""
+        written, self._written = self._written, []
+        read, self._read = self._read, []
+        for node in written:
+            cache.on_written(node.name, node.place, ok=True)
+        for name, place in read:
+            cache.on_read(name, place, ok=True)
+
+
+class Future:
+    """When each block is wanted next."""
+
+    def __init__(self, trace: Sequence[Chain]) -> None:
+        self._wanted: dict[BlockHash, deque[int]] = {}
+        for number, chain in enumerate(trace):
+            for name in chain:
+                self._wanted.setdefault(name, deque()).append(number)
+
+    def advance(self, chain: Chain) -> None:
+        """These are wanted now."""
+        for name in chain:
+            self._wanted[name].popleft()
+
+    def next_use(self, name: BlockHash) -> float:
+        """Number of the request, infinite when there is none."""
+        wanted = self._wanted[name]
+        return wanted[0] if wanted else math.inf
+
+    def maker(self) -> OrderMaker:
+        """Orders that know it."""
+        return lambda tier, history: Belady(self, history)
+
+
+class Belady(EvictionOrder):
+    """Wanted again last, evicted first."""
+
+    def __init__(self, future: Future, history: ReuseHistory) -> None:
+        super().__init__(history)
+        self._future = future
+
+    def _rank(self, node: Node) -> Rank:
+        return (-self._future.next_use(node.name), -node.depth)
+
+
+def replay(
+    trace: Sequence[Chain],
+    sizes: Sizes,
+    policy: str,
+    *,
+    seed: int = 0,
+    after_each: Callable[[PrefixCache], None] | None = None,
+) -> Replayed:
+    """Raises ConfigError for a policy that is neither known to the cache nor `belady`."""
+    future = Future(trace) if policy == BELADY else None
+    orders = order_maker(policy, seed) if future is None else future.maker()
+    mover = Counting()
+    pool = BlockPool(sizes.device, block_tokens=1)
+    cache = PrefixCache(pool, Tiers(sizes.host, sizes.disk), mover, CostGate(), orders)
+    asked, found = 0, [0, 0, 0]
+    for chain in trace:
+        if future is not None:
+            future.advance(chain)
+        asked += len(chain)
+        for tier, blocks in zip(Tier, _request(cache, chain), strict=True):
+            found[tier] += blocks
+        cache.save(sizes.host)
+        mover.settle(cache)
+        if after_each is not None:
+            after_each(cache)
+    return Replayed(asked, (found[0], found[1], found[2]))
+
+
+def _request(cache: PrefixCache, chain: Chain) -> tuple[int, int, int]:
+    """Where its blocks were. What does not fit is computed and not kept."""
+    hit = cache.acquire(chain, len(chain))
+    first = len(hit.blocks)
+    room = min(len(chain) - first, cache.free_blocks + cache.evictable_blocks)
+    blocks = [*hit.blocks, *cache.allocate(room)]
+    for index in range(first, len(blocks)):
+        cache.publish(blocks[index], chain[index], chain[index - 1] if index else None)
+    cache.release(blocks)
+    return hit.loaded
+
+
+MOONCAKE = "mooncake/conversation_trace.jsonl"
+OURS = Tiers().eviction
+POLICIES = (OURS, "lru", "fifo", "random", BELADY)
+_SIZES = (500, 1000, 2000, 5000, 10000, 20000, 50000)
+_QUICK_SIZES = (1000, 5000)
+_REQUESTS = 12000
+_QUICK_REQUESTS = 2000
+_TIERED = (Sizes(500, 2000, 7500), Sizes(1000, 4000, 15000))
+_QUICK_TIERED = (Sizes(300, 800, 2500),)
+
+Rates = Mapping[str, float]
+"""Hit rate by policy."""
+Job = tuple[Sizes, str]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival, and where they are from."""
+
+    name: str
+    chains: Sequence[Chain]
+
+
+def run(context: Context) -> Outcome:
+    """Failures: sizes at which our order does not find more than LRU, though Belady's would."""
+    trace = load_trace(context)
+    sizes = context.arguments.sizes or (_QUICK_SIZES if context.quick else _SIZES)
+    cells = [Sizes(size) for size in sizes] + list(_QUICK_TIERED if context.quick else _TIERED)
+    rates: dict[Sizes, dict[str, float]] = {cell: {} for cell in cells}
+    jobs = [(cell, policy) for cell in cells for policy in POLICIES]
+    with context.progress(f"replays of {trace.name}", len(jobs)) as progress:
+
+        def note(job: Job, replayed: Replayed) -> None:
+            cell, policy = job
+            rates[cell][policy] = replayed.hit_rate
+            context.record({"trace": trace.name, "policy": policy, "sizes": cell, "found": replayed.found})
+            progress.advance()
+
+        replays = partial(_replay, trace.chains, context.seed)
+        sweep(replays, jobs, processes=context.arguments.processes, on_result=note)
+    infinite = infinite_hit_rate(trace.chains)
+    pictures.draw_rates(
+        context.picture("hit_rates"),
+        f"{trace.name}: blocks found",
+        [(cell.device, rates[cell]) for cell in cells if not cell.host],
+        infinite,
+    )
+    return outcome_of(trace.name, infinite, rates)
+
+
+def load_trace(context: Context) -> Trace:
+    """Raises ConfigError where a trace was asked for that is not there or is none."""
+    wanted: str = context.arguments.trace
+    most = _QUICK_REQUESTS if context.quick else _REQUESTS
+    if wanted in PRESETS:
+        return Trace(wanted, generate(PRESETS[wanted], most, context.random(wanted)))
+    file = find(MOONCAKE) if wanted in ("auto", "mooncake") else Path(wanted)
+    if file is None and wanted == "auto":
+        return Trace("chats", generate(PRESETS["chats"], most, context.random("chats")))
+    if file is None or not file.is_file():
+        raise ConfigError(f"there is no trace {wanted}: `python -m bench data`, or --trace chats")
+    try:
+        chains = read_mooncake(file)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file} is no trace of requests with hash_ids: {error}", param="trace") from error
+    return Trace(
+        "mooncake" if wanted in ("auto", "mooncake") else file.stem,
+        chains[:most] if context.quick else chains,
+    )
+
+
+def outcome_of(trace: str, infinite: float, rates: Mapping[Sizes, Rates]) -> Outcome:
+    """Figures and the table; rates are shares of the blocks asked for."""
+    figures = {"hit_rate_infinite": infinite}
+    rows: list[Sequence[object]] = []
+    for sizes, found in rates.items():
+        label = _label(sizes)
+        gap = found[BELADY] - found["lru"]
+        closed = (found[OURS] - found["lru"]) / gap if gap > 0 else 1.0
+        figures |= {f"hit_rate_{policy}_{label}": rate for policy, rate in found.items()}
+        figures[f"hit_vs_infinite_{label}"] = found[OURS] / infinite
+        figures[f"hit_vs_lru_{label}"] = found[OURS] / found["lru"]
+        figures[f"hit_vs_belady_{label}"] = found[OURS] / found[BELADY]
+        rows.append([label, *(found[policy] for policy in POLICIES), found[OURS] / found["lru"], closed])
+    figures |= _summary(infinite, rates)
+    behind = [_label(sizes) for sizes, found in rates.items() if found[OURS] <= found["lru"] < found[BELADY]]
+    return Outcome(
+        figures=figures,
+        failures=len(behind),
+        tables=[
+            Table(
+                f"simulated: hit rate on {trace} (infinite cache: {infinite:.4f})",
+                ("blocks", *POLICIES, "ours/lru", "closed"),
+                rows,
+            )
+        ],
+        notes=[
+            "closed: share of the way from LRU to Belady's order, which knows the future",
+            "one request at a time, each kept whole; several tiers as device+host+disk",
+            *(f"not better than LRU at {label}" for label in behind),
+        ],
+        simulated=True,
+        headline=["hit_rate", "hit_vs_infinite", "hit_vs_lru"],
+    )
+
+
+def _summary(infinite: float, rates: Mapping[Sizes, Rates]) -> dict[str, float]:
+    """`hit_rate` and its share of the infinite cache's: at the middle size; `hit_vs_lru`: the worst size."""
+    single = sorted((sizes for sizes in rates if not sizes.host), key=lambda sizes: sizes.device)
+    middle = rates[single[len(single) // 2]][OURS]
+    return {
+        "hit_rate": middle,
+        "hit_vs_infinite": middle / infinite,
+        "hit_vs_lru": min(found[OURS] / found["lru"] for found in rates.values()),
+    }
+
+
+def _replay(chains: Sequence[Chain], seed: int, job: Job) -> Replayed:
+    return replay(chains, *job, seed=seed)
+
+
+def _label(sizes: Sizes) -> str:
+    tiers = [sizes.device, sizes.host, sizes.disk]
+    return "+".join(str(blocks) for blocks in tiers if blocks)

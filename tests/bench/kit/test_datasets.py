@@ -1,0 +1,135 @@
+"""The table of data files, and where files are looked for."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kit import datasets
+from bench.kit.datasets import Source, cache_folder, download, find, folders, sha256_of, sources, state_of
+from shared.errors import InternalError, UnavailableError
+
+
+def test_every_file_has_licence_upstream_and_hash() -> None:
+    listed = sources()
+    assert len({one.path for one in listed}) == len(listed) > 50
+    for one in listed:
+        assert re.fullmatch(r"[0-9a-f]{64}", one.sha256), one.path
+        assert one.bytes > 0 and one.licence and one.upstream, one.path
+        assert one.url == "" or one.url.startswith("https://"), one.path
+
+
+def test_the_own_folder_comes_first_then_the_cache(tmp_path: Path) -> None:
+    environ = {"KVASIR_DATA": str(tmp_path / "own"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert folders(environ)[0] == tmp_path / "own"
+    assert folders(environ)[-1] == cache_folder(environ) == tmp_path / "cache" / "kvasir" / "data"
+    for folder in (tmp_path / "own", cache_folder(environ)):
+        (folder / "azure").mkdir(parents=True)
+        (folder / "azure" / "only-here.csv").write_text(folder.name)
+    assert find("azure/only-here.csv", environ) == tmp_path / "own" / "azure" / "only-here.csv"
+    assert find("azure/nowhere.csv", environ) is None
+
+
+def test_another_content_under_the_name_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sources()[0]
+    environ = {"KVASIR_DATA": str(tmp_path)}
+    monkeypatch.setattr("bench.kit.datasets.folders", lambda _: [tmp_path])
+    assert state_of(source, environ) == "missing"
+    (tmp_path / source.path).parent.mkdir(parents=True)
+    (tmp_path / source.path).write_text("something else")
+    assert state_of(source, environ) == "differs"
+
+
+def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(b"abc")
+    assert sha256_of(file).startswith("ba7816bf8f01cfea414140de5dae2223")
+
+
+CONTENT = b"arrival_s,prompt_tokens,output_tokens\n0.0,1,2\n"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Logs nothing."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not wanted here."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    folder = tmp_path / "upstream"
+    folder.mkdir()
+    (folder / "trace.csv").write_bytes(CONTENT)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def source(url: str, content: bytes = CONTENT) -> Source:
+    return Source("a/trace.csv", len(content), hashlib.sha256(content).hexdigest(), "MIT", "here", url)
+
+
+def test_a_file_arrives_whole(url: str, tmp_path: Path) -> None:
+    assert download(source(f"{url}/trace.csv"), tmp_path / "cache").read_bytes() == CONTENT
+
+
+def test_a_changed_file_is_not_kept(url: str, tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match="has changed"):
+        download(source(f"{url}/trace.csv", b"something else"), tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_what_is_not_there_or_not_reachable(url: str, tmp_path: Path) -> None:
+    for wrong in (f"{url}/nothing.csv", "http://127.0.0.1:1/trace.csv"):
+        with pytest.raises(UnavailableError):
+            download(source(wrong), tmp_path / "cache")
+
+
+@pytest.fixture
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    """Two files, one of them present; nothing can be downloaded."""
+    monkeypatch.setenv("KVASIR_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "here.csv").write_bytes(b"1,2\n")
+    digest = hashlib.sha256(b"1,2\n").hexdigest()
+    found = [
+        Source("here.csv", 4, digest, "MIT", "someone/here", ""),
+        Source("kvasir-test-missing.csv", 4, digest, "CC-BY-4.0", "someone/there", "http://127.0.0.1:1/x"),
+    ]
+    monkeypatch.setattr(datasets, "sources", lambda: found)
+    return found
+
+
+def test_the_list_says_what_is_there(listed: list[Source], capsys: pytest.CaptureFixture[str]) -> None:
+    assert datasets.main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    for source in listed:
+        assert source.sha256 in shown and source.licence in shown and source.upstream in shown
+    assert "present" in shown
+    assert "missing" in shown
+
+
+def test_without_a_network_it_says_so_and_lists_all_the_same(
+    listed: list[Source], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert datasets.main(["--json"]) == 0
+    captured = capsys.readouterr()
+    assert [one["state"] for one in json.loads(captured.out)["sets"]] == ["present", "missing"]
+    assert "127.0.0.1:1" in captured.err
+
+
+def test_a_file_with_another_content_is_an_error(listed: list[Source], tmp_path: Path) -> None:
+    (tmp_path / "data" / "here.csv").write_bytes(b"3,4\n")
+    assert datasets.main(["--list", "--json"]) == 1

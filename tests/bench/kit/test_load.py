@@ -1,0 +1,87 @@
+"""The load generator against a real HTTP server on a socket, with answers cut at every place."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bench.kit.load import Answer, Target, answers, check, complete, complete_all, first_error
+
+EVENTS = [
+    b'{"choices":[{"text":"a","finish_reason":null}]}',
+    b'{"choices":[{"text":"","finish_reason":null}]}',
+    b'{"choices":[{"text":"b","finish_reason":"length"}]}',
+    b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}',
+    b"[DONE]",
+]
+
+
+def chunked(events: list[bytes], status: bytes = b"200 OK") -> bytes:
+    body = b"".join(b"data: " + event + b"\n\n" for event in events)
+    head = b"HTTP/1.1 " + status + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+
+
+@asynccontextmanager
+async def server(reply: bytes, pieces: int = 1) -> AsyncIterator[Target]:
+    """Answers everything with `reply`, in so many bytes at a time, and hangs up."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for at in range(0, len(reply), pieces):
+            writer.write(reply[at : at + pieces])
+            await writer.drain()
+        writer.close()
+
+    running = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with running:
+        yield Target(running.sockets[0].getsockname()[1], "m", key="k")
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 100_000])
+async def test_an_answer_is_read_wherever_it_is_cut(pieces: int) -> None:
+    async with server(chunked(EVENTS), pieces) as target:
+        answer = await complete(target, {"prompt": [1]}, deadline_s=5.0)
+    assert (answer.error, answer.completion_tokens, answer.prompt_tokens) == ("", 3, 7)
+    assert (len(answer.event_s), answer.finish_reason) == (2, "length")
+    assert answer.sent_s <= answer.event_s[0] <= answer.ended_s
+    assert check([answer], 3) == 0
+    assert check([answer], 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (chunked(EVENTS[:2]), "without [DONE]"),
+        (chunked(EVENTS)[:-60], "connection lost"),
+        (chunked([b'{"error":{"message":"no"}}']), "no"),
+        (b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy", "status 429: busy"),
+        (b"what?\r\n\r\n", "not HTTP"),
+    ],
+)
+async def test_what_goes_wrong_is_a_failure_with_a_reason(reply: bytes, why: str) -> None:
+    async with server(reply) as target:
+        many = await complete_all(target, [{}, {}], deadline_s=5.0)
+    assert [one.ok for one in many] == [False, False]
+    assert why in first_error(many)
+    assert check(many, 0) == 2
+
+
+async def test_a_server_that_is_silent_or_gone() -> None:
+    async def listen_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client has hung up
+        writer.close()
+
+    silent = await asyncio.start_server(listen_only, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    async with silent:
+        answer = await complete(Target(port, "m"), {}, deadline_s=0.2)
+    assert "no end within" in answer.error
+    assert "connection" in (await complete(Target(port, "m"), {}, deadline_s=0.5)).error
+    assert not await asyncio.to_thread(answers, Target(port, "m"))
+
+
+def test_an_answer_without_text_has_no_first_time() -> None:
+    with pytest.raises(IndexError):
+        _ = Answer(0.0).first_s

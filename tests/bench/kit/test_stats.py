@@ -1,0 +1,119 @@
+"""Ratios are taken within an alternation, and who goes first changes."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.kit.stats import (
+    exponent,
+    geometric_mean,
+    interval,
+    median_of_ratios,
+    percentile,
+    ratio_of,
+    ratio_of_wholes,
+)
+from bench.kit.turns import alternate
+
+
+def test_what_is_the_same_in_every_round_is_certain() -> None:
+    assert interval([2.0, 4.0, 6.0], [1.0, 2.0, 3.0], median_of_ratios) == (2.0, 2.0)
+
+
+def test_wholes_weigh_rounds_by_their_time() -> None:
+    ours, theirs = [(10.0, 1.0), (90.0, 4.0)], [(10.0, 1.0), (30.0, 3.0)]
+    assert ratio_of_wholes(ours, theirs) == 2.0
+    low, high = interval(ours, theirs, ratio_of_wholes)
+    assert low == 1.0 and high == 2.25
+
+
+def test_rounds_pair_up() -> None:
+    for ours, theirs in (([], []), ([1.0], [1.0, 2.0])):
+        with pytest.raises(ValueError, match="rounds of ours"):
+            interval(ours, theirs, median_of_ratios)
+
+
+def test_the_true_ratio_is_within_nearly_always() -> None:
+    draw, held = Random(2), 0
+    for _ in range(20):
+        ours, theirs = (
+            [1.5 * draw.gauss(100, 10) for _ in range(24)],
+            [draw.gauss(100, 10) for _ in range(24)],
+        )
+        low, high = interval(ours, theirs, median_of_ratios)
+        assert low < high
+        held += low <= 1.5 <= high
+    assert held >= 16
+
+
+VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
+
+
+@given(VALUES, st.floats(0, 100))
+def test_a_percentile_has_so_many_values_at_or_below_it(values: list[float], percent: float) -> None:
+    found = percentile(values, percent)
+    assert found in values
+    assert sum(value <= found for value in values) >= percent / 100 * len(values) - 1e-9
+
+
+def test_known_percentiles() -> None:
+    assert [percentile([4, 1, 3, 2], percent) for percent in (0, 25, 50, 51, 100)] == [1, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="no value"):
+        percentile([], 50)
+
+
+def test_the_exponent_of_a_cost_is_its_slope_in_logarithms() -> None:
+    assert exponent({100: 1.0, 1000: 2.0, 10_000: 4.0}) == pytest.approx(0.30103)
+    assert exponent({size: size**0.5 for size in (100, 1000, 10_000)}) == pytest.approx(0.5)
+
+
+RATES = st.lists(st.tuples(st.floats(0.1, 1e4), st.floats(0.1, 1e4)), min_size=1, max_size=20)
+
+
+def test_median_and_worst_are_of_pairs() -> None:
+    ratio = ratio_of([2.0, 30.0, 8.0], [1.0, 10.0, 2.0])
+    assert (ratio.median, ratio.worst, ratio.highest, ratio.alternations) == (3.0, 2.0, 4.0, 3)
+
+
+@given(RATES, st.lists(st.floats(0.1, 10.0), min_size=20, max_size=20))
+def test_a_drift_that_hits_both_sides_of_an_alternation_changes_nothing(
+    rates: list[tuple[float, float]], drift: list[float]
+) -> None:
+    ours, theirs = [a for a, _ in rates], [b for _, b in rates]
+    steady = ratio_of(ours, theirs)
+    drifted = ratio_of(
+        [a * d for a, d in zip(ours, drift, strict=False)],
+        [b * d for b, d in zip(theirs, drift, strict=False)],
+    )
+    assert drifted.median == pytest.approx(steady.median)
+    assert drifted.worst == pytest.approx(steady.worst)
+
+
+@given(RATES)
+def test_worst_median_and_highest_are_in_order(rates: list[tuple[float, float]]) -> None:
+    ratio = ratio_of([a for a, _ in rates], [b for _, b in rates])
+    assert ratio.worst <= ratio.median <= ratio.highest
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0])])
+def test_what_cannot_be_compared_is_refused(ours: list[float], theirs: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"measurements|positive"):
+        ratio_of(ours, theirs)
+
+
+def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
+    assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
+
+
+def test_sides_take_turns() -> None:
+    calls: list[str] = []
+
+    def side(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    ours, theirs = alternate([lambda: side("a"), lambda: side("b")], 3)
+    assert "".join(calls) == "abbaab"
+    assert (ours, theirs) == ([1, 4, 5], [2, 3, 6])

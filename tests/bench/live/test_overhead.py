@@ -1,0 +1,134 @@
+"""Direct calls of the engine run the policy's batches; a short run of the whole bench yields every figure."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.live.overhead.bench import _bodies, median_difference_ms, pace_of
+from bench.live.overhead.schedule import run_direct
+from bench.live.overhead.streams import Held, _PeakMemory
+from services.worker.engine.engine import Row
+from services.worker.sampling import Sampled
+from shared.errors import InternalError
+
+TINY_CHAT = Path(__file__).parents[3] / "models" / "tiny_chat"
+
+
+class AddingEngine:
+    """Answers a sequence of sum s with s, 2s, 4s … (mod 97); every iteration takes a second."""
+
+    vocabulary = 97
+    max_positions = 256
+    block_tokens = 4
+    weights = ""
+
+    def __init__(self, kv_blocks: int = 64) -> None:
+        self.kv_blocks = kv_blocks
+        self.now_s = 0.0
+        self.steps: list[int] = []
+        self.written: dict[int, int] = {}
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        self.now_s += 1.0
+        self.steps.append(sum(len(row.tokens) for row in rows))
+        for row in rows:
+            assert len(row.blocks) * self.block_tokens >= row.first_position + len(row.tokens)
+            for offset, token in enumerate(row.tokens):
+                slot = row.first_position + offset
+                self.written[row.blocks[slot // self.block_tokens] * self.block_tokens + slot % 4] = token
+        return [self._next(row) if row.point is not None else None for row in rows]
+
+    def _next(self, row: Row) -> Sampled:
+        """From the KV alone, so that a row in a wrong block or at a wrong position shows."""
+        end = row.first_position + len(row.tokens)
+        return Sampled(sum(self.written[row.blocks[at // 4] * 4 + at % 4] for at in range(end)) % 97)
+
+
+def test_direct_calls_answer_every_prompt_in_full() -> None:
+    engine = AddingEngine()
+    one, two = run_direct(engine, [[1, 2, 3], [5] * 9], 6, 8, engine.clock)
+    assert one.tokens == [1, 2, 3, 6, 12, 24, 48, 96, 95]
+    assert two.tokens[9:] == [45, 90, 83, 69, 41, 82]
+    assert one.token_s == two.token_s == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert engine.steps == [12, 2, 2, 2, 2, 2]
+
+
+def test_sequences_beyond_the_batch_wait_for_their_turn() -> None:
+    engine = AddingEngine()
+    answers = run_direct(engine, [[7, number] for number in range(5)], 3, 2, engine.clock)
+    assert [one.token_s[0] for one in answers] == sorted(one.token_s[0] for one in answers)
+    assert max(engine.steps[1:]) <= 4 and answers[4].token_s[-1] == engine.now_s
+
+
+def test_preempted_sequences_are_computed_again() -> None:
+    roomy, tight = AddingEngine(), AddingEngine(kv_blocks=7)
+    prompts = [[number + 1] * 6 for number in range(3)]
+    expected = [one.tokens for one in run_direct(roomy, prompts, 8, 8, roomy.clock)]
+    assert [one.tokens for one in run_direct(tight, prompts, 8, 8, tight.clock)] == expected
+    assert sum(tight.steps) > sum(roomy.steps)
+
+
+def test_a_prompt_that_never_fits_is_an_error() -> None:
+    engine = AddingEngine(kv_blocks=2)
+    with pytest.raises(InternalError, match="more KV"):
+        run_direct(engine, [[1] * 20], 4, 8, engine.clock)
+
+
+def test_a_pace_is_medians_and_a_rate() -> None:
+    pace = pace_of([[1.0, 2.0, 4.0], [3.0, 4.0, 5.0]], tokens=6, total_s=3.0)
+    assert (pace.first_s, pace.gap_s, pace.tok_s) == (2.0, 1.0, 2.0)
+    with pytest.raises(ValueError, match="two tokens"):
+        pace_of([[1.0]], tokens=1, total_s=1.0)
+
+
+def test_differences_are_taken_within_alternations() -> None:
+    assert median_difference_ms([3.0, 10.0, 5.0], [1.0, 9.5, 4.0]) == pytest.approx(1000.0)
+    with pytest.raises(ValueError, match="argument"):
+        median_difference_ms([1.0], [])
+
+
+def test_prompts_are_drawn_from_the_seed_and_have_their_length() -> None:
+    import random
+
+    first, again = (_bodies(TINY_CHAT, 12, 3, 4, random.Random(5)) for _ in range(2))
+    assert first == again and [len(body["prompt"]) for body in first] == [12] * 4
+    assert len({tuple(body["prompt"]) for body in first}) == 4
+
+
+def test_the_peak_of_memory_is_seen() -> None:
+    process = psutil.Process(os.getpid())
+    before = process.memory_info().rss
+    watch = _PeakMemory(process)
+    with watch:
+        held = bytearray(os.urandom(1 << 20) * 64)
+        seen = False
+        for _ in range(500):
+            seen = watch._over.wait(0.01) or watch.peak_bytes > before + (32 << 20)
+            if seen:
+                break
+    assert seen and len(held) == 64 << 20
+    assert Held(10, 0, "", 0.1, 1.0, 0.2, 100.0, 101.0).kb_per_stream == pytest.approx(100.0)
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_a_short_run_yields_every_figure(tmp_path: Path) -> None:
+    words = ["--quick", "--alternations", "1", "--output-tokens", "8", "--streams", "24"]
+    target = tmp_path / "result.json"
+    argv = [sys.executable, "-m", "bench", "overhead", *words, "--out", str(tmp_path), "--json", str(target)]
+    subprocess.run(argv, cwd=TINY_CHAT.parents[1], check=True, timeout=110)
+    document = json.loads(target.read_text())
+    figures = document["figures"]
+    assert document["failures"] == 0 and figures["streams"] == 24
+    wanted = {"added_ttft_ms_p50", "added_itl_ms_p50", "tok_s_ratio", "peak_rss_mb_gateway"}
+    assert wanted <= set(figures)
+    assert figures["tok_s_ratio"] > 0.05 and figures["engine_idle_share_b32"] < 0.9

@@ -1,0 +1,107 @@
+"""`bench placement` on a small scale: replays conserve, adversaries stay in bounds, figures have names."""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from bench.kit.context import Context
+from bench.simulated.placement import adversaries, bench, serving
+from bench.simulated.placement.jobs import A100, Job, Workload, make_jobs
+from bench.simulated.placement.replay import (
+    BEST_FIT,
+    BEST_FIT_RESERVE,
+    MELL,
+    MELL_BY_OPERATION,
+    SIDES,
+    Replay,
+)
+from bench.simulated.placement.speed import Churn
+from services.placement.policy import create_packing
+from shared.errors import ConfigError
+
+
+def context(folder: Path, *words: str) -> Context:
+    parser = ArgumentParser()
+    bench.add_arguments(parser)
+    return Context("placement", True, 7, folder, parser.parse_args(words))
+
+
+def jobs(duration_s: float = 120.0, rate_per_s: float | None = 0.5) -> list[Job]:
+    workload = Workload("w", "w", rate_per_s, duration_s)
+    return make_jobs(workload, A100, data=None, source=None, seed=3)[0]
+
+
+def test_one_conversation_takes_one_gpu_while_it_runs() -> None:
+    policy = create_packing("mell", A100.capacity_blocks)
+    policy.add_worker("w0")
+    alone = [Job(0, 0.0, 1600, 3000, 8000), Job(1, 150.0, 16, 30, 100)]
+    tally = Replay(A100).run(policy, alone, 0.0)
+    assert (tally.epochs, tally.peak_gpus, tally.moves) == (150, 1, 0)
+    assert tally.timeline[98] == (99.0, 1) and tally.timeline[100] == (101.0, 0)
+    assert 100 * 100 / 1000 < tally.volume < 100 * 288 / 1000
+
+
+def test_sides_see_the_same_jobs_and_batching_saves_moves() -> None:
+    conversations = jobs(900.0)
+    tallies = {
+        side.label: side.run(conversations, A100, 300.0) for side in (MELL, MELL_BY_OPERATION, BEST_FIT)
+    }
+    volumes = {round(tally.volume, 6) for tally in tallies.values()}
+    assert len(volumes) == 1
+    mell, single, tight = (tallies[side.label] for side in (MELL, MELL_BY_OPERATION, BEST_FIT))
+    assert mell.mean_gpus() < tight.mean_gpus() and mell.recomputes == 0 < tight.recomputes
+    assert mell.moves < single.moves and single.moves_max <= 10
+    assert all(tally.waits == 0 for tally in tallies.values())
+
+
+def test_reserving_recomputes_nothing_and_uses_less_of_the_memory() -> None:
+    conversations = jobs(500.0)
+    reserve, grow = (side.run(conversations, A100, 100.0) for side in (BEST_FIT_RESERVE, BEST_FIT))
+    assert reserve.recomputes == 0 and reserve.mean_gpus() > grow.mean_gpus()
+
+
+@pytest.mark.parametrize("policy", ["mell", "mell_eager"])
+def test_worst_ratios(policy: str) -> None:
+    for stream in adversaries.STREAMS:
+        ratio, moves = adversaries.worst_ratio(policy, stream, 150, 1)
+        assert ratio <= 3 / 2 and moves <= 10, stream
+    ratio, moves = adversaries.random_stream(policy, 400, 1)
+    assert ratio <= 4 / 3 and moves <= 10
+
+
+def test_arrivals_are_those_asked_for() -> None:
+    poisson, azure = jobs(400.0), jobs(100.0, None)
+    assert 140 < len(poisson) < 260
+    assert 350 < len(azure) < 700
+    assert jobs(400.0) == poisson
+
+
+def test_a_churn_holds_its_load() -> None:
+    speed = Churn(A100, jobs(400.0), 20, 1).run(100)
+    assert 15 <= speed.gpus <= 30 and speed.operations == 100 and speed.ops_per_s > 0
+
+
+def test_figures_have_the_agreed_names(tmp_path: Path) -> None:
+    outcome = bench.run(context(tmp_path, "--duration", "320", "--gpus", "10", "40"))
+    agreed = {"gpus_vs_ideal", "gpus_vs_bf", "gpus_vs_wf", "gpus_vs_lb", "utilization", "migrations_vs_lb"}
+    agreed |= {"worst_ratio", "moves_max", "ops_per_s"}
+    assert agreed <= set(outcome.figures) and set(bench.HEADLINE) <= set(outcome.figures)
+    assert outcome.simulated and outcome.failures == 0
+    assert len(outcome.tables[0].rows) == len(SIDES)
+
+
+def test_wrong_flags_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--duration"):
+        bench.run(context(tmp_path, "--duration", "10"))
+
+
+def test_with_migration_more_requests_keep_their_kv() -> None:
+    """Two GPUs that two growing conversations each fill: without a move the youngest lose what they had."""
+    growing = [Job(index, float(index), 1600, 4000, 8000) for index in range(8)]
+    found = serving.measure(growing, A100, 2.0)
+    by_policy = {one.policy: one for one in found if one.load == 1.0}
+    assert by_policy["mell"].served >= max(by_policy[name].served for name in serving.WITHOUT)
+    assert all(0 < one.ratio <= 1 and one.requests == 8 for one in found)
+    made = serving.figures(found)
+    assert made["served_gain_1"] >= 1 and {f"served_mell_{load:g}" for load in serving.LOADS} <= made.keys()
