@@ -13,6 +13,7 @@ from services.worker.pie.settings import PieSettings
 from services.worker.transfer.settings import TransferConfig
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
+from shared.model_files import check_model
 
 
 class WorkerConfig(ModelServiceConfig):
@@ -63,6 +64,7 @@ class WorkerConfig(ModelServiceConfig):
 
     def check(self) -> None:
         super().check()
+        check_model(self.model)
         for name, cores in (("cores", self.cores), ("engine_cores", self.engine_cores)):
             check_cores(cores, name)
         if "ucx" in self.bulk.transports and find_spec("ucxx") is None:

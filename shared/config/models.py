@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared import subjects
-from shared.model_files import check_model, name_of
+from shared.model_files import name_of, source_of
 
 ENV_PREFIX = "KVASIR_"
 
@@ -117,4 +117,4 @@ class ModelServiceConfig(ServiceConfig):
         return values
 
     def check(self) -> None:
-        check_model(self.model)
+        source_of(self.model)

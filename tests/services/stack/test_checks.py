@@ -66,7 +66,7 @@ def test_up_starts_no_process_where_a_setting_is_wrong(
     began_s = time.monotonic()
     assert main([*words, "--model", str(cut)]) == 2
     out, err = capfd.readouterr()
-    assert err.startswith(f"error: {cut}/model.safetensors is cut short, 100,000 of 12,")
+    assert err.startswith(f"error: worker: {cut}/model.safetensors is cut short, 100,000 of 12,")
     assert len(err.splitlines()) == 1 and "starting" not in out
     assert not list((tmp_path / "run" / "logs").iterdir())
     assert time.monotonic() - began_s < 30

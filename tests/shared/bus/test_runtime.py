@@ -123,7 +123,7 @@ def test_a_busy_thread_does_not_keep_the_process(nats_server: NatsServer) -> Non
 def test_a_setting_that_cannot_work_is_one_line_and_exit_code_2(nats_server: NatsServer) -> None:
     code, out, err = finished(start("--bus.connect_timeout_s", "soon"))
     assert (code, out) == (2, "")
-    assert err.startswith("toy: bus.connect_timeout_s: ") and err.count("\n") == 1
+    assert err.startswith("error: toy: bus.connect_timeout_s: ") and err.count("\n") == 1
 
 
 def test_no_server_is_one_line_and_exit_code_1() -> None:
