@@ -157,5 +157,5 @@ setup-ucx: .venv/.ucx ## UCX through ucxx: the bulk transport `ucx` (a download 
 
 .venv/.ucx: requirements-ucx.txt .venv/.runtime
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ucx.txt
-	$(BIN)/python -c "import sys; from services.worker.bulk.ucx import is_available; sys.exit(None if is_available() else 'ucxx does not load here')"
+	$(BIN)/python -c "import sys; from services.worker.peers.transport.ucx import is_available; sys.exit(None if is_available() else 'ucxx does not load here')"
 	@touch $@

@@ -16,7 +16,7 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from shared.messages.sequence import SequenceKey
-from sim.requests import RequestRecord
+from sim.requests import ServedRecord
 
 
 class PlanError(AssertionError):
@@ -27,7 +27,7 @@ class PlanError(AssertionError):
 class Held:
     """One sequence at the worker, as it really is."""
 
-    record: RequestRecord
+    record: ServedRecord
     generated_tokens: int = 0
     computed_tokens: int = 0
     allocated_blocks: int = 0

@@ -12,7 +12,7 @@ from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from shared.errors import ConfigError
 from sim.costs import find_cost
 from sim.predictors import find_predictor
-from sim.requests import RequestRecord, SimRequest
+from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router
 from sim.simulation import Outcome, Setup, Simulation
 from sim.workloads import Source, poisson_requests, trace_requests, training_requests
@@ -85,7 +85,7 @@ class OverLimitError(Exception):
 
 
 def run_case(
-    case: Case, *, is_checked: bool = False, on_end: Callable[[RequestRecord], None] | None = None
+    case: Case, *, is_checked: bool = False, on_end: Callable[[ServedRecord], None] | None = None
 ) -> Outcome:
     """Raises ConfigError for names that do not exist and for requests that no worker holds, PlanError and
     WedgeError for a policy's faults."""
@@ -125,7 +125,7 @@ def latency_within_s(case: Case, limit_s: float, longest_drain_s: float = math.i
     bound_s, total_s = limit_s * case.requests, 0.0
     last_s = max(request.arrival_s for request in requests_of(case))
 
-    def add(record: RequestRecord) -> None:
+    def add(record: ServedRecord) -> None:
         nonlocal total_s
         total_s += record.normalized_s
         if total_s > bound_s or record.end_s > last_s + longest_drain_s:

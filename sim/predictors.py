@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from services.predictor.models.base import LengthSample
-from services.predictor.models.histogram import HistogramModel
+from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.length_model import LengthSample
 from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
 from sim.requests import SimRequest

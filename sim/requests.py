@@ -33,7 +33,7 @@ class SimRequest:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class ServedRecord:
     """What became of one request. Times in seconds; the five parts sum to `end_s - arrival_s`."""
 
     request: SimRequest

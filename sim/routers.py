@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.placement.policy import create
-from services.placement.policy.base import PlacementPolicy, Room
+from services.placement.policy.contract import PlacementPolicy, Room
 from sim.requests import SimRequest
 
 

@@ -8,7 +8,7 @@ rules: algorithms.md §1; `sim/worker.py` on plans made ahead.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.placement.policy.base import Room
+from services.placement.policy.contract import Room
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
 from sim.books import Held, WorkerBooks
@@ -16,7 +16,7 @@ from sim.costs.base import CostModel
 from sim.events import EventQueue, Priority
 from sim.meters import WorkerMeter
 from sim.predictors import SimPredictor
-from sim.requests import RequestRecord, SimRequest
+from sim.requests import ServedRecord, SimRequest
 from sim.routers import LeastWork, Router
 from sim.worker import SimWorker
 
@@ -49,7 +49,7 @@ class Setup:
 class Outcome:
     """One run, drained."""
 
-    records: list[RequestRecord]
+    records: list[ServedRecord]
     meters: list[WorkerMeter]
     shape: WorkerShape
     end_s: float
@@ -62,13 +62,13 @@ class Simulation:
         self,
         setup: Setup,
         requests: Sequence[SimRequest],
-        on_end: Callable[[RequestRecord], None] | None = None,
+        on_end: Callable[[ServedRecord], None] | None = None,
     ) -> None:
         factory = find_policy(setup.policy)
         self._setup = setup
         self._events: EventQueue[tuple[Callable[..., None], tuple[object, ...]]] = EventQueue()
         self._requests = sorted(requests, key=lambda request: (request.arrival_s, request.index))
-        self._records = {request.key: RequestRecord(request) for request in self._requests}
+        self._records = {request.key: ServedRecord(request) for request in self._requests}
         self._workers = [
             SimWorker(
                 factory(setup.shape, setup.settings),
@@ -189,7 +189,7 @@ class Simulation:
             self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
         self._push_plan(index)
 
-    def _note_end(self, record: RequestRecord) -> None:
+    def _note_end(self, record: ServedRecord) -> None:
         self._ended += 1
         self._setup.predictor.observe(record.request)
         if self._on_end is not None:

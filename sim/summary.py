@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.requests import RequestRecord
+from sim.requests import ServedRecord
 from sim.simulation import Outcome
 
 PARTS = ("queue_s", "prefill_s", "gt_wait_s", "decode_s", "preempted_s")
@@ -40,12 +40,12 @@ def measure_level(outcome: Outcome, scale: float = 2.0) -> ServiceLevel:
     return ServiceLevel(prefill_s, decode_s / max(1, decoded), scale)
 
 
-def normalized_latency_s(records: Sequence[RequestRecord]) -> float:
+def normalized_latency_s(records: Sequence[ServedRecord]) -> float:
     """Mean seconds per answer token."""
     return sum(record.normalized_s for record in records) / len(records)
 
 
-def attainment(records: Sequence[RequestRecord], level: ServiceLevel) -> float:
+def attainment(records: Sequence[ServedRecord], level: ServiceLevel) -> float:
     """Share of requests that keep the level."""
     kept = sum(record.jct_s <= level.limit_s(record.request.output_tokens) for record in records)
     return kept / len(records)
@@ -89,7 +89,7 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
     return figures
 
 
-def _mean_token_gap_s(records: Sequence[RequestRecord]) -> float:
+def _mean_token_gap_s(records: Sequence[ServedRecord]) -> float:
     """Mean time between two tokens of one answer."""
     gaps_s = [
         (record.end_s - record.first_token_s) / (record.request.output_tokens - 1)

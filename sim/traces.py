@@ -31,10 +31,10 @@ class TraceRow:
     predicted_tokens: int | None = None
 
 
-Row = Mapping[str, Any]
+RequestRow = Mapping[str, Any]
 
 
-def _ours(row: Row) -> TraceRow:
+def _ours(row: RequestRow) -> TraceRow:
     predicted = row.get("predicted_tokens") or None
     return TraceRow(
         int(row["prompt_tokens"]),
@@ -44,24 +44,24 @@ def _ours(row: Row) -> TraceRow:
     )
 
 
-def _azure(row: Row) -> TraceRow:
+def _azure(row: RequestRow) -> TraceRow:
     at = datetime.fromisoformat(str(row["TIMESTAMP"])[:26] + "+00:00")
     return TraceRow(int(row["ContextTokens"]), int(row["GeneratedTokens"]), at.timestamp())
 
 
-def _vidur(row: Row) -> TraceRow:
+def _vidur(row: RequestRow) -> TraceRow:
     return TraceRow(int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])))
 
 
-def _alpaca(row: Row) -> TraceRow:
+def _alpaca(row: RequestRow) -> TraceRow:
     return TraceRow(int(row["in_llama"]), int(row["out_llama"]))
 
 
-def _mooncake(row: Row) -> TraceRow:
+def _mooncake(row: RequestRow) -> TraceRow:
     return TraceRow(int(row["input_length"]), int(row["output_length"]), float(row["timestamp"]) / 1000.0)
 
 
-FORMATS: dict[str, tuple[set[str], Callable[[Row], TraceRow]]] = {
+FORMATS: dict[str, tuple[set[str], Callable[[RequestRow], TraceRow]]] = {
     "kvasir": ({"prompt_tokens", "output_tokens"}, _ours),
     "azure": ({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}, _azure),
     "vidur": ({"num_prefill_tokens", "num_decode_tokens"}, _vidur),
@@ -76,7 +76,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         return chunk_texts(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:
-            rows: Iterable[Row]
+            rows: Iterable[RequestRow]
             is_csv = path.suffix.lower() == ".csv"
             rows = csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines if line.strip())
             return _from_first_arrival(_parse(rows, path.name))
@@ -88,8 +88,8 @@ def read_trace(path: Path) -> list[TraceRow]:
         ) from error
 
 
-def _parse(rows: Iterable[Row], name: str) -> list[TraceRow]:
-    parse: Callable[[Row], TraceRow] | None = None
+def _parse(rows: Iterable[RequestRow], name: str) -> list[TraceRow]:
+    parse: Callable[[RequestRow], TraceRow] | None = None
     found = []
     for row in rows:
         if parse is None:

@@ -1,10 +1,11 @@
 """One simulated worker: runs plans step by step, in as few events as the plan and the true answers allow.
 
-Plans are made ahead and cut short by the rules of the live scheduler (`services/scheduler/planning.py`): the
-next plan is asked for while fewer than `outstanding_steps` steps are left, so with 2, the live value, a plan
-does not know of the ends of the step that runs while it is made. 1 plans at step boundaries, with
-everything known. Steps count as left until a live worker would have reported them: it reports the one after
-which the next plan is due, the last, and those in which something ended or was skipped.
+Plans are made ahead and cut short by the rules of the live scheduler
+(`services/scheduler/core/worker_pipeline.py`): the next plan is asked for while fewer than
+`outstanding_steps` steps are left, so with 2, the live value, a plan does not know of the ends of the step
+that runs while it is made. 1 plans at step boundaries, with everything known. Steps count as left until a
+live worker would have reported them: it reports the one after which the next plan is due, the last, and
+those in which something ended or was skipped.
 
 A *stretch* is a run of equal steps of one plan in which no answer ends and nothing is reported: one event,
 however many steps. Knows nothing of arrivals, predictors and other workers.

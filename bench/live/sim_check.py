@@ -21,7 +21,7 @@ from shared.errors import InternalError
 from shared.messages.plans import WorkerStepped
 from sim.costs.linear import LinearCost, MeasuredStep, fit_linear
 from sim.predictors import NoPredictor
-from sim.requests import RequestRecord, SimRequest
+from sim.requests import ServedRecord, SimRequest
 from sim.simulation import Setup, Simulation
 
 BLOCK_TOKENS = 16
@@ -131,7 +131,7 @@ def _answered(run: LiveRun) -> list[int]:
     return [i for i, one in enumerate(run.answers) if one.ok and one.completion_tokens and one.event_s]
 
 
-def _replay(run: LiveRun, cost: LinearCost, context: Context) -> list[RequestRecord]:
+def _replay(run: LiveRun, cost: LinearCost, context: Context) -> list[ServedRecord]:
     """The run's requests through the simulator, in their order."""
     flags = context.arguments
     requests = [
@@ -172,7 +172,7 @@ def _live_latencies(run: LiveRun) -> Latencies:
     )
 
 
-def _simulated_latencies(records: Sequence[RequestRecord], overhead_s: float) -> Latencies:
+def _simulated_latencies(records: Sequence[ServedRecord], overhead_s: float) -> Latencies:
     first_s = [record.first_token_s - record.request.arrival_s + overhead_s for record in records]
     span_s = max(r.end_s for r in records) - min(r.request.arrival_s for r in records) + overhead_s
     return Latencies(
@@ -183,7 +183,7 @@ def _simulated_latencies(records: Sequence[RequestRecord], overhead_s: float) ->
     )
 
 
-def _record(context: Context, run: LiveRun, records: Sequence[RequestRecord], overhead_s: float) -> None:
+def _record(context: Context, run: LiveRun, records: Sequence[ServedRecord], overhead_s: float) -> None:
     for record in records:
         answer = run.answers[record.request.index]
         context.record(
@@ -200,7 +200,7 @@ def _record(context: Context, run: LiveRun, records: Sequence[RequestRecord], ov
 
 
 def _outcome(
-    live: LiveRun, records: Sequence[RequestRecord], cost: LinearCost, overhead_s: float, failures: int
+    live: LiveRun, records: Sequence[ServedRecord], cost: LinearCost, overhead_s: float, failures: int
 ) -> Outcome:
     real, made = _live_latencies(live), _simulated_latencies(records, overhead_s)
     names = {

@@ -22,8 +22,8 @@ from bench.micro.gpu.bench import cuda_device
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
 from services.worker.engine.attention import LayerShape
 from services.worker.pie.assembly import Pie, assemble
+from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.settings import PieSettings
-from services.worker.pie.sizes import slot_blocks
 
 _QUEUES = (3, 4, 6, 10, 17, 25)
 _HOST_MB = 1 << 17

@@ -18,12 +18,12 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.micro import predictor_workloads as workloads
 from bench.micro.predictor_workloads import Workload
-from services.predictor.models.base import LengthQuery, LengthSample
+from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.core.report import LengthReport, evaluate
 from services.predictor.models.network import Ensemble
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.models.training import TrainingPlan, train
 from services.predictor.models.versions import Trained
-from services.predictor.report import LengthReport, evaluate
 from shared.messages.sequence import TOKEN_BYTES
 
 Counts = npt.NDArray[np.int64]

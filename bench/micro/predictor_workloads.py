@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from bench.kit.models import TINY_CHAT
 from models.train_tiny_chat.chat import END, data_folder
 from models.train_tiny_chat.templates import template_chat
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import load_tokenizer, read_samples
 from shared.errors import ConfigError
 from shared.messages.sequence import pack_tokens

@@ -16,9 +16,9 @@ import torch
 from bench.kit.context import Context
 from bench.kit.models import checkpoint
 from bench.kit.outcome import Outcome, Table
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import load
-from services.worker.sampling import SamplePoint
 from shared.messages.sequence import Sampling
 
 _BLOCK_TOKENS = 16

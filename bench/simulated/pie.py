@@ -13,8 +13,8 @@ from itertools import groupby, pairwise
 from bench.kit.context import Context, Progressing
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
-from services.worker.pie.sizes import expansion
-from services.worker.pie.swap import SwapController
+from services.worker.pie.core.sizes import expansion
+from services.worker.pie.core.swap import SwapController
 from shared.errors import ConfigError
 from sim.pie.cost import PieModel
 from sim.pie.run import PieCase, PieSimulation

@@ -18,13 +18,18 @@ from bench.kit.context import Context
 from bench.kit.datasets import find
 from bench.kit.outcome import Outcome, Table
 from bench.live.prefix import pictures
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.eviction import EvictionOrder, OrderMaker, Rank, order_maker
-from services.worker.kv.gate import CostGate
-from services.worker.kv.mover import Load, Loaded, Store, StoredBlock
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.reuse import ReuseHistory
-from services.worker.kv.tree import Node, Tier
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import (
+    EvictionOrder,
+    EvictionRank,
+    OrderMaker,
+    ReuseHistory,
+    order_maker,
+)
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import ConfigError
 from sim.sweep import sweep
@@ -194,7 +199,7 @@ class Belady(EvictionOrder):
         super().__init__(history)
         self._future = future
 
-    def _rank(self, node: Node) -> Rank:
+    def _rank(self, node: Node) -> EvictionRank:
         return (-self._future.next_use(node.name), -node.depth)
 
 

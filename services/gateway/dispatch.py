@@ -4,25 +4,87 @@ Knows the bus; decides nothing.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from services.gateway.config import GatewayConfig
+from services.gateway.core.effects import (
+    Acknowledge,
+    Cancel,
+    Extend,
+    Fetch,
+    StreamEffect,
+    StreamEffects,
+    Submit,
+)
 from services.gateway.counters import Counters
-from services.gateway.effects import Acknowledge, Cancel, Effect, Effects, Extend, Fetch, Submit
-from services.gateway.exchange import Sequence
-from services.gateway.outbox import Outbox
-from shared import log, subjects
+from services.gateway.exchange import OpenChoice
+from shared import log, metrics, subjects
 from shared.bus import Bus, fenced
 from shared.clock import Clock
 from shared.errors import InternalError, KvasirError
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
-from shared.messages.tokens import ExtendSequence, FetchedTokens, FetchTokens
+from shared.messages.sequence import SequenceRef
+from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
+
+MAX_MESSAGES = 10_000
+
+
+class NoticeOutbox:
+    """Filled from handlers that must not wait, emptied by `run`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._messages: deque[tuple[str, msgspec.Struct]] = deque(maxlen=MAX_MESSAGES)
+        self._ended: dict[str, set[SequenceRef]] = {}
+        self._filled = asyncio.Event()
+        self._dropped = metrics.counter(
+            "kvasir_gateway_outbox_dropped_total", "Small messages that could not be sent", ("reason",)
+        )
+
+    def put(self, subject: str, message: msgspec.Struct) -> None:
+        if len(self._messages) == MAX_MESSAGES:
+            self._dropped.labels("full").inc()
+        self._messages.append((subject, message))
+        self._filled.set()
+
+    def acknowledge(self, worker_id: str, ref: SequenceRef) -> None:
+        """Ends seen between two sends travel together, one message per worker."""
+        refs = self._ended.setdefault(worker_id, set())
+        if len(refs) < MAX_MESSAGES:
+            refs.add(ref)
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            await self._filled.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what is there now."""
+        self._filled.clear()
+        while self._messages:
+            await self._send(*self._messages.popleft())
+        while self._ended:
+            worker_id, refs = self._ended.popitem()
+            await self._send(subjects.worker_acknowledge(worker_id), AcknowledgeEnds(refs=tuple(refs)))
+
+    async def _send(self, subject: str, message: msgspec.Struct) -> None:
+        try:
+            await self._bus.publish(subject, message)
+        except KvasirError as error:
+            self._dropped.labels(error.code).inc()
+            _logger.warning("not sent to %s: %s", subject, error)
+
 
 MAX_AT_ONCE = 256
 _logger = log.get_logger("gateway.dispatch")
 
-Apply = Callable[[Sequence, Effects], None]
+Apply = Callable[[OpenChoice, StreamEffects], None]
 
 
 class Dispatch:
@@ -44,9 +106,9 @@ class Dispatch:
         self._counters = counters
         self._apply = apply
         self._lanes = asyncio.Semaphore(MAX_AT_ONCE)
-        self.outbox = Outbox(bus)
+        self.outbox = NoticeOutbox(bus)
 
-    def carry_out(self, sequence: Sequence, effect: Effect) -> None:
+    def carry_out(self, sequence: OpenChoice, effect: StreamEffect) -> None:
         """Begin it; never waits."""
         if isinstance(effect, Submit):
             self._spawn(self._submit(sequence, effect), sequence)
@@ -69,7 +131,7 @@ class Dispatch:
         if effect.is_final:
             self.outbox.put(subjects.SCHEDULER_CANCEL, command)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], sequence: Sequence) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], sequence: OpenChoice) -> None:
         self._tasks.create_task(self._fenced(work), context=sequence.context)
 
     async def _fenced(self, work: Coroutine[Any, Any, None]) -> None:
@@ -77,7 +139,7 @@ class Dispatch:
         with fenced("command of a sequence"):
             await work
 
-    async def _submit(self, sequence: Sequence, effect: Submit) -> None:
+    async def _submit(self, sequence: OpenChoice, effect: Submit) -> None:
         stream = sequence.stream
         async with self._lanes:
             if not stream.is_open or stream.attempt != effect.attempt:
@@ -100,7 +162,7 @@ class Dispatch:
                 effects = stream.on_submitted(effect.serial, self._now_s())
         self._apply(sequence, effects)
 
-    async def _fetch(self, sequence: Sequence, effect: Fetch) -> None:
+    async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:
         self._counters.fetches.inc()
         subject = subjects.worker_fetch(effect.worker[0])
         question = FetchTokens(ref=effect.ref, first_index=effect.first_index)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 
-from services.gateway.body import ClientGone
+from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.deadline import Deadline
-from services.gateway.streams import Phase, Stream
+from services.gateway.http.body import ClientGone
 from shared import log
 from shared.errors import InternalError, KvasirError, NoResponder
 from shared.messages.sequence import Sampling, SequenceSpec, pack_tokens
@@ -16,7 +16,7 @@ _logger = log.get_logger("gateway.exchange")
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class OpenChoice:
     """A stream together with what it takes to submit it again."""
 
     stream: Stream
@@ -28,7 +28,7 @@ class Sequence:
     """Of the request that began it, so that its trace goes along with every submission."""
     cache_salt: bytes = b""
 
-    _told: tuple[int, Phase, bool] = (0, Phase.OPEN, False)
+    _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
     def has_news(self) -> bool:
         """Since it was last asked: tokens, an end, or being accepted."""
@@ -60,7 +60,7 @@ class Exchange:
     `changed` is set whenever one of them, or the client's presence, changes.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[OpenChoice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_gone: bool = False
     """The client has closed the connection."""
@@ -110,7 +110,7 @@ class Exchange:
         if self.failure is not None:
             raise self.failure
         for sequence in self.sequences:
-            if sequence.stream.phase is Phase.FAILED:
+            if sequence.stream.phase is StreamPhase.FAILED:
                 raise sequence.stream.failure or InternalError("a sequence failed without saying why")
 
 

@@ -16,11 +16,11 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.body import MAX_DISCARDED_BYTES
 from services.gateway.config import GatewayConfig
 from services.gateway.connections import ConnectionTable, address_key
 from services.gateway.errors import HttpError, ShuttingDown, body_of, headers_of, status_of
-from services.gateway.lane import LANE, Lane
+from services.gateway.http.body import MAX_DISCARDED_BYTES
+from services.gateway.http.sse import LANE, DirectWriter
 from shared.errors import KvasirError
 
 END_OF_HEADERS = b"\r\n\r\n"
@@ -119,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._headers_arrived()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope[LANE] = Lane(self.cycle)  # type: ignore[typeddict-unknown-key]
+            self.scope[LANE] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
             self.scope[ENGAGE] = self._engage  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:

@@ -1,6 +1,6 @@
 """The gateway as a process: its table of handlers on the bus, its heartbeat, and the HTTP server beside them.
 
-Turns messages into events of `Desk`; decides nothing itself.
+Turns messages into events of `Sessions`; decides nothing itself.
 """
 
 import asyncio
@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from typing import Any
 
-from services.gateway.acceptance import Acceptance
-from services.gateway.auth import OPERATOR_PATHS, KeyRing
 from services.gateway.clock import AttentiveClock
 from services.gateway.config import GatewayConfig
-from services.gateway.desk import Desk
-from services.gateway.edge import Edge
-from services.gateway.routes import make_app, make_operator_app
-from services.gateway.server import Server, bind, make_operator_server, make_server, url_of
-from services.gateway.tokenizer import load_codec
+from services.gateway.http.middleware import OPERATOR_PATHS, Edge, KeyRing
+from services.gateway.http.routes import make_app, make_operator_app
+from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
+from services.gateway.openai.admission import Acceptance
+from services.gateway.sessions import Sessions
+from services.gateway.text.tokenizer import load_codec
 from shared import log, subjects
 from shared.bus import Bus, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
@@ -54,7 +53,7 @@ class Gateway:
     """
 
     def __init__(
-        self, config: GatewayConfig, bus: Bus, desk: Desk, now_s: Clock, url: str, operator_url: str
+        self, config: GatewayConfig, bus: Bus, desk: Sessions, now_s: Clock, url: str, operator_url: str
     ) -> None:
         self._config = config
         self._bus = bus
@@ -143,7 +142,7 @@ async def run(config: GatewayConfig) -> None:
         ends.push_async_callback(bus.close)
         async with asyncio.TaskGroup() as tasks:
             now_s = AttentiveClock(monotonic_s, lambda: bus.connected)
-            desk = Desk(config, bus, codec, tasks, now_s)
+            desk = Sessions(config, bus, codec, tasks, now_s)
             gateway = Gateway(config, bus, desk, now_s, url_of(listener), url_of(operator))
             await bus.attach(HANDLERS, gateway)
             for loop in (desk.dispatch.outbox.run(), gateway.report(), gateway.tick()):
@@ -174,7 +173,7 @@ async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None
         serving.cancel()
 
 
-async def _serve(server: Server, listener: socket.socket, desk: Desk, config: GatewayConfig) -> None:
+async def _serve(server: Server, listener: socket.socket, desk: Sessions, config: GatewayConfig) -> None:
     """Returns never; ends when cancelled, or raises when the server ends by itself."""
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:

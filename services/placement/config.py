@@ -2,11 +2,11 @@
 
 from pydantic import Field
 
-from services.placement.books import PackingRules
-from services.placement.order import find_order
+from services.placement.core.move_mode import ModeChoice
+from services.placement.core.order import find_order
+from services.placement.core.packing_types import PackingRules
+from services.placement.core.scaling import ScalingRules
 from services.placement.policy import LIVE_PACKINGS, create
-from services.placement.scaling import ScalingRules
-from services.placement.ways import Choice
 from shared.config import ServiceConfig
 
 
@@ -41,7 +41,7 @@ class PlacementConfig(ServiceConfig):
     distance_weight: float = Field(
         default=0.05, ge=0, description="mell: against a target that is on another host"
     )
-    move_mode: Choice = Field(
+    move_mode: ModeChoice = Field(
         default="adaptive",
         description="what travels: kv, tokens, or per move what is cheaper by what workers measured",
     )

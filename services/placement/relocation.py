@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from services.placement.config import PlacementConfig
-from services.placement.packer import Packer
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.move_mode import Ways, Wish
+from services.placement.core.packer import Packer
+from services.placement.core.scaling import Scaling
 from services.placement.policy import create_packing
+from services.placement.policy.contract import PackingPolicy
 from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import EAGER, MellSettings
-from services.placement.policy.packing import PackingPolicy
-from services.placement.scaling import Scaling
-from services.placement.state import Fleet
-from services.placement.ways import Ways, Wish
 from shared import subjects
 from shared.bus import Bus, Handler, Listener, fenced
 from shared.clock import Clock
@@ -34,7 +34,7 @@ _log = get_logger("placement.relocation")
 class Relocation:
     """Lives beside the service while its policy is a packing one."""
 
-    def __init__(self, bus: Bus, config: PlacementConfig, fleet: Fleet, clock: Clock) -> None:
+    def __init__(self, bus: Bus, config: PlacementConfig, fleet: FleetCapacity, clock: Clock) -> None:
         self._bus = bus
         self._config = config
         self._fleet = fleet

@@ -8,12 +8,12 @@ cached. It knows no request beyond its size and what its blocks are called. Unde
 import asyncio
 
 from services.placement.config import PlacementConfig
-from services.placement.order import find_order
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.order import find_order
 from services.placement.policy import LIVE_PACKINGS, create
-from services.placement.policy.base import PlacementPolicy
+from services.placement.policy.contract import PlacementPolicy
 from services.placement.relocation import HANDLERS as MOVE_HANDLERS
 from services.placement.relocation import Relocation
-from services.placement.state import Fleet
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
@@ -49,7 +49,7 @@ class Placement:
         self._policy = policy
         self._policy_name = config.policy
         self._order_name = config.order
-        self.fleet = Fleet(
+        self.fleet = FleetCapacity(
             silence_s=config.worker_timeout_s,
             reservation_s=config.reservation_s,
             order=find_order(config.order),

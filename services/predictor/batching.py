@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from services.predictor.models.base import (
+from services.predictor.core.length_model import (
     LengthModel,
     LengthQuery,
     LengthSample,

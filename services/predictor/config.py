@@ -4,9 +4,9 @@ from pathlib import Path
 
 from pydantic import Field
 
+from services.predictor.core.length_model import ModelSettings
 from services.predictor.learning import LearningRules
 from services.predictor.models import create, model_names
-from services.predictor.models.base import ModelSettings
 from shared.config import ServiceConfig
 from shared.errors import ConfigError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.predictor.batching import Batcher
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import read_samples, write_samples
 from shared.errors import KvasirError
 from shared.log import canonical, get_logger

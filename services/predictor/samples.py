@@ -6,16 +6,29 @@ limit. Alpaca's columns are understood too (`instruction`, `input`, `output`). K
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.predictor.files import write_whole
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import pack_tokens, unpack_tokens
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Under a name of its own first, then renamed over `path`. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -8,10 +8,10 @@ import asyncio
 
 from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
+from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.core.report import PredictionAudit
 from services.predictor.learning import Learner
 from services.predictor.models import create
-from services.predictor.models.base import LengthQuery, LengthSample
-from services.predictor.state import PredictionAudit
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
 from shared.clock import Clock, monotonic_s

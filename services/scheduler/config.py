@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from services.scheduler.core.rules import MoveRules, ReliefRules, Rules
 from services.scheduler.policy import check_policy, policy_names
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.relief import Rung
-from services.scheduler.rules import MoveRules, ReliefRules, Rules
 from shared.config import ServiceConfig
 
 

@@ -6,12 +6,12 @@ its worker could not even borrow enough, and else `gather_s` from its turn to bo
 goes to another worker that has the room, or its gateway is told that there is none.
 """
 
-from services.scheduler.effects import Effect, WantKvAtWorker
-from services.scheduler.moves import Moves
-from services.scheduler.planning import Lane, Sync
-from services.scheduler.roster import Roster
-from services.scheduler.rules import OversizedRules
-from services.scheduler.state import Phase, Sequence
+from services.scheduler.core.effects import Effect, WantKvAtWorker
+from services.scheduler.core.moves import Moves
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import OversizedRules
+from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.moves import MoveMode, SequenceMove
 from shared.messages.reports import WorkerReported
@@ -50,7 +50,7 @@ class OversizedWatch:
         self._sent_on = {key: None for key in self._sent_on if key in self._roster.sequences}
         return effects
 
-    def _oversized_at(self, sequence: Sequence) -> Lane | None:
+    def _oversized_at(self, sequence: Sequence) -> WorkerPipeline | None:
         """The lane at which it waits without KV, larger than all that the worker has."""
         if sequence.phase not in (Phase.PLACED, Phase.WAITING):
             return None
@@ -58,14 +58,16 @@ class OversizedWatch:
         is_oversized = lane is not None and lane.sync is Sync.IN_STEP and not _holds(lane.report, sequence)
         return lane if is_oversized else None
 
-    def _patience_s(self, sequence: Sequence, lane: Lane, gathering: dict[str, int]) -> float | None:
+    def _patience_s(
+        self, sequence: Sequence, lane: WorkerPipeline, gathering: dict[str, int]
+    ) -> float | None:
         """None: others that are older borrow first."""
         if sequence.limit_tokens > lane.report.max_context_tokens:
             return self._rules.wait_s
         is_its_turn = gathering.get(lane.worker_id, 0) >= sequence.limit_tokens
         return self._rules.gather_s if is_its_turn else None
 
-    def _resolve(self, sequence: Sequence, lane: Lane, now_s: float) -> list[Effect]:
+    def _resolve(self, sequence: Sequence, lane: WorkerPipeline, now_s: float) -> list[Effect]:
         others = [
             other
             for other in self._roster.lanes.values()

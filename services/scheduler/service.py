@@ -8,9 +8,9 @@ the term ends, its core with it, and the instance stands for the lease again. No
 import asyncio
 
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.leader_term import HANDLERS as TERM_HANDLERS
+from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
-from services.scheduler.term import HANDLERS as TERM_HANDLERS
-from services.scheduler.term import Term
 from shared import subjects
 from shared.bus import Bus, Lease, Listener, status_handlers
 from shared.clock import monotonic_s

@@ -6,10 +6,9 @@ what has no worker yet, waits for others with good reason: that counts where not
 nothing.
 """
 
-from services.scheduler.effects import Effect, NoteStandstill
-from services.scheduler.planning import Lane
-from services.scheduler.roster import Roster
-from services.scheduler.wants import is_deprived
+from services.scheduler.core.effects import Effect, NoteStandstill
+from services.scheduler.core.roster import Roster, is_deprived
+from services.scheduler.core.worker_pipeline import WorkerPipeline
 
 STANDSTILL_S = 15.0
 """As long as a lane waits for a plan's next step before it asks what is the matter."""
@@ -58,7 +57,7 @@ class Standstill:
             if now_s - since_s >= STANDSTILL_S
         ]
 
-    def _has_moved(self, lane: Lane) -> bool:
+    def _has_moved(self, lane: WorkerPipeline) -> bool:
         """Since the last look."""
         return lane.outstanding_steps > 0 or lane.planned_s > self._looked_s
 

@@ -5,12 +5,39 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
-from services.stack.permissions import users_text
 from shared.errors import ConfigError
+from shared.subjects import Permissions, permissions_of
+
+_ANSWER_WITHIN = "2m"
+"""Longer than any deadline of a question on the bus."""
+
+
+def users_text(passwords: Mapping[str, str]) -> str:
+    """One entry per user. Raises ValueError for a name that is no user's."""
+    return "\n".join(
+        f"      {{ user: {json.dumps(user)}, password: {json.dumps(password)}, "
+        f"permissions: {_permissions(permissions_of(user))} }}"
+        for user, password in passwords.items()
+    )
+
+
+def _permissions(permissions: Permissions) -> str:
+    publish = f"publish: {_subjects(permissions.publish)}, subscribe: {_subjects(permissions.subscribe)}"
+    answers = (
+        f', allow_responses: {{ max: 1, expires: "{_ANSWER_WITHIN}" }}' if permissions.may_answer else ""
+    )
+    return f"{{ {publish}{answers} }}"
+
+
+def _subjects(allowed: tuple[str, ...]) -> str:
+    """An empty list would allow everything."""
+    return f"{{ allow: {json.dumps(allowed)} }}" if allowed else '{ deny: ">" }'
+
 
 _CHECK_DEADLINE_S = 20.0
 _USERS_BEGIN, _USERS_END = "    users: [\n", "\n    ]\n"

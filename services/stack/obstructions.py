@@ -1,12 +1,76 @@
 """What can be in the way of a start, and how to say it: another stack in this run directory, a taken port."""
 
+import errno
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from services.stack import ports
+import psutil
+
 from services.stack.display import command_line
 from services.stack.rundir import RunDirectory
 from shared.errors import KvasirError
+
+
+@dataclass(frozen=True)
+class PortOwner:
+    """The process that listens on a port; `pid` is None when it belongs to somebody else."""
+
+    pid: int | None
+    command: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ({self.command})" if self.pid else "a process of another user"
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether one could listen there now. Raises OSError when the host is not one of this machine's."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def owner(port: int) -> PortOwner:
+    """Who listens on `port`."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        connections = []
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            if connection.pid is None:
+                break
+            return _responsible(connection.pid)
+    return PortOwner(None, "")
+
+
+def _responsible(pid: int) -> PortOwner:
+    """The process itself, or the stack's supervisor that would only start it again."""
+    try:
+        process = psutil.Process(pid)
+        parent = process.parent()
+        words = parent.cmdline() if parent is not None else []
+        if parent is not None and "up" in words and any("services" in word for word in words):
+            process = parent
+        return PortOwner(process.pid, " ".join(process.cmdline())[:120] or "no command line")
+    except psutil.Error:
+        return PortOwner(pid, "ended meanwhile")
+
 
 DEFAULT_NATS_PORT = 4222
 _PATIENCE_S = 2.0
@@ -32,7 +96,7 @@ def running_already(run: RunDirectory) -> Obstructed:
 def choose_port(port: int, flag: str = "--port") -> int:
     """A port of the gateway's, free; 0 takes any. Raises Obstructed."""
     if port == 0:
-        return ports.free_port()
+        return free_port()
     if not _free_soon(port):
         raise _taken(port, "HTTP", flag)
     return port
@@ -42,13 +106,13 @@ def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
     """The port for NATS: as asked (0 takes any), or the usual one if it is free and any otherwise. Raises
     Obstructed."""
     if port is None:
-        if ports.is_free(DEFAULT_NATS_PORT):
+        if is_free(DEFAULT_NATS_PORT):
             return DEFAULT_NATS_PORT
-        chosen = ports.free_port()
-        say(f"port {DEFAULT_NATS_PORT} is taken by {ports.owner(DEFAULT_NATS_PORT)}; NATS goes to {chosen}")
+        chosen = free_port()
+        say(f"port {DEFAULT_NATS_PORT} is taken by {owner(DEFAULT_NATS_PORT)}; NATS goes to {chosen}")
         return chosen
     if port == 0:
-        return ports.free_port()
+        return free_port()
     if not _free_soon(port):
         raise _taken(port, "NATS", "--nats-port")
     return port
@@ -56,13 +120,13 @@ def choose_nats_port(port: int | None, say: Callable[[str], None]) -> int:
 
 def _free_soon(port: int) -> bool:
     deadline_s = time.monotonic() + _PATIENCE_S
-    while not (free := ports.is_free(port)) and time.monotonic() < deadline_s:
+    while not (free := is_free(port)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     return free
 
 
 def _taken(port: int, what: str, flag: str) -> Obstructed:
-    holder = ports.owner(port)
+    holder = owner(port)
     how = f"stop it with `kill {holder.pid}`" if holder.pid else "stop it"
     return Obstructed(
         f"port {port}, wanted for {what}, is taken by {holder}; {how}, or start with another port: "

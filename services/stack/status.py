@@ -19,7 +19,7 @@ from rich.table import Table
 from services.stack.access import BusAccess
 from services.stack.children import ChildState
 from services.stack.display import command_line, say
-from services.stack.roll import RollCall
+from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import ConfigError, KvasirError

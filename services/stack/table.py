@@ -17,7 +17,7 @@ from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
 from services.stack.launch import Program, Seedling, socket_fits
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
-from services.stack.roll import RollCall, StatusProbe
+from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX

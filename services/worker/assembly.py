@@ -11,22 +11,22 @@ import msgspec
 import torch
 
 from services.worker.config import WorkerConfig
+from services.worker.core.prefixes import Prefixes
+from services.worker.core.reports import Identity
+from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.speed import SpeedMeter
+from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
-from services.worker.dist.plane import BulkPlane
-from services.worker.dist.service import Neighbourhood, staged_blocks
 from services.worker.engine.engine import Engine, TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.engine.profiling import prefill_tokens_per_s
-from services.worker.kv.cache import PrefixCache
-from services.worker.kv.pool import BlockPool
+from services.worker.engine_thread import Runner
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
-from services.worker.prefixes import Prefixes
-from services.worker.reports import Identity
-from services.worker.runner import Runner
-from services.worker.sequences import Limits, SequenceTable
-from services.worker.speed import SpeedMeter
-from services.worker.steps import StepCore
-from services.worker.transfer.service import Transfers
+from services.worker.peers.attention.plane import BulkPlane
+from services.worker.peers.attention.service import Neighbourhood, staged_blocks
+from services.worker.peers.migration.service import Transfers
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import ConfigError
@@ -123,7 +123,7 @@ def core_of(
         weights=engine.weights,
         fingerprint=fingerprint_of(engine),
     )
-    limits = Limits(
+    limits = SequenceLimits(
         max_context_tokens=neighbours.longest_tokens,
         vocabulary=engine.vocabulary,
         end_retention_s=config.end_retention_s,

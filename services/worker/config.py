@@ -5,12 +5,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.worker.bulk.settings import BulkConfig
 from services.worker.cores import check_cores
-from services.worker.kv.settings import PrefixCacheConfig
-from services.worker.lending.settings import LendingConfig
+from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.transport.settings import BulkConfig
 from services.worker.pie.settings import PieSettings
-from services.worker.transfer.settings import TransferConfig
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.model_files import check_model

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from services.worker.steps import Effects, StepCore
+from services.worker.core.steps import StepCore, StepEffects
 from shared.clock import Clock
 from shared.errors import DeadlineExceeded, Overloaded
 from shared.metrics import counter
@@ -23,7 +23,7 @@ _failed = counter("kvasir_worker_failed_commands_total", "Commands to the engine
 _MAX_WAITING = 16384
 
 T = TypeVar("T")
-Command = Callable[[StepCore, float], Effects]
+Command = Callable[[StepCore, float], StepEffects]
 Question = Callable[[StepCore, float], T]
 """Asked with the core and the time, on the engine's thread."""
 
@@ -34,7 +34,7 @@ class Door:
     `deliver` sends the effects of posted commands, on the engine's thread.
     """
 
-    def __init__(self, core: StepCore, clock: Clock, deliver: Callable[[Effects], None]) -> None:
+    def __init__(self, core: StepCore, clock: Clock, deliver: Callable[[StepEffects], None]) -> None:
         self._core = core
         self._clock = clock
         self._deliver = deliver
@@ -161,6 +161,6 @@ class Door:
             _failed.inc()
             _log.exception("a command to the engine failed")
 
-    def _emit(self, effects: Effects) -> None:
+    def _emit(self, effects: StepEffects) -> None:
         if effects.frames or effects.stepped:
             self._deliver(effects)

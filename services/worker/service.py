@@ -21,13 +21,12 @@ from services.worker.assembly import (
 )
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
-from services.worker.courier import Courier
-from services.worker.dist.service import Neighbourhood
+from services.worker.egress import Courier, Outbox
 from services.worker.engine.engine import Engine
+from services.worker.engine_thread import Runner
 from services.worker.heartbeat import Heartbeat
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
-from services.worker.outbox import Outbox
-from services.worker.runner import Runner
+from services.worker.peers.attention.service import Neighbourhood
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s

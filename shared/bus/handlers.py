@@ -12,9 +12,23 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
 from shared.errors import InvalidMessage
 from shared.messages.base import Empty, Message
 from shared.subjects import checked_id, instance_status, status
+
+
+def handle_inline(subscription: Subscription, handle: Callable[[Msg], None]) -> None:
+    """Let `handle` take each message of a fresh subscription; it must not raise."""
+
+    def take(msg: Msg) -> None:
+        subscription._pending_size -= len(msg.data)
+        handle(msg)
+
+    subscription._pending_queue.put_nowait = take  # type: ignore[assignment, method-assign]
+
 
 Subject = str | Callable[[str], str]
 """A subject, or a function of `shared.subjects` that is called with the instance id."""

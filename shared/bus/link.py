@@ -6,7 +6,9 @@ closes for good; the link then dials anew. Knows subjects only as strings, and n
 
 import asyncio
 import logging
+import random
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -16,11 +18,63 @@ import nats.errors
 from nats.aio.client import Client
 
 from shared.bus.counters import BusCounters
-from shared.bus.dialling import BACKOFF_S, abandon, next_attempt
-from shared.bus.encryption import EncryptedClient, tls_options
 from shared.bus.waits import Waits
 from shared.config import BusConfig
-from shared.errors import BusUnavailable, PermissionRefused
+from shared.errors import BusUnavailable, ConfigError, PermissionRefused
+
+
+class EncryptedClient(Client):
+    """A client that sends its password to nobody who would take it in the clear, as nats-py does."""
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and not info.get("tls_required"):
+            raise nats.errors.Error("nats: the server offers no TLS")
+        await super()._process_info(info, initial_connection)
+
+
+def tls_options(config: BusConfig) -> dict[str, Any]:
+    """For nats-py; empty without TLS. Raises ConfigError naming the file that cannot be used."""
+    if not config.url.startswith(("tls://", "wss://")) and config.tls_ca is None:
+        return {}
+    try:
+        context = ssl.create_default_context(cafile=config.tls_ca)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.tls_ca} is no PEM file of an authority: {error}", param="tls_ca"
+        ) from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if config.tls_cert is not None:
+        try:
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+        except OSError as error:
+            raise ConfigError(
+                f"{config.tls_cert} with {config.tls_key or 'no key'} is no certificate: {error}",
+                param="tls_cert",
+            ) from None
+    return {"tls": context, "tls_handshake_first": config.tls_handshake_first}
+
+
+BACKOFF_S = (0.05, 0.5)
+"""First and longest mean wait between two attempts to reconnect."""
+
+
+async def abandon(client: Client, connecting: asyncio.Task[None]) -> None:
+    """End a connection attempt, however often nats-py swallows the cancellation."""
+    while not connecting.done():
+        connecting.cancel()
+        await asyncio.wait({connecting}, timeout=0.1)
+    await client.close()
+
+
+def next_attempt(client: Client, servers: list[Any], _info: dict[str, Any]) -> tuple[Any, float]:
+    """nats-py's choice of server: the first, after a jittered wait that doubles with its failures."""
+    if client._transport is not None:  # nats-py forgets the socket of an attempt that was refused
+        client._transport.close()  # type: ignore[no-untyped-call]
+    server = servers[0]
+    first_s, longest_s = BACKOFF_S
+    mean_s = min(longest_s, first_s * 2.0 ** min(server.reconnects, 8))
+    return server, mean_s * random.uniform(0.5, 1.5)
+
 
 _log = logging.getLogger("kvasir.bus")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)

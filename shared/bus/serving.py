@@ -23,8 +23,15 @@ from nats.micro.service import Service
 
 from shared.bus import tracing
 from shared.bus.counters import BusCounters
-from shared.bus.handlers import Endpoint, Gatherable, Lanes, Listener, sender_check, subject_for
-from shared.bus.inline import handle_inline
+from shared.bus.handlers import (
+    Endpoint,
+    Gatherable,
+    Lanes,
+    Listener,
+    handle_inline,
+    sender_check,
+    subject_for,
+)
 from shared.bus.link import Link
 from shared.errors import (
     CallerError,

@@ -108,7 +108,7 @@ class FindCreditors(Message, frozen=True, kw_only=True):
     """As to their host memory."""
 
 
-class Creditor(Message, frozen=True, kw_only=True):
+class CreditorCandidate(Message, frozen=True, kw_only=True):
     worker_id: Id
     free_tokens: Count
     """Of that tier."""
@@ -119,4 +119,4 @@ class Creditor(Message, frozen=True, kw_only=True):
 
 
 class CreditorCandidates(Message, frozen=True, kw_only=True):
-    candidates: tuple[Creditor, ...]
+    candidates: tuple[CreditorCandidate, ...]

@@ -11,6 +11,26 @@ from enum import StrEnum
 from shared.messages.base import Message
 from shared.messages.values import Count, Digest, Id, Number, OptionalId, Seconds, Text
 
+
+class AskTicket(Message, frozen=True, kw_only=True):
+    """Who wants to dial."""
+
+    worker_id: Id
+    incarnation: Number
+
+
+class BulkTicket(Message, frozen=True, kw_only=True):
+    """Where to dial, and with what."""
+
+    incarnation: Number
+    """Of the worker that answers."""
+    addresses: dict[Id, Text]
+    """By transport."""
+    host: Text = ""
+    """Workers of equal host may use what works on one host only."""
+    ticket: bytes
+
+
 MOST_GRANT_BLOCKS = 65_536
 """Block ids in one grant: 0.3 MB."""
 

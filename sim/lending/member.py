@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.borrowing import Borrowing, Manners
-from services.worker.lending.debts import Debts
-from services.worker.lending.grants import Freed, Grants, Terms
-from services.worker.lending.settling import Settling
-from services.worker.lending.table import BlockState, RBlockTable
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.borrowing import Borrowing, Manners
+from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
+from services.worker.peers.lending.core.settling import Settling
+from services.worker.peers.lending.core.table import BlockState, RBlockTable
 from shared.messages.reports import Capacity, WorkerReported
 from sim.lending.cost import LendingCost
-from sim.lending.workload import Job
+from sim.lending.workload import LendingJob
 
 BLOCK_TOKENS = 128
 LOOKAHEAD = 16
@@ -29,28 +29,28 @@ _KV = b"one model"
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningJob:
     """A request with its memory; `ends_at` counts iterations of its worker."""
 
-    job: Job
+    job: LendingJob
     own: list[int]
     borrowed: list[int]
     ends_at: float = 0.0
 
 
 @dataclass(slots=True)
-class Waiting:
-    job: Job
+class WaitingJob:
+    job: LendingJob
     since_s: float
 
 
 @dataclass(slots=True)
-class Member:
+class LendingWorker:
     """One worker."""
 
     worker_id: str
     blocks: int
-    stream: Iterator[Job]
+    stream: Iterator[LendingJob]
     cost: LendingCost
     most_lent: float = 0.5
     bounce_blocks: int = 16
@@ -60,9 +60,9 @@ class Member:
     debts: Debts = field(init=False)
     search: Borrowing = field(init=False)
     settling: Settling = field(init=False)
-    queue: deque[Waiting] = field(default_factory=deque)
-    running: dict[int, Running] = field(default_factory=dict)
-    holders: dict[int, Running] = field(default_factory=dict)
+    queue: deque[WaitingJob] = field(default_factory=deque)
+    running: dict[int, RunningJob] = field(default_factory=dict)
+    holders: dict[int, RunningJob] = field(default_factory=dict)
     """Of borrowed blocks, by logical number."""
     iterations: float = 0.0
     prefill_s: float = 0.0
@@ -88,9 +88,9 @@ class Member:
 
     def fill_queue(self, now_s: float) -> None:
         while len(self.queue) < LOOKAHEAD:
-            self.queue.append(Waiting(next(self.stream), now_s))
+            self.queue.append(WaitingJob(next(self.stream), now_s))
 
-    def next_job(self, at: int, now_s: float) -> Job | None:
+    def next_job(self, at: int, now_s: float) -> LendingJob | None:
         """The one to try; None when those before it let nobody pass."""
         if at >= len(self.queue) or (at and now_s - self.queue[0].since_s > PATIENCE_S):
             return None
@@ -101,7 +101,7 @@ class Member:
         job = self.queue[at].job
         del self.queue[at]
         own = self.pool.allocate(min(blocks, self.pool.free_blocks))
-        one = Running(job, own, self.debts.take(blocks - len(own)))
+        one = RunningJob(job, own, self.debts.take(blocks - len(own)))
         self.running[job.number] = one
         self.holders.update(dict.fromkeys(one.borrowed, one))
         self.prefill_s += self.cost.prefill_s(job.prompt_tokens)

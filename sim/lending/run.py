@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
-from services.ledger.policy import candidates
-from services.ledger.state import Table
-from services.worker.lending.borrowing import AskLedger, Question
-from services.worker.lending.debts import Repayment
-from services.worker.lending.lendable import lend
-from services.worker.lending.repayment import Pressure, recalls
-from services.worker.lending.settling import Copy, Swap
-from services.worker.lending.table import BlockState
+from services.ledger.core.debt_ledger import Table
+from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
+from services.ledger.core.policy import candidates
+from services.worker.peers.lending.core.borrowing import AskLedger, CreditorQuestion
+from services.worker.peers.lending.core.debts import Repayment
+from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.lending.core.repayment import CreditorPressure, recalls
+from services.worker.peers.lending.core.settling import Copy, Swap
+from services.worker.peers.lending.core.table import BlockState
 from shared.messages.commands import CreditorCandidates
 from shared.messages.lending import BorrowReply, Settled
 from sim.lending.cost import LendingCost
-from sim.lending.member import BLOCK_TOKENS, Member
+from sim.lending.member import BLOCK_TOKENS, LendingWorker
 from sim.lending.workload import Mix, jobs
 
 BEAT_S = 0.25
@@ -89,7 +89,7 @@ class LendingSimulation:
         self.ledger = Table()
         blocks = scenario.kv_tokens // BLOCK_TOKENS
         self.members = {
-            f"w{at}": Member(f"w{at}", blocks, jobs(scenario.mix, scenario.seed, at), scenario.cost)
+            f"w{at}": LendingWorker(f"w{at}", blocks, jobs(scenario.mix, scenario.seed, at), scenario.cost)
             for at in range(scenario.workers)
         }
         threshold = scenario.threshold_blocks * BLOCK_TOKENS
@@ -159,7 +159,7 @@ class LendingSimulation:
 
     # --- memory
 
-    def _admit(self, member: Member) -> None:
+    def _admit(self, member: LendingWorker) -> None:
         """In order, with a look past those that do not fit."""
         at = 0
         while (job := member.next_job(at, self.now_s)) is not None:
@@ -174,7 +174,7 @@ class LendingSimulation:
                 at += 1
         self._return(member, member.debts.give_back(member.debts.free_blocks))
 
-    def _search(self, member: Member, question: Question | None) -> None:
+    def _search(self, member: LendingWorker, question: CreditorQuestion | None) -> None:
         while question is not None:
             if isinstance(question, AskLedger):
                 asked = question.question
@@ -191,21 +191,21 @@ class LendingSimulation:
                 member.debts.on_granted(reply.grant, self.now_s)
             question = member.search.on_reply(question.creditor_id, reply, self.now_s)
 
-    def _return(self, member: Member, repayments: list[Repayment]) -> None:
+    def _return(self, member: LendingWorker, repayments: list[Repayment]) -> None:
         for repayment in repayments:
             creditor = self.members[repayment.creditor_id]
             reply, freed = creditor.grants.give_back(repayment.message)
             member.debts.on_returned(repayment, reply)
             creditor.free([] if freed is None else [freed])
 
-    def _keep_leases(self, member: Member) -> None:
+    def _keep_leases(self, member: LendingWorker) -> None:
         for due in member.debts.renewals(self.now_s):
             reply = self.members[due.creditor_id].grants.renew(due.message, self.now_s)
             assert not member.debts.on_renewed(due, reply, self.now_s), "nobody dies here"
 
     # --- debts
 
-    def _send(self, asks: list[Ask]) -> None:
+    def _send(self, asks: list[SettlementAsk]) -> None:
         for ask in asks:
             member = self.members[ask.worker_id]
             outcome = member.settling.on_settle(ask.message, self.now_s)
@@ -217,7 +217,7 @@ class LendingSimulation:
                 self._swap(member, outcome)
                 self._hear(ask, outcome.answer)
 
-    def _copy(self, member: Member, ask: Ask, copy: Copy) -> None:
+    def _copy(self, member: LendingWorker, ask: SettlementAsk, copy: Copy) -> None:
         took_s = self.scenario.cost.copy_s(len(copy.pairs) * BLOCK_TOKENS)
 
         def done() -> None:
@@ -225,15 +225,15 @@ class LendingSimulation:
 
         heappush(self._later, (self.now_s + took_s, next(self._numbers), done))
 
-    def _swap(self, member: Member, swap: Swap) -> None:
+    def _swap(self, member: LendingWorker, swap: Swap) -> None:
         member.swap(swap.pairs)
         self._recalled += len(swap.pairs)
         self._return(member, list(swap.repayments))
 
-    def _hear(self, ask: Ask, answer: Settled) -> None:
+    def _hear(self, ask: SettlementAsk, answer: Settled) -> None:
         self._send(self.coordinator.on_answer(ask.message, ask.worker_id, answer))
 
-    def _repay(self, member: Member) -> None:
+    def _repay(self, member: LendingWorker) -> None:
         """Whatever fits into memory that is free now comes home, one copy at a time."""
         if member.settling.is_on or member.worker_id in self._repaying or not member.pool.free_blocks:
             return
@@ -243,7 +243,7 @@ class LendingSimulation:
             creditor = member.table.resolve(number).worker_id
             counts[creditor] = counts.get(creditor, 0) + 1
         free = {name: one.pool.free_blocks / one.blocks for name, one in self.members.items()}
-        pressures = {name: Pressure(free_fraction=share) for name, share in free.items()}
+        pressures = {name: CreditorPressure(free_fraction=share) for name, share in free.items()}
         wanted = recalls(counts, pressures, member.pool.free_blocks, 0)
         chosen = [n for n in used if self._take_one(wanted, member.table.resolve(n).worker_id)]
         if chosen:
@@ -253,7 +253,7 @@ class LendingSimulation:
         wanted[creditor] = wanted.get(creditor, 0) - 1
         return wanted[creditor] >= 0
 
-    def _recall(self, member: Member, chosen: list[int]) -> None:
+    def _recall(self, member: LendingWorker, chosen: list[int]) -> None:
         home = member.pool.allocate(len(chosen))
         member.settling.bounce += home
         member.debts.freeze(chosen)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LendingJob:
     """One request, its answer's true length known to the simulator only by its end."""
 
     number: int
@@ -28,7 +28,7 @@ class Mix:
     chat_sigma: float = 0.9
 
 
-def jobs(mix: Mix, seed: int, worker: int) -> Iterator[Job]:
+def jobs(mix: Mix, seed: int, worker: int) -> Iterator[LendingJob]:
     """One worker's, for ever."""
     rng = random.Random(f"{seed}/{worker}")
     number = 0
@@ -36,8 +36,10 @@ def jobs(mix: Mix, seed: int, worker: int) -> Iterator[Job]:
         number += 1
         if rng.random() < mix.long_share:
             low, high = math.log(mix.long_least_tokens), math.log(mix.long_most_tokens)
-            yield Job(number, int(math.exp(rng.uniform(low, high))), rng.randint(*mix.long_output_tokens))
+            yield LendingJob(
+                number, int(math.exp(rng.uniform(low, high))), rng.randint(*mix.long_output_tokens)
+            )
         else:
             prompt = min(8_000, 1 + int(rng.lognormvariate(math.log(mix.chat_prompt_median), mix.chat_sigma)))
             output = min(2_000, 1 + int(rng.lognormvariate(math.log(mix.chat_output_median), mix.chat_sigma)))
-            yield Job(number, prompt, output)
+            yield LendingJob(number, prompt, output)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from services.worker.pie.expansion import Window
+from services.worker.pie.core.expansion import Window
 from sim.costs.base import CostModel
 from sim.pie.timeline import Pace, Steady, settle
 

@@ -6,7 +6,7 @@ comes first, then completed transfers, then the next layer's start. Source: pape
 
 from dataclasses import dataclass, field
 
-from services.worker.pie.swap import Direction, SwapController, Transfer
+from services.worker.pie.core.swap import Direction, SwapController, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.state import mermaid
+from services.scheduler.core.sequence import mermaid
 from shared import subjects
 
 ROOT = Path(__file__).parent.parent.parent

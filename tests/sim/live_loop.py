@@ -7,8 +7,8 @@ are not measured, and predictions are there at once.
 from collections import deque
 from collections.abc import Sequence
 
-from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import (
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.effects import (
     AskPlacement,
     AskPrediction,
     AskSnapshot,
@@ -16,8 +16,8 @@ from services.scheduler.effects import (
     SendPlan,
     SequenceLeft,
 )
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
-from services.scheduler.rules import Rules
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import Sampling, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
 from sim.predictors import SimPredictor

@@ -4,14 +4,14 @@ import pytest
 
 from services.scheduler.policy.contract import PlannedBatch, PlannedDecode, PlannedPreemption, PlannedPrefill
 from sim.books import Held, PlanError, WorkerBooks
-from sim.requests import RequestRecord, SimRequest
+from sim.requests import ServedRecord, SimRequest
 from tests.sim.simple import books, decode, prefill, request
 
 
 def holding(*requests: SimRequest) -> WorkerBooks:
     made = books()
     for one in requests:
-        made.held[one.key] = Held(RequestRecord(one))
+        made.held[one.key] = Held(ServedRecord(one))
     return made
 
 

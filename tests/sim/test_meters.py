@@ -2,12 +2,12 @@
 
 from sim.books import Held
 from sim.meters import TELL_INTERVAL_S, WorkerMeter
-from sim.requests import RequestRecord
+from sim.requests import ServedRecord
 from tests.sim.simple import Scripted, books, request
 
 
 def test_waits_count_to_the_part_they_belong_to() -> None:
-    meter, held = WorkerMeter(), Held(RequestRecord(request(arrival_s=1.0)))
+    meter, held = WorkerMeter(), Held(ServedRecord(request(arrival_s=1.0)))
     meter.on_prefill(held, 3.0, 4.0, False)
     meter.on_prefill(held, 5.0, 6.0, True)
     meter.on_decode(held, 8.0, 9.0)
@@ -20,7 +20,7 @@ def test_waits_count_to_the_part_they_belong_to() -> None:
 
 
 def test_a_prefill_after_an_eviction_is_time_preempted() -> None:
-    meter, held = WorkerMeter(), Held(RequestRecord(request()))
+    meter, held = WorkerMeter(), Held(ServedRecord(request()))
     meter.on_prefill(held, 0.0, 1.0, True)
     held.was_evicted = True
     meter.on_prefill(held, 4.0, 5.0, True)

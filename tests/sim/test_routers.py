@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.placement.policy.base import Room
+from services.placement.policy.contract import Room
 from shared.errors import ConfigError
 from sim.routers import find_router
 from tests.sim.simple import request

@@ -3,15 +3,15 @@
 import pytest
 
 from sim.meters import WorkerMeter
-from sim.requests import RequestRecord
+from sim.requests import ServedRecord
 from sim.simulation import Outcome
 from sim.summary import ServiceLevel, measure_level, summarize
 from tests.sim.simple import SHAPE, request
 
 
 def outcome() -> Outcome:
-    fast = RequestRecord(request(0, output=5), first_token_s=1.0, end_s=5.0, prefill_s=1.0, decode_s=4.0)
-    slow = RequestRecord(
+    fast = ServedRecord(request(0, output=5), first_token_s=1.0, end_s=5.0, prefill_s=1.0, decode_s=4.0)
+    slow = ServedRecord(
         request(1, output=3, arrival_s=2.0),
         first_token_s=8.0,
         end_s=20.0,

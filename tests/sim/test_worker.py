@@ -16,7 +16,7 @@ from services.scheduler.policy.contract import (
 from sim.books import Held
 from sim.meters import WorkerMeter
 from sim.predictors import find_predictor
-from sim.requests import RequestRecord, SimRequest
+from sim.requests import ServedRecord, SimRequest
 from sim.simulation import Setup, Simulation
 from sim.worker import SimWorker
 from tests.sim.live_loop import LiveLoop
@@ -27,7 +27,7 @@ def worker(script: list[PlannedBatch], *requests: SimRequest, ahead: int = 1) ->
     policy = Scripted(script)
     made = SimWorker(policy, books(), OneSecond(), WorkerMeter(), ahead)
     for one in requests:
-        made.books.held[one.key] = Held(RequestRecord(one))
+        made.books.held[one.key] = Held(ServedRecord(one))
     return made, policy
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.worker.kv.cache import PrefixCache
-from services.worker.sampling import Sampled
-from services.worker.work import StepWork
+from services.worker.core.sampling import Sampled
+from services.worker.core.step_work import StepWork
+from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.blocks import chain, root
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.sequence import SequenceKey

@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
-from services.scheduler.effects import Effect, WantKvAtWorker
+from services.scheduler.core.effects import Effect, WantKvAtWorker
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.rules import Rules
-from services.worker.kv.extended import ExtendedPool, OwnPool, Pool, capacity_of
-from services.worker.lending.appetite import Marks
-from services.worker.lending.balance import Balance
-from services.worker.lending.lendable import lend
+from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool, capacity_of
+from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.lending.core.watermarks import Balance, Marks
 from shared.messages.reports import WorkerReported
 from tests.stack.actors import Wanted, WorkerProcess
 from tests.stack.world import World

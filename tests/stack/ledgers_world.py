@@ -6,9 +6,9 @@ Each has its own table of debts, coordinator and view of who leads; they die wit
 from dataclasses import dataclass
 from functools import partial
 
-from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
-from services.ledger.leadership import Leadership
-from services.ledger.state import Table
+from services.ledger.core.debt_ledger import Table
+from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
+from services.ledger.core.leadership import Leadership
 from shared.messages.reports import WorkerReported
 from tests.stack.settling_world import SettlingWorld
 
@@ -97,7 +97,7 @@ class LedgersWorld(SettlingWorld):
             ledger.coordinator is coordinator and ledger.is_alive for ledger in self.ledgers.values()
         )
 
-    def _serve(self, coordinator: Coordinator, ask: Ask) -> None:
+    def _serve(self, coordinator: Coordinator, ask: SettlementAsk) -> None:
         """As before, and a settlement moves nothing that is set apart for another one."""
         settling = self.life(self.members[ask.worker_id]).settling
         settling.tick(self.now_s)

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.ledger.policy import candidates
-from services.ledger.state import Table
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.borrowing import AskLedger, Borrowing, Manners, Question
-from services.worker.lending.debts import Debts, Renewal, Repayment
-from services.worker.lending.grants import Freed, Grants, Terms
-from services.worker.lending.lendable import lend
-from services.worker.lending.table import BlockState, RBlockTable
-from services.worker.lending.telling import annotated
+from services.ledger.core.debt_ledger import Table
+from services.ledger.core.policy import candidates
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.borrowing import AskLedger, Borrowing, CreditorQuestion, Manners
+from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
+from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.lending.core.table import BlockState, RBlockTable
+from services.worker.peers.lending.telling import annotated
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
 from shared.messages.reports import Capacity, WorkerReported
@@ -204,7 +204,7 @@ class LendingWorld:
 
         self._post(serve, if_alive(on_silence))
 
-    def _pursue(self, member: Member, question: Question | None) -> None:
+    def _pursue(self, member: Member, question: CreditorQuestion | None) -> None:
         if question is None:
             return
         sent_s, asked = self.now_s, question

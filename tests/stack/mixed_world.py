@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from services.placement.order import find_order
-from services.placement.packer import Packer
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.order import find_order
+from services.placement.core.packer import Packer
 from services.placement.policy import LIVE_PACKINGS, create, create_packing
-from services.placement.state import Fleet
-from services.scheduler.effects import Effect, PublishMoved
+from services.scheduler.core.effects import Effect, PublishMoved
+from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.policy import find_policy
-from services.scheduler.rules import ReliefRules, Rules
-from services.worker.work import StepWork
+from services.worker.core.step_work import StepWork
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from tests.stack.actors import Wanted
@@ -41,7 +41,7 @@ class MixedWorld(CachedWorld):
     """One gateway, one scheduler, one placement, `WORKERS` workers."""
 
     def __init__(self, seed: int, wanted: list[Wanted], parts: Parts) -> None:
-        self.fleet = Fleet(order=find_order(parts.order))
+        self.fleet = FleetCapacity(order=find_order(parts.order))
         self.packer: Packer | None = None
         if parts.placement in LIVE_PACKINGS:
             self.packer = Packer(lambda capacity: create_packing(parts.placement, capacity))

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
-from services.ledger.state import Table
-from services.worker.lending.settling import Copy, Settling, Swap
+from services.ledger.core.debt_ledger import Table
+from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
+from services.worker.peers.lending.core.settling import Copy, Settling, Swap
 from shared.messages.lending import KvTier, Settled
 from tests.stack.lending_world import BLOCKS, LendingWorld, Member
 
@@ -106,19 +106,19 @@ class SettlingWorld(LendingWorld):
         """Whether it hears what it is answered."""
         return coordinator is self.coordinator
 
-    def _send(self, coordinator: Coordinator, asks: list[Ask]) -> None:
+    def _send(self, coordinator: Coordinator, asks: list[SettlementAsk]) -> None:
         for ask in asks:
             self._post(partial(self._serve, coordinator, ask), partial(self._hear, coordinator, ask, None))
 
-    def _hear(self, coordinator: Coordinator, ask: Ask, answer: Settled | None) -> None:
+    def _hear(self, coordinator: Coordinator, ask: SettlementAsk, answer: Settled | None) -> None:
         if self.is_alive(coordinator):
             self._send(coordinator, coordinator.on_answer(ask.message, ask.worker_id, answer))
 
-    def _reply(self, coordinator: Coordinator, ask: Ask, answer: Settled | None) -> None:
+    def _reply(self, coordinator: Coordinator, ask: SettlementAsk, answer: Settled | None) -> None:
         hear = partial(self._hear, coordinator, ask)
         self._post(lambda: hear(answer), lambda: hear(None))
 
-    def _serve(self, coordinator: Coordinator, ask: Ask) -> None:
+    def _serve(self, coordinator: Coordinator, ask: SettlementAsk) -> None:
         member = self.members[ask.worker_id]
         life = self.life(member)
         outcome = life.settling.on_settle(ask.message, self.now_s)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.streams import Phase
+from services.gateway.core.stream import StreamPhase
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.vllm import VllmPolicy
 from tests.stack.actors import Wanted
 from tests.stack.cached_world import BLOCKS, CAP, CachedWorld
 
@@ -25,7 +25,7 @@ def serve(world: CachedWorld, starts_s: list[float]) -> float:
         world.at(start_s, partial(world.submit, key))
     world.run(LONG_ENOUGH_S)
     for key, stream in world.streams.items():
-        assert stream.phase is Phase.ENDED, world.state()
+        assert stream.phase is StreamPhase.ENDED, world.state()
         assert stream.tokens == world.wanted[key].answer(key)
     return world.now_s
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.streams import Phase
-from services.placement.order import ORDERS
+from services.gateway.core.stream import StreamPhase
+from services.placement.core.order import ORDERS
 from services.placement.policy import LIVE_PACKINGS, POLICIES
 from services.scheduler.policy import BUILT_IN
 from tests.stack.actors import Wanted
@@ -83,7 +83,7 @@ def tokens_per_s(*elements: Element, longs: bool) -> float:
     world.run(LONG_ENOUGH_S)
     world.core.check_integrity()
     for key, stream in world.streams.items():
-        assert stream.phase is Phase.ENDED, f"{parts}: {key} is {stream.phase}: {world.state()}"
+        assert stream.phase is StreamPhase.ENDED, f"{parts}: {key} is {stream.phase}: {world.state()}"
         assert stream.tokens == world.wanted[key].answer(key)
     return sum(len(stream.tokens) for stream in world.streams.values()) / (world.now_s - 0.8)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.streams import Phase
+from services.gateway.core.stream import StreamPhase
 from tests.stack.actors import Wanted
 from tests.stack.world import World
 
@@ -158,6 +158,6 @@ def play(
         world.at(fault.at_s, partial(strike, world, fault))
     world.run(LONG_ENOUGH_S)
     for key, stream in world.streams.items():
-        assert stream.phase is Phase.ENDED, f"{key}: {stream.phase} with {len(stream.tokens)} tokens"
+        assert stream.phase is StreamPhase.ENDED, f"{key}: {stream.phase} with {len(stream.tokens)} tokens"
         assert stream.tokens == world.wanted[key].answer(key)
     return world

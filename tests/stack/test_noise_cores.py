@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.ledger.policy import candidates
-from services.ledger.state import Table
-from services.placement.packer import Packer
+from services.ledger.core.debt_ledger import Table
+from services.ledger.core.policy import candidates
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.packer import Packer
 from services.placement.policy import create, create_packing
-from services.placement.state import Fleet
-from services.scheduler.core import SchedulerCore
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy import find_policy
-from services.scheduler.rules import Rules
-from services.worker.plans import PlanQueue
+from services.worker.core.plans import PlanQueue
 from shared.errors import InvalidMessage, KvasirError
 from shared.messages.base import decode, encode
 from shared.messages.commands import (
@@ -119,7 +119,7 @@ def test_the_scheduler(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("policy", ["prefix_aware", "mell"])
 def test_placement(policy: str, seed: int) -> None:
-    fleet = Fleet()
+    fleet = FleetCapacity()
     packer = Packer(lambda blocks: create_packing(policy, blocks)) if policy == "mell" else None
     kinds: list[type[Any]] = [
         WorkerReported,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from services.stack.access import BusAccess
-from services.stack.roll import RollCall
+from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import KvasirError

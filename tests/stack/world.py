@@ -11,13 +11,12 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.effects import Acknowledge, Cancel, Extend, Fetch, Submit
-from services.gateway.effects import Effect as StreamEffect
-from services.gateway.state import SchedulerView, WorkerTable
-from services.gateway.streams import Stream
-from services.gateway.timing import StreamTiming
-from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import (
+from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamTiming, Submit
+from services.gateway.core.effects import StreamEffect as StreamEffect
+from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.core.stream import Stream
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.effects import (
     AskPlacement,
     AskPull,
     AskSnapshot,
@@ -28,19 +27,19 @@ from services.scheduler.effects import (
     PublishWorkerLost,
     SendPlan,
 )
-from services.scheduler.effects import Effect as SchedulerEffect
+from services.scheduler.core.effects import Effect as SchedulerEffect
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory
-from services.scheduler.policy.vllm import VllmPolicy
-from services.scheduler.rules import Rules
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.extended import OwnPool, Pool
-from services.worker.kv.gate import CostGate
-from services.worker.kv.pool import BlockPool
-from services.worker.prefixes import Prefixes
-from services.worker.reports import Identity
-from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Effects, StepCore
-from services.worker.work import StepWork
+from services.scheduler.policy.first_come import VllmPolicy
+from services.worker.core.prefixes import Prefixes
+from services.worker.core.reports import Identity
+from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.step_work import StepWork
+from services.worker.core.steps import StepCore, StepEffects
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import OwnPool, Pool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from shared.errors import InvalidRequest
 from shared.messages.commands import CancelSequence, PlacementItem, TakeSnapshot
 from shared.messages.moves import (
@@ -344,7 +343,7 @@ class World(VirtualNet):
     def start_worker(self, worker: WorkerProcess) -> None:
         worker.alive, worker.busy, worker.beats = True, False, 0
         worker.incarnation += 1
-        limits = Limits(self.longest_tokens, 1000, 60.0, 10.0)
+        limits = SequenceLimits(self.longest_tokens, 1000, 60.0, 10.0)
         identity = Identity(
             worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here", "", FINGERPRINT
         )
@@ -361,7 +360,7 @@ class World(VirtualNet):
         self._every(BEAT_S, lambda: self._beat(worker), worker)
         self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
-    def _to_worker(self, sender: str, name: str, command: Callable[[StepCore], Effects]) -> None:
+    def _to_worker(self, sender: str, name: str, command: Callable[[StepCore], StepEffects]) -> None:
         worker = self.workers[name]
 
         def handle() -> None:
@@ -382,7 +381,7 @@ class World(VirtualNet):
         self.send(worker.name, self.gateway, lambda: self._on_beat(report))
         self.send(worker.name, self.scheduler, lambda: self._feed("on_worker_reported", report))
 
-    def _emit(self, worker: WorkerProcess, effects: Effects) -> None:
+    def _emit(self, worker: WorkerProcess, effects: StepEffects) -> None:
         for addressed in effects.frames:
             self.send(worker.name, self.gateway, partial(self._on_frame, addressed.frame))
         for event in effects.stepped:

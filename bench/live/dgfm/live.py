@@ -17,7 +17,7 @@ from typing import Any
 from bench.kit.load import Answer, Target, complete
 from bench.kit.stacks import Stack, start
 from services.stack.access import BusAccess
-from services.stack.roll import RollCall
+from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus, Handler, Listener

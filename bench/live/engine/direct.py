@@ -21,8 +21,8 @@ from bench.live.engine.duel import CELLS_FILE
 from bench.live.engine.workload import BatchCell, bodies
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
+from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.engine import Row
-from services.worker.sampling import Sampled, SamplePoint
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 

@@ -24,11 +24,11 @@ from bench.kit.provenance import ROOT
 from bench.kit.stacks import start
 from bench.kit.stats import percentile
 from bench.live.migrate.mover import Mover, Pause, Watch, mover, watch
-from services.placement.ways import Choice
+from services.placement.core.move_mode import ModeChoice
 from shared.errors import InternalError
 from shared.messages.moves import MoveMode, SequenceMoved
 
-CHOICES: dict[str, Choice] = {"kv": "kv", "tokens": "tokens", "adaptive": "adaptive", "cold": "tokens"}
+CHOICES: dict[str, ModeChoice] = {"kv": "kv", "tokens": "tokens", "adaptive": "adaptive", "cold": "tokens"}
 MODES = tuple(CHOICES)
 UNDER = ("load", "link", "busy")
 LINK_BYTES_PER_S = 3e6

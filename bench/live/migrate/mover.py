@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from services.placement.ways import Carrier, Choice, Ways, Wish
+from services.placement.core.move_mode import Carrier, ModeChoice, Ways, Wish
 from services.stack.access import BusAccess
 from services.stack.rundir import RunDirectory
 from shared import subjects
@@ -36,7 +36,7 @@ _EPOCH_S = 0.5
 class Mover:
     """`outcomes` are all moves that are over, in order."""
 
-    def __init__(self, bus: Bus, choice: Choice) -> None:
+    def __init__(self, bus: Bus, choice: ModeChoice) -> None:
         self._bus = bus
         self.ways = Ways(choice, _EPOCH_S)
         self.reports: dict[str, WorkerReported] = {}
@@ -119,7 +119,7 @@ def _tokens(listed: SequenceReport) -> int:
 
 
 @asynccontextmanager
-async def mover(run_dir: Path, choice: Choice = "tokens") -> AsyncIterator[Mover]:
+async def mover(run_dir: Path, choice: ModeChoice = "tokens") -> AsyncIterator[Mover]:
     """On the bus of the stack that runs from there."""
     run = RunDirectory(run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())

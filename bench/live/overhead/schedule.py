@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import VllmPolicy
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Engine, Row
-from services.worker.kv.pool import BlockPool
-from services.worker.sampling import SamplePoint
+from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling, SequenceKey
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from bench.kit.turns import order_of
 from bench.live.pie.sides import BLOCK_TOKENS, HOST_MB, Ground
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import load
+from services.worker.pie.core.sizes import slot_blocks
+from services.worker.pie.core.swap import Direction
 from services.worker.pie.settings import PieSettings
-from services.worker.pie.sizes import slot_blocks
-from services.worker.pie.swap import Direction
-from services.worker.sampling import SamplePoint
 from shared.messages.sequence import Sampling
 
 _BLOCKS_EACH = 8

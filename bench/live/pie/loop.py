@@ -11,8 +11,8 @@ from itertools import count
 
 import msgspec
 
-from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import (
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.effects import (
     AskPlacement,
     AskPrediction,
     AskSnapshot,
@@ -20,16 +20,16 @@ from services.scheduler.effects import (
     SendPlan,
     SequenceLeft,
 )
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.rules import Rules
+from services.worker.core.prefixes import Prefixes
+from services.worker.core.reports import Identity
+from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.steps import StepCore, StepEffects
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine_thread import row_of
 from services.worker.kv.store import KvStore
-from services.worker.prefixes import Prefixes
-from services.worker.reports import Identity
-from services.worker.runner import row_of
-from services.worker.sequences import Limits, SequenceTable
-from services.worker.steps import Effects, StepCore
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.messages.commands import TakeSnapshot
@@ -174,7 +174,7 @@ class Loop:
         self.batch_sum += len(work.items)
         self._deliver(self._core.finish_step(work, sampled, self.now_s, step_s))
 
-    def _deliver(self, effects: Effects) -> None:
+    def _deliver(self, effects: StepEffects) -> None:
         now_s = self.now_s
         for addressed in effects.frames:
             for delta in addressed.frame.deltas:
@@ -225,7 +225,9 @@ class Loop:
 
 def _worker_core(engine: TorchEngine, store: KvStore | None) -> StepCore:
     context_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
-    limits = Limits(context_tokens, engine.vocabulary, end_retention_s=_EVER_S, gateway_timeout_s=_EVER_S)
+    limits = SequenceLimits(
+        context_tokens, engine.vocabulary, end_retention_s=_EVER_S, gateway_timeout_s=_EVER_S
+    )
     identity = Identity("worker-0", 1, "bench", context_tokens, "here")
     if store is None:
         return StepCore(identity, SequenceTable(engine.make_pool(), limits))

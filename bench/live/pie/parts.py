@@ -12,7 +12,7 @@ from bench.live.pie import stack as stacks
 from bench.live.pie.arena import Arena
 from bench.live.pie.rounds import SideResult, measure, measure_work, same_text_share, spread
 from bench.live.pie.sides import AUTO, RECOMPUTE, SWAP, fixed, synchronous
-from services.worker.pie.sizes import LEAST_FIFO_LAYERS, expansion, most_fifo_layers
+from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, expansion, most_fifo_layers
 
 _NARROW_BYTES_S = 30e6
 _SEARCH_FROM = 1.3

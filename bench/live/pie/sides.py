@@ -14,7 +14,7 @@ from bench.live.pie.loop import Loop, Request
 from services.scheduler.policy.contract import PolicySettings
 from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import load
-from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.pie.settings import PieSettings
 

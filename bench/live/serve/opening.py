@@ -28,7 +28,7 @@ from bench.live.serve.sides import (
     start_peer,
     train_regressor,
 )
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
 from shared.messages.sequence import pack_tokens
 

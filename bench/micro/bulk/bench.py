@@ -13,7 +13,7 @@ import numpy as np
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.micro.bulk.sides import BareSocket, Linked, Memcpy, Transfer
-from services.worker.bulk.base import Buffer
+from services.worker.peers.transport.base import Buffer
 from shared.errors import ConfigError
 
 MIB = 1 << 20

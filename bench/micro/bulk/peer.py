@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.bulk.base import Buffer, Peer, Reply
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.settings import BulkConfig, make_transports
+from services.worker.peers.transport.base import Buffer, Peer, Reply
+from services.worker.peers.transport.settings import BulkConfig, make_transports
+from services.worker.peers.transport.tickets import WorkerDesk
 
 ASKING, ANSWERING = Peer("bench-asking", 1), Peer("bench-answering", 1)
 MOST_BYTES = 256 << 20

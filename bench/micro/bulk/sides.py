@@ -11,9 +11,9 @@ import numpy as np
 
 from bench.kit.provenance import ROOT
 from bench.micro.bulk.peer import ANSWERING, ASKING
-from services.worker.bulk.base import Buffer
-from services.worker.bulk.settings import BulkConfig, make_transports
-from services.worker.bulk.tcp import split_address
+from services.worker.peers.transport.base import Buffer
+from services.worker.peers.transport.settings import BulkConfig, make_transports
+from services.worker.peers.transport.tcp import split_address
 from shared.errors import InternalError
 
 _DEADLINE_S = 60.0

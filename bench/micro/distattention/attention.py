@@ -17,12 +17,12 @@ from bench.kit.stats import ratio_of
 from bench.kit.turns import alternate
 from bench.micro.distattention.creditor import GRANT, Settings, fill, make_attention
 from bench.micro.distattention.lenders import lenders
-from services.worker.bulk.base import Link
-from services.worker.dist.cost import Mode, Speeds, Work, choose_mode
-from services.worker.dist.debtor import Debtor
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.layout import Span
 from services.worker.engine.paged import Shape
+from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
+from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.transport.base import PeerLink
 
 BLOCK_TOKENS = 16
 LAYER = (8, 128, 128)
@@ -38,10 +38,10 @@ class Chosen:
     """A chooser that is told, or left to the measured costs."""
 
     def __init__(self) -> None:
-        self.mode: Mode | None = Mode.SHIP
-        self.last = Mode.SHIP
+        self.mode: ShipMode | None = ShipMode.SHIP
+        self.last = ShipMode.SHIP
 
-    def __call__(self, work: Work, speeds: Speeds) -> Mode:
+    def __call__(self, work: Work, speeds: CreditorSpeeds) -> ShipMode:
         self.last = self.mode or choose_mode(work, speeds)
         return self.last
 
@@ -108,7 +108,7 @@ class Sides:
         return float((attend(self.divided, queries) - attend(self.whole, queries)).abs().max())
 
 
-def make_sides(links: list[Link], blocks: int, own_blocks: int) -> Sides:
+def make_sides(links: list[PeerLink], blocks: int, own_blocks: int) -> Sides:
     """Ids below `own_blocks` are the debtor's own, those above the creditors', `blocks` of each."""
     whole = make_attention((LAYER,), own_blocks + len(links) * blocks, BLOCK_TOKENS)
     divided = make_attention((LAYER,), own_blocks, BLOCK_TOKENS)
@@ -138,7 +138,7 @@ def measure_error(core: int, cases: int) -> float:
     with lenders(settings(3, blocks, core)) as links:
         sides = make_sides(links, blocks, blocks)
         for case in range(cases):
-            sides.chosen.mode = (Mode.SHIP, Mode.FETCH)[case % 2]
+            sides.chosen.mode = (ShipMode.SHIP, ShipMode.FETCH)[case % 2]
             order = torch.randperm(4 * blocks, generator=generator).tolist()
             rows = []
             for length, count in ((700, 1), (333, 1), (511, 40), (5, 1), (300, 129)):
@@ -164,7 +164,7 @@ class LayerTimes:
     """Half the keys here, half there, against undivided."""
     fetch_ratio: float
     """Fetched against shipped."""
-    chosen: Mode
+    chosen: ShipMode
     """What the measured costs choose."""
 
     @property
@@ -196,10 +196,10 @@ def _measure(sides: Sides, most: int, tokens: int, count: int, turns: int) -> La
     mixed = [most + index if index % 2 else index for index in range(needed)]
     half = make_queries([(tokens, count, mixed)], generator)
     sides_of = (
-        partial(_timed, sides, sides.whole, there, Mode.SHIP),
-        partial(_timed, sides, sides.divided, there, Mode.SHIP),
-        partial(_timed, sides, sides.divided, half, Mode.SHIP),
-        partial(_timed, sides, sides.divided, there, Mode.FETCH),
+        partial(_timed, sides, sides.whole, there, ShipMode.SHIP),
+        partial(_timed, sides, sides.divided, there, ShipMode.SHIP),
+        partial(_timed, sides, sides.divided, half, ShipMode.SHIP),
+        partial(_timed, sides, sides.divided, there, ShipMode.FETCH),
     )
     for side in sides_of:
         side()
@@ -219,7 +219,7 @@ def _measure(sides: Sides, most: int, tokens: int, count: int, turns: int) -> La
     )
 
 
-def _timed(sides: Sides, attention: PagedAttention, queries: Queries, mode: Mode) -> float:
+def _timed(sides: Sides, attention: PagedAttention, queries: Queries, mode: ShipMode) -> float:
     sides.chosen.mode = mode
     began_s = time.perf_counter()
     attend(attention, queries)

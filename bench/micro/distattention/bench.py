@@ -18,7 +18,7 @@ from bench.micro.distattention.attention import LAYER, Q_HEADS, LayerTimes, meas
 from bench.micro.distattention.longest import measure_longest
 from bench.micro.distattention.picture import draw
 from services.worker.cores import bind_to
-from services.worker.dist.cost import Mode
+from services.worker.peers.attention.core.cost import ShipMode
 
 _WORKERS = 4
 _COLUMNS = ("rows", "context", "undivided ms", "shipped ms", "fetched ms", "overhead", "half here", "chosen")
@@ -97,7 +97,7 @@ def _figures(cells: list[LayerTimes]) -> dict[str, float]:
 
 def _regret(cell: LayerTimes) -> float:
     """How much slower what the costs choose is than the better way."""
-    chosen = cell.ship_s if cell.chosen is Mode.SHIP else cell.fetch_s
+    chosen = cell.ship_s if cell.chosen is ShipMode.SHIP else cell.fetch_s
     return chosen / min(cell.ship_s, cell.fetch_s) - 1
 
 

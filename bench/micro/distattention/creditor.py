@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 import torch
 
-from services.worker.bulk.base import Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.tcp import TcpTransport
 from services.worker.cores import bind_to
-from services.worker.dist.budget import ComputeBudget
-from services.worker.dist.creditor import Creditor
-from services.worker.dist.grants import GrantBook
-from services.worker.dist.messages import GrantRef
 from services.worker.engine.attention import LayerShape, PagedAttention
+from services.worker.peers.attention.core.cost import ComputeBudget
+from services.worker.peers.attention.creditor import Creditor, GrantBook
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.transport.tickets import WorkerDesk
 
 DEBTOR = Peer("bench-debtor", 1)
 GRANT = GrantRef(1, 1)

@@ -10,18 +10,18 @@ import msgspec
 
 from bench.kit.provenance import ROOT
 from bench.micro.distattention.creditor import DEBTOR, Settings
-from services.worker.bulk.base import Link, Peer
-from services.worker.bulk.tcp import TcpTransport
+from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import InternalError
 
 _DIAL_S = 10.0
 
 
 @contextmanager
-def lenders(settings: Sequence[Settings]) -> Iterator[list[Link]]:
+def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
     """A link to each. Raises InternalError when one does not start."""
     started = [_start(each) for each in settings]
-    links: list[Link] = []
+    links: list[PeerLink] = []
     try:
         for each, process in zip(settings, started, strict=True):
             assert process.stdout is not None

@@ -10,11 +10,11 @@ import torch
 
 from bench.micro.distattention.creditor import GRANT, Settings
 from bench.micro.distattention.lenders import lenders
-from services.worker.dist.debtor import Debtor
-from services.worker.dist.staging import HALVES
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import LoadedModel, load
-from services.worker.sampling import SamplePoint
+from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.staging import HALVES
 from shared.messages.sequence import Sampling
 
 BLOCK_TOKENS = 16

@@ -16,7 +16,7 @@ from bench.live.chats import LiveRun, chat_bodies, live_stack, run_load
 from bench.simulated.ecoserve.measures import measure_reference
 from bench.simulated.experiment.grid import Experiment, GridCell
 from sim.case import Case, run_case
-from sim.requests import RequestRecord
+from sim.requests import ServedRecord
 from sim.summary import summarize
 from sim.workloads import WORKLOADS, Source, find_source
 
@@ -64,7 +64,7 @@ def answer_simulated(question: CellQuestion) -> CellAnswer:
     return CellAnswer(summarize(outcome, level) | {"failures": 0.0}, [_row(one) for one in outcome.records])
 
 
-def _row(record: RequestRecord) -> dict[str, Any]:
+def _row(record: ServedRecord) -> dict[str, Any]:
     return {
         "arrival_s": record.request.arrival_s,
         "prompt_tokens": record.request.prompt_tokens,

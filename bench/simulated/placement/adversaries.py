@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from services.placement.policy import create_packing
 from services.placement.policy.bounds import lower_bound
-from services.placement.policy.packing import PackingPolicy
+from services.placement.policy.contract import PackingPolicy
 
 CAPACITY = 1000
 ADDITIVE = 6

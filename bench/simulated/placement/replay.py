@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from bench.simulated.placement.jobs import BLOCK_TOKENS, Hardware, Job
 from services.placement.policy import create_packing
 from services.placement.policy.bounds import lower_bound
+from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from services.placement.policy.load_balance import LoadBalance
-from services.placement.policy.packing import Action, Effects, Operation, PackingPolicy
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Tally:
     def mean_gpus(self) -> float:
         return self.gpu_epochs / self.epochs
 
-    def note(self, effects: Effects, operations: int) -> None:
+    def note(self, effects: PackingEffects, operations: int) -> None:
         self.moves += len(effects.moves)
         self.item_moves += effects.item_moves
         self.recomputes += effects.recomputes

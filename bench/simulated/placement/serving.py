@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bench.simulated.placement.jobs import Hardware, Job
 from bench.simulated.placement.replay import Replay
 from services.placement.policy import create_packing
-from services.placement.policy.packing import Operation, PackingPolicy
+from services.placement.policy.contract import Operation, PackingPolicy
 
 WITHOUT = ("best_fit", "worst_fit")
 WITH = ("mell", "load_balance")

@@ -1,22 +1,20 @@
 """Placement policies, by name. The entry-point group `kvasir.placement.policies` adds others from outside.
 
-Two kinds. A `PlacementPolicy` picks one of the workers that can take a sequence; which those are is not its
-business (`services.placement.state`). A `PackingPolicy` keeps the books itself, decides which worker is in
-use at all, and moves sequences.
+Two kinds. A `PlacementPolicy` picks one of the workers that can take a sequence; which those are is not
+its business (`services.placement.core.fleet`). A `PackingPolicy` keeps the books itself, decides which
+worker is in use at all, and moves sequences.
 """
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from services.placement.policy.base import PlacementPolicy
-from services.placement.policy.best_fit import BestFit
-from services.placement.policy.dispatch import Dispatch
+from services.placement.policy.contract import PackingPolicy, PlacementPolicy
+from services.placement.policy.dispatch import DispatchPolicy
+from services.placement.policy.fit import BestFit, WorstFit
 from services.placement.policy.load_balance import LoadBalance
 from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import EAGER
-from services.placement.policy.packing import PackingPolicy
 from services.placement.policy.prefix_aware import PrefixAware
-from services.placement.policy.worst_fit import WorstFit
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.placement.policies"
@@ -30,8 +28,8 @@ LIVE_PACKINGS = ("mell", "mell_eager", "load_balance")
 PACKINGS: dict[str, Callable[[int], PackingPolicy]] = {
     "mell": Mell,
     "mell_eager": lambda capacity_blocks: Mell(capacity_blocks, EAGER),
-    "best_fit": lambda capacity_blocks: Dispatch(capacity_blocks, is_tight=True),
-    "worst_fit": lambda capacity_blocks: Dispatch(capacity_blocks, is_tight=False),
+    "best_fit": lambda capacity_blocks: DispatchPolicy(capacity_blocks, is_tight=True),
+    "worst_fit": lambda capacity_blocks: DispatchPolicy(capacity_blocks, is_tight=False),
     "load_balance": LoadBalance,
 }
 

@@ -6,7 +6,7 @@ For tests and benches: both look at all items and are not cheap. It knows MELL's
 from collections.abc import Iterable
 
 from services.placement.policy.mell.cluster import LARGE, MEDIUM, SMALL, TINY, Cluster, Gpu
-from services.placement.policy.mell.sizes import class_of
+from services.placement.policy.mell.settings import class_of
 
 
 def lower_bound(sizes: Iterable[int], capacity: int) -> int:

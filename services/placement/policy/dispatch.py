@@ -9,7 +9,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.placement.policy.packing import Action, Effects, Move, Operation, RequestId, check_blocks
+from services.placement.policy.contract import (
+    Action,
+    Operation,
+    PackedMove,
+    PackingEffects,
+    RequestId,
+    check_blocks,
+)
 from services.placement.policy.size_index import SizeIndex
 
 
@@ -22,7 +29,7 @@ class Bin:
     requests: dict[RequestId, int] = field(default_factory=dict)
 
 
-class Dispatch:
+class DispatchPolicy:
     """A packing policy without migration. `is_tight`: best fit, else worst fit."""
 
     def __init__(self, capacity_blocks: int, *, is_tight: bool) -> None:
@@ -32,7 +39,7 @@ class Dispatch:
         self.homes: dict[RequestId, Bin] = {}
         self._is_tight = is_tight
         self._by_free: SizeIndex[Bin] = SizeIndex()
-        self._effects = Effects()
+        self._effects = PackingEffects()
 
     @property
     def active_workers(self) -> int:
@@ -57,12 +64,12 @@ class Dispatch:
         home = self.homes.get(request)
         return home.worker_id if home is not None else None
 
-    def allocate(self, request: RequestId, blocks: int) -> Effects:
+    def allocate(self, request: RequestId, blocks: int) -> PackingEffects:
         """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
         self._allocate(request, blocks)
         return self._close()
 
-    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> PackingEffects:
         """Only where there is room: nobody leaves for it. Raises as `allocate` does, and KeyError for a
         worker that is not known."""
         check_blocks(request, blocks, self.capacity_blocks)
@@ -81,17 +88,17 @@ class Dispatch:
             self._effects.placed[request] = worker_id
         return self._close()
 
-    def grow(self, request: RequestId, blocks: int) -> Effects:
+    def grow(self, request: RequestId, blocks: int) -> PackingEffects:
         """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
         self._grow(request, blocks)
         return self._close()
 
-    def end(self, request: RequestId) -> Effects:
+    def end(self, request: RequestId) -> PackingEffects:
         """Raises KeyError."""
         self._end(request)
         return self._close()
 
-    def apply(self, operations: Iterable[Operation]) -> Effects:
+    def apply(self, operations: Iterable[Operation]) -> PackingEffects:
         for operation in sorted(operations, key=lambda one: one.action.value):
             if operation.action is Action.END:
                 self._end(operation.request)
@@ -153,7 +160,7 @@ class Dispatch:
             self._effects.displaced.append(request)
             return
         self._put(request, blocks, target)
-        self._effects.moves.append(Move(request, source.worker_id, target.worker_id, blocks))
+        self._effects.moves.append(PackedMove(request, source.worker_id, target.worker_id, blocks))
         self._effects.recomputes += is_recompute
 
     def _room(self, blocks: int, avoided: Bin | None = None) -> Bin | None:
@@ -217,12 +224,12 @@ class Dispatch:
     def _rebalance(self) -> None:
         """Once an epoch; nothing, without migration."""
 
-    def _close(self) -> Effects:
+    def _close(self) -> PackingEffects:
         effects = self._effects
         for worker_id in {move.source: None for move in effects.moves}:
             home = self.bins.get(worker_id)
             if home is not None and not home.requests:
                 self._retire(home)
         effects.item_moves = len(effects.moves)
-        self._effects = Effects()
+        self._effects = PackingEffects()
         return effects

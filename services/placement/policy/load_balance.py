@@ -5,12 +5,12 @@ free blocks per request, and gives it its shortest request, as long as that make
 outgrows its worker sends the shortest requests away. It never empties a worker on purpose.
 """
 
-from services.placement.policy.dispatch import Bin, Dispatch
-from services.placement.policy.packing import Move, RequestId
+from services.placement.policy.contract import PackedMove, RequestId
+from services.placement.policy.dispatch import Bin, DispatchPolicy
 from services.placement.policy.size_index import SizeIndex
 
 
-class LoadBalance(Dispatch):
+class LoadBalance(DispatchPolicy):
     """Only workers with less than `relief_share` of their capacity free per request give any away; 1: all."""
 
     def __init__(self, capacity_blocks: int, *, relief_share: float = 1.0) -> None:
@@ -53,7 +53,7 @@ class LoadBalance(Dispatch):
     def _migrate(self, request: RequestId, blocks: int, target: Bin) -> None:
         source = self._take(request)
         self._put(request, blocks, target)
-        self._effects.moves.append(Move(request, source.worker_id, target.worker_id, blocks))
+        self._effects.moves.append(PackedMove(request, source.worker_id, target.worker_id, blocks))
 
 
 def _freeness(one: Bin) -> int:

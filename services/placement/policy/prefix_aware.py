@@ -7,8 +7,8 @@ Source: `algorithms.md` §5; the form of the cost is that of Dynamo's KV router.
 
 from collections.abc import Sequence
 
-from services.placement.policy.base import Room
-from services.placement.policy.worst_fit import WorstFit
+from services.placement.policy.contract import Room
+from services.placement.policy.fit import WorstFit
 
 SAVED = (1.0, 0.9, 0.6)
 """Of a token's computation, when it is found in that tier: loading takes time as well."""

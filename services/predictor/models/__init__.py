@@ -8,9 +8,9 @@ the group `kvasir.predictor.models`, whose value is a `base.ModelFactory`. What 
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from services.predictor.models.base import LengthModel, ModelFactory, ModelSettings
+from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.length_model import LengthModel, ModelFactory, ModelSettings
 from services.predictor.models.constant import ConstantModel
-from services.predictor.models.histogram import HistogramModel
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.predictor.models"

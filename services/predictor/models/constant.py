@@ -1,6 +1,6 @@
 """The same guess for every prompt: what a system without a predictor does. It learns nothing."""
 
-from services.predictor.models.base import LengthSample, PredictedLength
+from services.predictor.core.length_model import LengthSample, PredictedLength
 
 
 class ConstantModel:

@@ -19,10 +19,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.predictor.files import write_whole
-from services.predictor.models import bins
-from services.predictor.models.base import LengthQuery, LengthSample, ModelSettings, PredictedLength
-from services.predictor.models.distribution import Floats, summarize
+from services.predictor.core import distribution
+from services.predictor.core.distribution import Floats, summarize
+from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings, PredictedLength
+from services.predictor.samples import write_whole
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import unpack_tokens
 
@@ -172,10 +172,10 @@ def _class_logits(model: Any, prompts: Sequence[bytes]) -> Tensor:
 
 
 def _spread() -> Floats:
-    """How a bin of lengths is spread over the finer `bins`, evenly in logarithms: [CLASSES, bins.COUNT]."""
+    """How a bin of lengths is spread over the finer ones, evenly in logarithms: [CLASSES, COUNT]."""
     edges = class_edges()
-    upper = np.log(bins.UPPER + 0.5)
-    spread = np.zeros((CLASSES, bins.COUNT))
+    upper = np.log(distribution.UPPER + 0.5)
+    spread = np.zeros((CLASSES, distribution.COUNT))
     low = math.log(0.5)
     for row, edge in enumerate(edges):
         high = math.log(edge + 0.5)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.predictor.models.curve import LEVELS
-from services.predictor.models.distribution import Floats
-from services.predictor.models.features import BUCKETS, DENSE, Features
+from services.predictor.core.curve import LEVELS
+from services.predictor.core.distribution import Floats
+from services.predictor.core.features import BUCKETS, DENSE, Features
 
 WIDTH = 32
 HIDDEN = 64

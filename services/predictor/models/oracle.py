@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from services.predictor.models.base import LengthSample, ModelSettings, PredictedLength
-from services.predictor.models.histogram import HistogramModel
+from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.length_model import LengthSample, ModelSettings, PredictedLength
 from services.predictor.samples import load_tokenizer, read_samples
 
 _MOST_PROMPTS = 200_000

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from services.predictor.core.curve import predict_from
+from services.predictor.core.features import features_of
+from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings, PredictedLength
 from services.predictor.models import versions
-from services.predictor.models.base import LengthQuery, LengthSample, ModelSettings, PredictedLength
-from services.predictor.models.curve import predict_from
-from services.predictor.models.features import features_of
-from services.predictor.models.histogram import HistogramModel
 from services.predictor.models.network import lengths_of
 from services.predictor.models.versions import Trained
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.predictor.models.base import LengthSample
-from services.predictor.models.curve import LEVELS
-from services.predictor.models.features import Features, features_of
+from services.predictor.core.curve import LEVELS
+from services.predictor.core.features import Features, features_of
+from services.predictor.core.length_model import LengthSample
 from services.predictor.models.network import Ensemble, Member
 from shared.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ _CHUNK_FEATURES = 500
 _WARM_SHARE = 0.1
 
 Rows = npt.NDArray[np.int64]
-Progress = Callable[[int, int, float], None]
+TrainingProgress = Callable[[int, int, float], None]
 """(epochs done, epochs in all, MAE in tokens on what was left out)"""
 
 
@@ -69,7 +69,7 @@ def train(
     plan: TrainingPlan | None = None,
     *,
     should_stop: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda done, total, mae: None,
+    progress: TrainingProgress = lambda done, total, mae: None,
 ) -> Ensemble:
     """An ensemble of those members that were done before `should_stop`.
 
@@ -89,7 +89,10 @@ def train(
 
 
 def _train(
-    samples: Sequence[LengthSample], plan: TrainingPlan, should_stop: Callable[[], bool], progress: Progress
+    samples: Sequence[LengthSample],
+    plan: TrainingPlan,
+    should_stop: Callable[[], bool],
+    progress: TrainingProgress,
 ) -> Ensemble:
     data = _data_of(samples)
     epochs = plan.epochs_for(len(data))

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from services.predictor.files import write_whole
-from services.predictor.models.features import BUCKETS, DENSE, HEAD_GRAMS, LONGEST_GRAM
+from services.predictor.core.features import BUCKETS, DENSE, HEAD_GRAMS, LONGEST_GRAM
 from services.predictor.models.network import HIDDEN, WIDTH, Ensemble
+from services.predictor.samples import write_whole
 from shared.errors import ConfigError
 
 _NAME = re.compile(r"regressor-(\d{6})\.safetensors")

@@ -14,14 +14,12 @@ from services.scheduler.policy.ecoserve.variants import (
     EcoServeSD,
     EcoServeSDO,
 )
-from services.scheduler.policy.fastgen import FastGenPolicy
 from services.scheduler.policy.fastserve import FastServePolicy
+from services.scheduler.policy.first_come import FastGenPolicy, OrcaPolicy, VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.multires import MultiResPolicy
-from services.scheduler.policy.orca import OrcaPolicy
-from services.scheduler.policy.srtf import SrtfPolicy
+from services.scheduler.policy.ranked import SrtfPolicy
 from services.scheduler.policy.sync_coupled import SyncCoupledPolicy
-from services.scheduler.policy.vllm import VllmPolicy
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.scheduler.policies"

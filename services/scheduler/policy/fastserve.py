@@ -15,10 +15,16 @@ papers/003 §2 uses it, with max-allocation; algorithms.md §1.
 from dataclasses import dataclass
 from typing import Any
 
-from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.contract import (
+    Holding,
+    PlannedBatch,
+    PolicySettings,
+    Task,
+    WorkerShape,
+    read_options,
+)
 from services.scheduler.policy.line import Line
-from services.scheduler.policy.options import read_options
-from services.scheduler.policy.progress import Entry, Stage
+from services.scheduler.policy.progress import TaskEntry, TaskStage
 from services.scheduler.policy.ranked import RankedPolicy
 from shared.messages.sequence import SequenceKey
 
@@ -49,7 +55,7 @@ class FastServePolicy(RankedPolicy):
         self._joins = 0
         self._step_prefill_tokens = float(settings.token_budget)
         """Prompt tokens that take as long as one decode step."""
-        self._neglected: Line[Entry] = Line(self._neglect)
+        self._neglected: Line[TaskEntry] = Line(self._neglect)
         """Those that wait below the top level, the longest unserved first."""
         super().__init__(shape, settings)
 
@@ -77,7 +83,7 @@ class FastServePolicy(RankedPolicy):
         if batch is not None:
             for prefill in batch.prefills:
                 entry = self._entries[prefill.key]
-                self._serve(prefill.key, int(entry.stage is not Stage.PREFILLING), now_s)
+                self._serve(prefill.key, int(entry.stage is not TaskStage.PREFILLING), now_s)
             for decode in batch.decodes:
                 self._serve(decode.key, decode.tokens, now_s)
             self._sort_running()
@@ -92,20 +98,20 @@ class FastServePolicy(RankedPolicy):
         assert set(map(id, below)) == set(map(id, self._neglected)) and len(below) == len(self._neglected)
         self._neglected.check_integrity()
 
-    def _rank(self, entry: Entry) -> Any:
+    def _rank(self, entry: TaskEntry) -> Any:
         turn = self._turns[entry.task.key]
         return (turn.level, turn.joined)
 
-    def _neglect(self, entry: Entry) -> Any:
+    def _neglect(self, entry: TaskEntry) -> Any:
         turn = self._turns[entry.task.key]
         return (turn.served_s, turn.joined)
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: TaskEntry) -> None:
         super()._enqueue(entry)
         if self._turns[entry.task.key].level > 0:
             self._neglected.add(entry)
 
-    def _dequeue(self, entry: Entry) -> None:
+    def _dequeue(self, entry: TaskEntry) -> None:
         super()._dequeue(entry)
         self._neglected.discard(entry)
 
@@ -141,5 +147,5 @@ class FastServePolicy(RankedPolicy):
                 self._turns[entry.task.key] = self._join(0, now_s)
         self._sort_running()
 
-    def _is_starved(self, entry: Entry, now_s: float) -> bool:
+    def _is_starved(self, entry: TaskEntry, now_s: float) -> bool:
         return now_s - self._turns[entry.task.key].served_s >= self._starve_s

@@ -11,20 +11,25 @@ How many blocks a sequence is given, and when a waiting one may start, is each p
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.scheduler.policy.contract import (
+    Holding,
     PlannedBatch,
     PlannedDecode,
     PlannedPreemption,
     PlannedPrefill,
+    PolicySettings,
+    Task,
+    WorkerShape,
+    read_options,
 )
-from services.scheduler.policy.progress import Entry, Projection, Stage
+from services.scheduler.policy.progress import Projection, TaskEntry, TaskStage
 from shared.messages.sequence import SequenceKey
 
 
 @dataclass(slots=True)
-class Draft:
+class BatchDraft:
     """A batch in the making; except for preemptions nothing is projected until it is committed."""
 
     decodes: dict[SequenceKey, int]
@@ -36,7 +41,7 @@ class Draft:
     free_blocks: int
     start_tokens: int = 0
 
-    def blocks_of(self, entry: Entry) -> int:
+    def blocks_of(self, entry: TaskEntry) -> int:
         """What `entry` holds once this batch is applied."""
         key = entry.task.key
         if key in self.prefills:
@@ -48,25 +53,25 @@ class FirstComePolicy(Projection, ABC):
     """One worker's batches, but for `plan`. A subclass fulfils `contract.BatchPolicy`."""
 
     @abstractmethod
-    def _target_blocks(self, entry: Entry, tokens: int) -> int:
+    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
         """What `entry` should hold before `tokens` of its tokens are in the cache; at least enough for
         those."""
 
     @abstractmethod
-    def _can_start(self, draft: Draft, entry: Entry) -> bool:
+    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
         """Whether the free blocks allow a waiting sequence to start now."""
 
-    def _draft(self) -> Draft:
+    def _draft(self) -> BatchDraft:
         """What runs already, as far as it gets into the next batch."""
-        draft = Draft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
+        draft = BatchDraft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
         self._shed(draft)
-        for entry in [entry for entry in self._running if entry.stage is Stage.DECODING]:
+        for entry in [entry for entry in self._running if entry.stage is TaskStage.DECODING]:
             self._draft_decode(draft, entry)
-        for entry in [entry for entry in self._running if entry.stage is Stage.PREFILLING]:
+        for entry in [entry for entry in self._running if entry.stage is TaskStage.PREFILLING]:
             self._draft_chunk(draft, entry)
         return draft
 
-    def _shed(self, draft: Draft) -> None:
+    def _shed(self, draft: BatchDraft) -> None:
         """Give back what a shrunken worker no longer has, newest first."""
         while draft.free_blocks < 0:
             victim = self._newest()
@@ -74,16 +79,16 @@ class FirstComePolicy(Projection, ABC):
                 return
             self._preempt(draft, victim)
 
-    def _draft_decode(self, draft: Draft, entry: Entry) -> None:
-        if entry.stage is Stage.DECODING and self._has_room(draft):
+    def _draft_decode(self, draft: BatchDraft, entry: TaskEntry) -> None:
+        if entry.stage is TaskStage.DECODING and self._has_room(draft):
             blocks = self._secure(draft, entry, entry.computed_tokens + 1)
             if blocks is not None:
                 draft.decodes[entry.task.key] = blocks
                 draft.budget_tokens -= 1
 
-    def _draft_chunk(self, draft: Draft, entry: Entry) -> None:
+    def _draft_chunk(self, draft: BatchDraft, entry: TaskEntry) -> None:
         chunk = self._chunk(draft, entry.prefill_tokens - entry.computed_tokens)
-        if entry.stage is not Stage.PREFILLING or chunk == 0 or not self._has_room(draft):
+        if entry.stage is not TaskStage.PREFILLING or chunk == 0 or not self._has_room(draft):
             return
         end = entry.computed_tokens + chunk
         blocks = self._secure(draft, entry, end)
@@ -91,18 +96,18 @@ class FirstComePolicy(Projection, ABC):
             draft.prefills[entry.task.key] = (end, blocks)
             draft.budget_tokens -= chunk
 
-    def _has_room(self, draft: Draft) -> bool:
+    def _has_room(self, draft: BatchDraft) -> bool:
         """More may run than a batch holds: after an adoption, or when a batch that would have ended some
         was cut."""
         return len(draft.decodes) + len(draft.prefills) < self._settings.max_batch_sequences
 
-    def _chunk(self, draft: Draft, rest: int) -> int:
+    def _chunk(self, draft: BatchDraft, rest: int) -> int:
         """Tokens of a prompt with `rest` to go that this step may compute; 0 is none."""
         if self._settings.chunked_prefill:
             return max(0, min(rest, draft.budget_tokens))
         return rest if rest <= draft.budget_tokens or not draft.prefills else 0
 
-    def _secure(self, draft: Draft, entry: Entry, tokens: int) -> int | None:
+    def _secure(self, draft: BatchDraft, entry: TaskEntry, tokens: int) -> int | None:
         """Blocks that `entry` holds after the batch: its target where that is free, else what `tokens` need.
 
         For the latter newer ones are preempted, or in the end itself (None). While blocks of complete
@@ -122,10 +127,12 @@ class FirstComePolicy(Projection, ABC):
         draft.free_blocks -= target - held
         return target
 
-    def _newest(self) -> Entry | None:
-        return next((entry for entry in reversed(self._running) if entry.stage is not Stage.COMPLETE), None)
+    def _newest(self) -> TaskEntry | None:
+        return next(
+            (entry for entry in reversed(self._running) if entry.stage is not TaskStage.COMPLETE), None
+        )
 
-    def _preempt(self, draft: Draft, victim: Entry) -> None:
+    def _preempt(self, draft: BatchDraft, victim: TaskEntry) -> None:
         """Preemptions are projected at once: a victim is nobody's item any more."""
         key = victim.task.key
         draft.free_blocks += draft.blocks_of(victim)
@@ -136,15 +143,15 @@ class FirstComePolicy(Projection, ABC):
         draft.preempted[key] = PlannedPreemption(key, victim.allocated_blocks, victim.computed_tokens)
         self._release(victim)
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, draft: BatchDraft) -> None:
         """Start waiting prompts in order; the first that does not fit now holds back the rest."""
-        batch = sum(entry.stage is not Stage.COMPLETE for entry in self._running)
+        batch = sum(entry.stage is not TaskStage.COMPLETE for entry in self._running)
         for entry in self._candidates(draft):
             if batch >= self._settings.max_batch_sequences or not self._draft_start(draft, entry):
                 return
             batch += 1
 
-    def _draft_start(self, draft: Draft, entry: Entry) -> bool:
+    def _draft_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
         """The first chunk of one that waits. False when nobody else may start after it."""
         total = entry.prefill_tokens
         chunk = self._chunk(draft, total)
@@ -158,17 +165,17 @@ class FirstComePolicy(Projection, ABC):
         draft.start_tokens += total
         return chunk == total
 
-    def _candidates(self, draft: Draft) -> Iterator[Entry]:
+    def _candidates(self, draft: BatchDraft) -> Iterator[TaskEntry]:
         """Who is to start next, as the draft stands when the next one is asked for."""
         return self._startable()
 
-    def _startable(self) -> Iterator[Entry]:
+    def _startable(self) -> Iterator[TaskEntry]:
         """Waiting entries in order, without those that can never fit: they must not hold anybody up."""
         return (
             entry for entry in self._waiting if self._blocks(entry.task.limit_tokens) <= self._capacity_blocks
         )
 
-    def _commit(self, draft: Draft) -> PlannedBatch | None:
+    def _commit(self, draft: BatchDraft) -> PlannedBatch | None:
         """Project the draft and put it into words; None when there is nothing in it."""
         if not (draft.decodes or draft.prefills or draft.preempted):
             return None
@@ -177,7 +184,7 @@ class FirstComePolicy(Projection, ABC):
         for key, (end, blocks) in draft.prefills.items():
             entry = self._entries[key]
             prefills.append(PlannedPrefill(key, entry.computed_tokens, end, blocks))
-            if entry.stage is Stage.WAITING:
+            if entry.stage is TaskStage.WAITING:
                 self._start(entry)
             self._grow(entry, end, blocks, 1 if end == entry.prefill_tokens else 0)
         for key, blocks in draft.decodes.items():
@@ -192,7 +199,7 @@ class FirstComePolicy(Projection, ABC):
             decodes=tuple(decodes),
         )
 
-    def _steps(self, draft: Draft) -> int:
+    def _steps(self, draft: BatchDraft) -> int:
         """The most steps for which nothing can change and the blocks last; the allocations in the draft
         grow with it."""
         if draft.prefills or draft.preempted or any(True for _ in self._startable()):
@@ -206,6 +213,101 @@ class FirstComePolicy(Projection, ABC):
                 return steps
         return 1
 
-    def _grown_blocks(self, draft: Draft, entry: Entry, steps: int) -> int:
+    def _grown_blocks(self, draft: BatchDraft, entry: TaskEntry, steps: int) -> int:
         tokens = entry.computed_tokens + min(steps, entry.missing_tokens)
         return max(draft.blocks_of(entry), self._blocks(tokens))
+
+
+class VllmPolicy(FirstComePolicy):
+    """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        read_options("vllm", settings.options, {})
+        super().__init__(shape, settings)
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        draft = self._draft()
+        if not draft.preempted:
+            self._admit(draft)
+        return self._commit(draft)
+
+    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
+        return self._blocks(tokens)
+
+    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+        """The headroom is left to those that run, so that a start is not followed by a preemption at
+        once."""
+        headroom_blocks = self._capacity_blocks // 100 if draft.decodes or draft.prefills else 0
+        return self._blocks(entry.prefill_tokens) <= draft.free_blocks - headroom_blocks
+
+
+class OrcaPolicy(FirstComePolicy):
+    """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        read_options("orca", settings.options, {})
+        super().__init__(shape, settings)
+        self._adopted: set[SequenceKey] = set()
+        """Those that may hold less than their maximum."""
+
+    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
+        super().on_adopted(task, holding, now_s)
+        if self._entries[task.key].allocated_blocks < self._blocks(task.limit_tokens):
+            self._adopted.add(task.key)
+
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        super().on_ended(key, now_s, answer_tokens)
+        self._adopted.discard(key)
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        draft = self._draft()
+        if not draft.preempted and not self._is_anyone_short(draft):
+            self._admit(draft)
+        return self._commit(draft)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance, or what started here could run out."""
+        super().check_integrity()
+        assert self._adopted <= self._entries.keys()
+        for entry in self._running:
+            has_maximum = entry.allocated_blocks >= self._blocks(entry.task.limit_tokens)
+            assert has_maximum or entry.task.key in self._adopted, "started with less than its maximum"
+
+    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
+        return max(self._blocks(tokens), self._maximum_blocks(entry))
+
+    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+        return self._maximum_blocks(entry) <= draft.free_blocks
+
+    def _maximum_blocks(self, entry: TaskEntry) -> int:
+        """Clamped to what an otherwise empty worker gives: one that was adopted may be larger than that."""
+        return min(self._blocks(entry.task.limit_tokens), self._capacity_blocks)
+
+    def _is_anyone_short(self, draft: BatchDraft) -> bool:
+        """An adopted sequence that needs more blocks than it has comes before all that wait."""
+        return any(
+            draft.blocks_of(entry) < self._maximum_blocks(entry)
+            for entry in self._running
+            if entry.stage is not TaskStage.COMPLETE and entry.task.key in self._adopted
+        )
+
+
+class FastGenPolicy(FirstComePolicy):
+    """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        options = read_options("fastgen", settings.options, {"tfs_tokens": settings.token_budget})
+        size_tokens = min(int(options["tfs_tokens"]), settings.token_budget)
+        super().__init__(shape, replace(settings, chunked_prefill=True, token_budget=size_tokens))
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        draft = self._draft()
+        if not draft.preempted:
+            self._admit(draft)
+        return self._commit(draft)
+
+    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
+        return self._blocks(tokens)
+
+    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+        return self._blocks(self._chunk(draft, entry.prefill_tokens)) <= draft.free_blocks

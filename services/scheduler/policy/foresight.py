@@ -17,8 +17,8 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.first_come import FirstComePolicy
-from services.scheduler.policy.progress import Entry, Stage
+from services.scheduler.policy.first_come import BatchDraft, FirstComePolicy
+from services.scheduler.policy.progress import TaskEntry, TaskStage
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
@@ -43,16 +43,16 @@ class Foresight:
         self._length_tokens.pop(key, None)
         self._asked.discard(key)
 
-    def length_tokens(self, entry: Entry) -> int:
+    def length_tokens(self, entry: TaskEntry) -> int:
         """Of the whole answer; at least one token more than there is, unless it is at its limit."""
         limit = entry.task.max_tokens
         predicted = self._length_tokens.get(entry.task.key, limit)
         return min(max(predicted, entry.generated_tokens + 1), limit)
 
-    def remaining_tokens(self, entry: Entry) -> int:
+    def remaining_tokens(self, entry: TaskEntry) -> int:
         return self.length_tokens(entry) - entry.generated_tokens
 
-    def questions(self, entries: Iterable[Entry]) -> tuple[PlannedQuestion, ...]:
+    def questions(self, entries: Iterable[TaskEntry]) -> tuple[PlannedQuestion, ...]:
         """About those that reached their predicted length and are not over."""
         asked = []
         for entry in entries:
@@ -95,7 +95,7 @@ class Foreseeing(FirstComePolicy):
         entry = self._entries.get(key)
         if entry is None:
             return
-        waits = entry.stage is Stage.WAITING
+        waits = entry.stage is TaskStage.WAITING
         if waits:
             self._dequeue(entry)
         self._foresight.note(key, prediction)
@@ -113,3 +113,27 @@ class Foreseeing(FirstComePolicy):
             return None
         decoded = (self._entries[item.key] for item in batch.decodes)
         return msgspec.structs.replace(batch, questions=self._foresight.questions(decoded))
+
+
+class ExactPolicy(Foreseeing):
+    """One worker's batches, but for `_candidates`. A subclass fulfils `contract.BatchPolicy`."""
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        draft = self._draft()
+        if not draft.preempted:
+            self._admit(draft)
+        return self._with_questions(self._commit(draft))
+
+    def _exact_blocks(self, entry: TaskEntry) -> int:
+        """What prompt and predicted answer occupy, clamped to what an otherwise empty worker gives."""
+        tokens = entry.task.prompt_tokens + self._foresight.length_tokens(entry) - 1
+        return min(max(self._blocks(tokens), self._blocks(entry.prefill_tokens)), self._capacity_blocks)
+
+    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
+        needed = self._blocks(tokens)
+        if entry.stage in (TaskStage.WAITING, TaskStage.PREFILLING):
+            return max(needed, self._exact_blocks(entry))
+        return needed
+
+    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+        return self._exact_blocks(entry) <= draft.free_blocks

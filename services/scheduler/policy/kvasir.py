@@ -17,15 +17,13 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.calibration import Calibration
 from services.scheduler.policy.ecoserve.drafts import Draft
-from services.scheduler.policy.ecoserve.jobs import Job, Stage
-from services.scheduler.policy.ecoserve.lengths import Lengths
+from services.scheduler.policy.ecoserve.jobs import Job, JobStage
+from services.scheduler.policy.ecoserve.lengths import Calibration, LengthEstimates
 from services.scheduler.policy.ecoserve.options import EcoOptions, parse_options
-from services.scheduler.policy.ecoserve.profile import UsageProfile, bucket_tokens
-from services.scheduler.policy.ecoserve.queues import WaitingQueue
+from services.scheduler.policy.ecoserve.profiling import UsageProfile, bucket_tokens
+from services.scheduler.policy.ecoserve.queues import AgingTurns, WaitingQueue
 from services.scheduler.policy.ecoserve.rescue import Rescuing
-from services.scheduler.policy.ecoserve.turns import AgingTurns
 from shared.messages.sequence import SequenceKey
 
 _LATE = 4.0
@@ -51,8 +49,8 @@ class KvasirPolicy(Rescuing):
     def _make_options(self, options: Mapping[str, object]) -> EcoOptions:
         return parse_options(options, _DEFAULTS)
 
-    def _make_lengths(self) -> Lengths:
-        return Lengths(self._options, self._block_tokens, Calibration())
+    def _make_lengths(self) -> LengthEstimates:
+        return LengthEstimates(self._options, self._block_tokens, Calibration())
 
     def _make_queues(self) -> tuple[WaitingQueue, WaitingQueue]:
         return (
@@ -84,7 +82,7 @@ class KvasirPolicy(Rescuing):
         draft = Draft(self._settings.token_budget)
         self._shed(draft, now_s)
         for job in list(self._running.values()):
-            if job.stage is Stage.RUNNING and self._secure(draft, job, now_s):
+            if job.stage is JobStage.RUNNING and self._secure(draft, job, now_s):
                 self._draft_decode(draft, job)
         self._resume(draft)
         for job in list(self._partial.values()):
@@ -129,7 +127,7 @@ class KvasirPolicy(Rescuing):
         return [*self._running.values(), *self._generations, *self._partial.values()]
 
     def _burden(self, job: Job) -> tuple[Any, ...]:
-        waits = job.stage is not Stage.RUNNING
+        waits = job.stage is not JobStage.RUNNING
         rest = job.rest_tokens if waits else job.end_tokens - job.computed_tokens
         is_spared = job.task.key in self._aged or job.task.key == self._pinned
         return (not is_spared, rest, job.task.order)
@@ -151,12 +149,12 @@ class KvasirPolicy(Rescuing):
         if self._profile is not None:
             self._profile.start(job.computed_tokens, job.end_tokens, job.held_blocks)
         self._set_own(job, max(job.held_blocks, self._blocks(job.computed_tokens + 1)))
-        job.stage = Stage.RUNNING
+        job.stage = JobStage.RUNNING
         self._running[job.task.key] = job
         self._draft_decode(draft, job)
 
     def _prefilled(self, job: Job, now_s: float) -> None:
-        job.stage = Stage.RUNNING
+        job.stage = JobStage.RUNNING
         self._running[job.task.key] = job
         job.end_tokens = max(job.end_tokens, job.computed_tokens + 1)
 
@@ -190,7 +188,7 @@ class KvasirPolicy(Rescuing):
             growing = []
             for job in jobs:
                 now, ends = job.computed_tokens, job.end_tokens
-                if job.stage is Stage.PROMPT:
+                if job.stage is JobStage.PROMPT:
                     now, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
                 growing.append((now, max(now, ends), job.held_blocks))
             constant = self._held_blocks - sum(item[2] for item in growing)

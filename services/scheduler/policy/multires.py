@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from math import inf, log2
 from typing import Any
 
-from services.scheduler.policy.contract import PolicySettings, WorkerShape
-from services.scheduler.policy.exact import ExactPolicy
-from services.scheduler.policy.first_come import Draft
+from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.first_come import BatchDraft
+from services.scheduler.policy.foresight import ExactPolicy
 from services.scheduler.policy.line import Line
-from services.scheduler.policy.options import read_options
-from services.scheduler.policy.progress import Entry
+from services.scheduler.policy.progress import TaskEntry
 from shared.messages.sequence import SequenceKey
 
 _ROWS_PER_OCTAVE = 4
@@ -57,7 +56,7 @@ class MultiResPolicy(ExactPolicy):
             row.check_integrity()
             assert len(row) and all(self._places[key][0] == number for key in row)
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: TaskEntry) -> None:
         super()._enqueue(entry)
         if self._blocks(entry.task.limit_tokens) > self._capacity_blocks:
             return
@@ -66,7 +65,7 @@ class MultiResPolicy(ExactPolicy):
         self._places[key] = (number, -self._exact_blocks(entry), *entry.task.order)
         self._rows.setdefault(number, Line(self._in_row)).add(key)
 
-    def _dequeue(self, entry: Entry) -> None:
+    def _dequeue(self, entry: TaskEntry) -> None:
         super()._dequeue(entry)
         key = entry.task.key
         if key in self._places:
@@ -79,14 +78,14 @@ class MultiResPolicy(ExactPolicy):
     def _in_row(self, key: SequenceKey) -> Any:
         return self._places[key][1:]
 
-    def _candidates(self, draft: Draft) -> Iterator[Entry]:
+    def _candidates(self, draft: BatchDraft) -> Iterator[TaskEntry]:
         entry = self._closest(draft)
         while entry is not None:
             yield entry
             entry = self._closest(draft)
 
-    def _closest(self, draft: Draft) -> Entry | None:
-        best: Entry | None = None
+    def _closest(self, draft: BatchDraft) -> TaskEntry | None:
+        best: TaskEntry | None = None
         least: tuple[float, Any] = (inf, None)
         for row in self._rows.values():
             for key in row.starting_at((-draft.free_blocks,)):
@@ -99,7 +98,7 @@ class MultiResPolicy(ExactPolicy):
                 break
         return best
 
-    def _distance(self, draft: Draft, entry: Entry) -> float:
+    def _distance(self, draft: BatchDraft, entry: TaskEntry) -> float:
         """Squared, in shares of the token budget and of the capacity; infinite where it does not fit."""
         tokens = self._chunk(draft, entry.prefill_tokens)
         if tokens == 0:

@@ -17,7 +17,7 @@ from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
-class Stage(StrEnum):
+class TaskStage(StrEnum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -26,12 +26,12 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class TaskEntry:
     """One task's projected progress."""
 
     task: Task
     generated_tokens: int
-    stage: Stage = Stage.WAITING
+    stage: TaskStage = TaskStage.WAITING
     computed_tokens: int = 0
     allocated_blocks: int = 0
 
@@ -51,29 +51,29 @@ class Projection:
         self._block_tokens = shape.block_tokens
         self._capacity_blocks = shape.capacity_blocks
         self._settings = settings
-        self._entries: dict[SequenceKey, Entry] = {}
-        self._waiting: Line[Entry] = Line(self._rank)
-        self._running: list[Entry] = []
+        self._entries: dict[SequenceKey, TaskEntry] = {}
+        self._waiting: Line[TaskEntry] = Line(self._rank)
+        self._running: list[TaskEntry] = []
         self._used_blocks = 0
 
     def on_arrival(self, task: Task, now_s: float) -> None:
         if task.key not in self._entries:
-            entry = self._entries[task.key] = Entry(task, task.generated_tokens)
+            entry = self._entries[task.key] = TaskEntry(task, task.generated_tokens)
             self._enqueue(entry)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         if task.key in self._entries:
             return
-        entry = Entry(
-            task, task.generated_tokens, Stage.WAITING, holding.computed_tokens, holding.allocated_blocks
+        entry = TaskEntry(
+            task, task.generated_tokens, TaskStage.WAITING, holding.computed_tokens, holding.allocated_blocks
         )
         self._entries[task.key] = entry
         if holding.decoding:
-            entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
+            entry.stage = TaskStage.DECODING if entry.missing_tokens > 0 else TaskStage.COMPLETE
         elif holding.computed_tokens or holding.allocated_blocks:
-            entry.stage = Stage.PREFILLING
+            entry.stage = TaskStage.PREFILLING
         self._used_blocks += entry.allocated_blocks
-        if entry.stage is Stage.WAITING:
+        if entry.stage is TaskStage.WAITING:
             self._enqueue(entry)
         else:
             insort(self._running, entry, key=self._rank)
@@ -82,22 +82,22 @@ class Projection:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._used_blocks -= entry.allocated_blocks
-            if entry.stage is Stage.WAITING:
+            if entry.stage is TaskStage.WAITING:
                 self._dequeue(entry)
             else:
                 self._running.remove(entry)
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         entry = self._entries.get(key)
-        if entry is not None and entry.stage in (Stage.DECODING, Stage.COMPLETE):
+        if entry is not None and entry.stage in (TaskStage.DECODING, TaskStage.COMPLETE):
             entry.generated_tokens -= missing_tokens
             entry.computed_tokens -= missing_tokens
-            entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
+            entry.stage = TaskStage.DECODING if entry.missing_tokens > 0 else TaskStage.COMPLETE
 
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
         """As far as the free blocks reach: what is shared counts here as if it were its own."""
         entry = self._entries.get(key)
-        if entry is None or entry.stage is not Stage.PREFILLING:
+        if entry is None or entry.stage is not TaskStage.PREFILLING:
             return
         room_blocks = entry.allocated_blocks + max(0, self._capacity_blocks - self._used_blocks)
         cached_tokens = min(cached_tokens, entry.prefill_tokens - 1, room_blocks * self._block_tokens)
@@ -127,24 +127,24 @@ class Projection:
             task = entry.task
             assert 0 <= entry.generated_tokens <= task.max_tokens
             assert entry.computed_tokens <= entry.allocated_blocks * self._block_tokens
-            assert (entry in self._waiting) == (entry.stage is Stage.WAITING)
-            if entry.stage is Stage.WAITING:
+            assert (entry in self._waiting) == (entry.stage is TaskStage.WAITING)
+            if entry.stage is TaskStage.WAITING:
                 assert entry.computed_tokens == entry.allocated_blocks == 0
-            if entry.stage in (Stage.DECODING, Stage.COMPLETE):
+            if entry.stage in (TaskStage.DECODING, TaskStage.COMPLETE):
                 assert entry.computed_tokens == entry.prefill_tokens - 1
-            assert (entry.stage is Stage.COMPLETE) == (
-                entry.stage is not Stage.WAITING and entry.missing_tokens == 0
+            assert (entry.stage is TaskStage.COMPLETE) == (
+                entry.stage is not TaskStage.WAITING and entry.missing_tokens == 0
             )
 
-    def _rank(self, entry: Entry) -> Any:
+    def _rank(self, entry: TaskEntry) -> Any:
         """Who comes first: unique to each entry, and constant while it waits."""
         return entry.task.order
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: TaskEntry) -> None:
         """Joins those that wait. A policy with an index of its own extends this and `_dequeue`."""
         self._waiting.add(entry)
 
-    def _dequeue(self, entry: Entry) -> None:
+    def _dequeue(self, entry: TaskEntry) -> None:
         self._waiting.remove(entry)
 
     def _sort_running(self) -> None:
@@ -153,28 +153,28 @@ class Projection:
 
     def _releasing_blocks(self) -> int:
         """What is free as soon as the ends that were planned for are confirmed."""
-        return sum(entry.allocated_blocks for entry in self._running if entry.stage is Stage.COMPLETE)
+        return sum(entry.allocated_blocks for entry in self._running if entry.stage is TaskStage.COMPLETE)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, entry: TaskEntry) -> None:
         """From waiting to running; nothing is held yet."""
         self._dequeue(entry)
         insort(self._running, entry, key=self._rank)
-        entry.stage = Stage.PREFILLING
+        entry.stage = TaskStage.PREFILLING
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: TaskEntry) -> None:
         """From running to waiting; all it held is free, and its tokens are to be computed again."""
         self._used_blocks -= entry.allocated_blocks
-        entry.stage, entry.computed_tokens, entry.allocated_blocks = Stage.WAITING, 0, 0
+        entry.stage, entry.computed_tokens, entry.allocated_blocks = TaskStage.WAITING, 0, 0
         self._running.remove(entry)
         self._enqueue(entry)
 
-    def _grow(self, entry: Entry, computed_tokens: int, blocks: int, new_tokens: int) -> None:
+    def _grow(self, entry: TaskEntry, computed_tokens: int, blocks: int, new_tokens: int) -> None:
         """A batch brings `entry` to that many tokens in the cache, blocks in all, and new answer tokens."""
         self._used_blocks += blocks - entry.allocated_blocks
         entry.computed_tokens, entry.allocated_blocks = computed_tokens, blocks
         entry.generated_tokens += new_tokens
         if new_tokens:
-            entry.stage = Stage.DECODING if entry.missing_tokens > 0 else Stage.COMPLETE
+            entry.stage = TaskStage.DECODING if entry.missing_tokens > 0 else TaskStage.COMPLETE

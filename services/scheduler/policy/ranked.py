@@ -13,10 +13,13 @@ papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
 """
 
 from itertools import islice
+from typing import Any
 
-from services.scheduler.policy.contract import PlannedBatch
-from services.scheduler.policy.first_come import Draft, FirstComePolicy
-from services.scheduler.policy.progress import Entry, Stage
+from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.first_come import BatchDraft, FirstComePolicy
+from services.scheduler.policy.foresight import Foreseeing
+from services.scheduler.policy.progress import TaskEntry, TaskStage
+from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
@@ -24,7 +27,7 @@ class RankedPolicy(FirstComePolicy):
     """One worker's batches, but for `_rank`. A subclass fulfils `contract.BatchPolicy`."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = Draft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
+        draft = BatchDraft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
         self._shed(draft)
         chosen = self._choose(draft)
         for entry in chosen:
@@ -33,7 +36,7 @@ class RankedPolicy(FirstComePolicy):
         for entry in chosen:
             if entry.task.key in draft.preempted:
                 continue
-            if entry.stage is Stage.WAITING:
+            if entry.stage is TaskStage.WAITING:
                 may_start = may_start and self._draft_start(draft, entry)
             else:
                 self._draft_chunk(draft, entry)
@@ -42,7 +45,7 @@ class RankedPolicy(FirstComePolicy):
         self._sort_running()
         return batch
 
-    def _fill(self, draft: Draft) -> None:
+    def _fill(self, draft: BatchDraft) -> None:
         """Places of those that could not start after all go to decodes, by rank."""
         for entry in list(self._running):
             drafted = entry.task.key in draft.decodes
@@ -53,19 +56,19 @@ class RankedPolicy(FirstComePolicy):
         super().on_short(key, missing_tokens, now_s)
         self._sort_running()
 
-    def _choose(self, draft: Draft) -> list[Entry]:
+    def _choose(self, draft: BatchDraft) -> list[TaskEntry]:
         """Who is in the batch, by rank, as many as it holds. Makes room for the first that starts."""
         limit = self._settings.max_batch_sequences
-        running = [entry for entry in self._running if entry.stage is not Stage.COMPLETE]
-        waiting: list[Entry] = []
+        running = [entry for entry in self._running if entry.stage is not TaskStage.COMPLETE]
+        waiting: list[TaskEntry] = []
         if not draft.preempted and all(self._has_maximum(entry) for entry in running):
             waiting = list(islice(self._startable(), limit))
         free_blocks = draft.free_blocks
         may_evict = True
-        chosen: list[Entry] = []
+        chosen: list[TaskEntry] = []
         while len(chosen) < limit and (running or waiting):
             if not waiting or (running and self._rank(running[0]) < self._rank(waiting[0])):
-                may_evict = may_evict and running[0].stage is Stage.DECODING
+                may_evict = may_evict and running[0].stage is TaskStage.DECODING
                 chosen.append(running.pop(0))
                 continue
             missing_blocks = self._maximum_blocks(waiting[0]) - free_blocks
@@ -74,12 +77,12 @@ class RankedPolicy(FirstComePolicy):
                 continue
             chosen.append(waiting.pop(0))
             free_blocks = draft.free_blocks - sum(
-                self._maximum_blocks(entry) for entry in chosen if entry.stage is Stage.WAITING
+                self._maximum_blocks(entry) for entry in chosen if entry.stage is TaskStage.WAITING
             )
             may_evict = False
         return chosen
 
-    def _make_room(self, draft: Draft, missing_blocks: int, outranked: list[Entry]) -> bool:
+    def _make_room(self, draft: BatchDraft, missing_blocks: int, outranked: list[TaskEntry]) -> bool:
         """Take blocks from `outranked`, the last first. It waits (False) for blocks about to be free."""
         if missing_blocks <= self._releasing_blocks():
             return False
@@ -91,15 +94,37 @@ class RankedPolicy(FirstComePolicy):
             self._preempt(draft, victim)
         return True
 
-    def _target_blocks(self, entry: Entry, tokens: int) -> int:
+    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
         return max(self._blocks(tokens), self._maximum_blocks(entry))
 
-    def _can_start(self, draft: Draft, entry: Entry) -> bool:
+    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
         return self._maximum_blocks(entry) <= draft.free_blocks
 
-    def _maximum_blocks(self, entry: Entry) -> int:
+    def _maximum_blocks(self, entry: TaskEntry) -> int:
         """Clamped to what an otherwise empty worker gives: one that was found there may be larger."""
         return min(self._blocks(entry.task.limit_tokens), self._capacity_blocks)
 
-    def _has_maximum(self, entry: Entry) -> bool:
+    def _has_maximum(self, entry: TaskEntry) -> bool:
         return entry.allocated_blocks >= self._maximum_blocks(entry)
+
+
+class SrtfPolicy(Foreseeing, RankedPolicy):
+    """One worker's batches. Implements `contract.BatchPolicy`."""
+
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        read_options("srtf", settings.options, {})
+        super().__init__(shape, settings)
+
+    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        super().on_predicted(key, prediction, now_s)
+        self._sort_running()
+
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        return self._with_questions(super().plan(now_s))
+
+    def _rank(self, entry: TaskEntry) -> Any:
+        prefill_tokens = 0
+        if entry.stage in (TaskStage.WAITING, TaskStage.PREFILLING):
+            prefill_tokens = entry.prefill_tokens - entry.computed_tokens
+        steps = self._foresight.remaining_tokens(entry) + prefill_tokens / self._settings.token_budget
+        return (steps, entry.task.order)

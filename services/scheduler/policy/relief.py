@@ -43,7 +43,7 @@ LADDER = tuple(Rung)
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class ReliefSpeeds:
     """Measured at this worker; 0: not measured, which rules out what depends on it."""
 
     prefill_tokens_per_s: float = 0.0
@@ -81,7 +81,7 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
-class Pressure:
+class MemoryPressure:
     """One worker's state at the moment somebody needs blocks."""
 
     needed_blocks: int
@@ -90,7 +90,7 @@ class Pressure:
     """Requests that a longer step makes wait."""
     horizon_steps: int
     """For how many steps the blocks will be needed."""
-    speeds: Speeds
+    speeds: ReliefSpeeds
     evictable_blocks: int = 0
     evictable_hits_per_s: float = 0.0
     """How often one block of them is asked for again."""
@@ -108,7 +108,7 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class RungOffer:
     """What one rung could do."""
 
     rung: Rung
@@ -122,9 +122,9 @@ class Offer:
 class Relief:
     """The decision, with everything it was weighed against: what the log says."""
 
-    chosen: Offer | None
+    chosen: RungOffer | None
     """None: nothing is left; what needs the blocks waits."""
-    offers: tuple[Offer, ...]
+    offers: tuple[RungOffer, ...]
 
     @property
     def reason(self) -> str:
@@ -136,7 +136,7 @@ class Relief:
         return f"{self.chosen.rung if self.chosen else 'wait'} of {listed or 'nothing'}"
 
 
-def next_relief(pressure: Pressure, switched_off: frozenset[Rung] = frozenset()) -> Relief:
+def next_relief(pressure: MemoryPressure, switched_off: frozenset[Rung] = frozenset()) -> Relief:
     """The rung to take now. Raises ValueError when no blocks are needed."""
     if pressure.needed_blocks < 1:
         raise ValueError("nobody needs blocks")
@@ -150,55 +150,57 @@ def next_relief(pressure: Pressure, switched_off: frozenset[Rung] = frozenset())
     return Relief(_cheapest(offers, pressure.needed_blocks), offers)
 
 
-def _cheapest(offers: tuple[Offer, ...], needed: int) -> Offer | None:
+def _cheapest(offers: tuple[RungOffer, ...], needed: int) -> RungOffer | None:
     """By cost for each block that is used; the first of the ladder among those as good as equal."""
     if not offers:
         return None
 
-    def cost_s(offer: Offer) -> float:
+    def cost_s(offer: RungOffer) -> float:
         return offer.cost_s / min(offer.blocks, needed)
 
     least_s = min(map(cost_s, offers))
     return next(offer for offer in offers if cost_s(offer) <= least_s * (1 + TIE_SHARE) + _TIE_S)
 
 
-def _offers(rung: Rung, pressure: Pressure) -> Iterator[Offer]:
+def _offers(rung: Rung, pressure: MemoryPressure) -> Iterator[RungOffer]:
     yield from _BY_RUNG[rung](pressure)
 
 
-def _evict(p: Pressure) -> Iterator[Offer]:
+def _evict(p: MemoryPressure) -> Iterator[RungOffer]:
     """A block that is wanted again costs a load from the host, or its recomputation, at that rate."""
     blocks = min(p.evictable_blocks, p.needed_blocks)
     load_s = _per(1, p.speeds.host_blocks_per_s) if p.host_tier_blocks >= blocks else inf
     again_s = min(load_s, _per(p.block_tokens, p.speeds.prefill_tokens_per_s))
     if p.evictable_hits_per_s == 0:
-        yield Offer(Rung.EVICT, blocks, 0.0, "nobody asks for them")
+        yield RungOffer(Rung.EVICT, blocks, 0.0, "nobody asks for them")
         return
     horizon_s = p.horizon_steps * p.speeds.decode_step_s
     hits = min(1.0, p.evictable_hits_per_s * horizon_s)
-    yield Offer(Rung.EVICT, blocks, blocks * hits * again_s, f"{hits:.2g} of them wanted again")
+    yield RungOffer(Rung.EVICT, blocks, blocks * hits * again_s, f"{hits:.2g} of them wanted again")
 
 
-def _reserve(p: Pressure) -> Iterator[Offer]:
-    yield Offer(Rung.RESERVE, min(p.reserve_blocks, p.needed_blocks), 0.0, "held back for this")
+def _reserve(p: MemoryPressure) -> Iterator[RungOffer]:
+    yield RungOffer(Rung.RESERVE, min(p.reserve_blocks, p.needed_blocks), 0.0, "held back for this")
 
 
-def _expand(p: Pressure) -> Iterator[Offer]:
+def _expand(p: MemoryPressure) -> Iterator[RungOffer]:
     """Every running request waits for the stall in every step."""
     cost_s = p.speeds.stall_s * p.horizon_steps * p.running
-    yield Offer(Rung.EXPAND, p.growable_blocks, cost_s, f"{p.speeds.stall_s * 1e3:.3g} ms a step")
+    yield RungOffer(Rung.EXPAND, p.growable_blocks, cost_s, f"{p.speeds.stall_s * 1e3:.3g} ms a step")
 
 
-def _borrow(p: Pressure) -> Iterator[Offer]:
+def _borrow(p: MemoryPressure) -> Iterator[RungOffer]:
     """The same for attention over blocks that lie elsewhere."""
     blocks = min(p.neighbour.lendable_blocks, p.needed_blocks)
     if not p.neighbour.is_linked or p.speeds.remote_attention_s <= 0:
         return
     step_s = blocks * p.speeds.remote_attention_s
-    yield Offer(Rung.BORROW, blocks, step_s * p.horizon_steps * p.running, f"{step_s * 1e3:.3g} ms a step")
+    yield RungOffer(
+        Rung.BORROW, blocks, step_s * p.horizon_steps * p.running, f"{step_s * 1e3:.3g} ms a step"
+    )
 
 
-def _migrate(p: Pressure) -> Iterator[Offer]:
+def _migrate(p: MemoryPressure) -> Iterator[RungOffer]:
     """The victim goes on meanwhile: it waits for the switch, one step; what is computed twice, others wait
     for."""
     if p.victim is None:
@@ -210,34 +212,34 @@ def _migrate(p: Pressure) -> Iterator[Offer]:
     by_link_s = _per(p.victim.blocks, p.speeds.link_blocks_per_s) if p.neighbour.is_linked else inf
     how = BY_KV if by_link_s < by_tokens_s else BY_TOKENS
     cost_s = min(by_tokens_s, by_link_s) + p.speeds.decode_step_s
-    yield Offer(Rung.MIGRATE, p.victim.blocks, cost_s, how)
+    yield RungOffer(Rung.MIGRATE, p.victim.blocks, cost_s, how)
 
 
-def _pause(p: Pressure) -> Iterator[Offer]:
+def _pause(p: MemoryPressure) -> Iterator[RungOffer]:
     """Frees nothing itself: the blocks come when another ends, and until then those wait that need one."""
     if p.frees_within_steps is None or p.speeds.decode_step_s <= 0:
         return
     waiting = max(1, min(p.running, p.needed_blocks))
     cost_s = p.frees_within_steps * p.speeds.decode_step_s * waiting
-    yield Offer(Rung.PAUSE, p.frees_blocks, cost_s, f"one ends within {p.frees_within_steps} steps")
+    yield RungOffer(Rung.PAUSE, p.frees_blocks, cost_s, f"one ends within {p.frees_within_steps} steps")
 
 
-def _swap(p: Pressure) -> Iterator[Offer]:
+def _swap(p: MemoryPressure) -> Iterator[RungOffer]:
     """Out and in again, and it waits as long as the blocks are needed."""
     if p.victim is None or p.victim.blocks > p.host_tier_blocks:
         return
     copies_s = 2 * _per(p.victim.blocks, p.speeds.host_blocks_per_s)
-    yield Offer(Rung.SWAP, p.victim.blocks, copies_s + _absence_s(p), "out and in again")
+    yield RungOffer(Rung.SWAP, p.victim.blocks, copies_s + _absence_s(p), "out and in again")
 
 
-def _recompute(p: Pressure) -> Iterator[Offer]:
+def _recompute(p: MemoryPressure) -> Iterator[RungOffer]:
     if p.victim is None:
         return
     again_s = _per(p.victim.tokens, p.speeds.prefill_tokens_per_s)
-    yield Offer(Rung.RECOMPUTE, p.victim.blocks, again_s + _absence_s(p), "computed again")
+    yield RungOffer(Rung.RECOMPUTE, p.victim.blocks, again_s + _absence_s(p), "computed again")
 
 
-def _absence_s(p: Pressure) -> float:
+def _absence_s(p: MemoryPressure) -> float:
     """Of a request that was taken off: until the blocks are there again."""
     return p.horizon_steps * p.speeds.decode_step_s
 

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler.policy.contract import PolicySettings, WorkerShape
-from services.scheduler.policy.exact import ExactPolicy
-from services.scheduler.policy.first_come import Draft
+from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.first_come import BatchDraft
+from services.scheduler.policy.foresight import ExactPolicy
 from services.scheduler.policy.line import Line
-from services.scheduler.policy.options import read_options
-from services.scheduler.policy.progress import Entry, Stage
+from services.scheduler.policy.progress import TaskEntry, TaskStage
 from shared.messages.sequence import SequenceKey
 
 
@@ -30,7 +29,7 @@ class SyncCoupledPolicy(ExactPolicy):
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("sync_coupled", settings.options, {"group_tokens": 32})
         self._group_tokens = int(options["group_tokens"])
-        self._groups: dict[int, Line[Entry]] = {}
+        self._groups: dict[int, Line[TaskEntry]] = {}
         """Those that wait and can ever fit, by predicted length."""
         self._numbers: dict[SequenceKey, int] = {}
         """In which group each of them is."""
@@ -63,7 +62,7 @@ class SyncCoupledPolicy(ExactPolicy):
         assert first is not None
         return first.task.order
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: TaskEntry) -> None:
         super()._enqueue(entry)
         if self._blocks(entry.task.limit_tokens) > self._capacity_blocks:
             return
@@ -74,7 +73,7 @@ class SyncCoupledPolicy(ExactPolicy):
         self._heads.add(number)
         self._numbers[entry.task.key] = number
 
-    def _dequeue(self, entry: Entry) -> None:
+    def _dequeue(self, entry: TaskEntry) -> None:
         super()._dequeue(entry)
         number = self._numbers.pop(entry.task.key, None)
         if number is None:
@@ -88,7 +87,7 @@ class SyncCoupledPolicy(ExactPolicy):
         else:
             del self._groups[number]
 
-    def _candidates(self, draft: Draft) -> Iterator[Entry]:
+    def _candidates(self, draft: BatchDraft) -> Iterator[TaskEntry]:
         """What is left of the latest group, then group after group; the first that does not fit ends it."""
         for key in list(self._chosen):
             yield self._entries[key]
@@ -102,13 +101,13 @@ class SyncCoupledPolicy(ExactPolicy):
             if len(members) < len(open_to):
                 return
 
-    def _fitting(self, draft: Draft, group: list[Entry]) -> list[Entry]:
+    def _fitting(self, draft: BatchDraft, group: list[TaskEntry]) -> list[TaskEntry]:
         """The first of them, as many as what is free and the batch take."""
         free_blocks = draft.free_blocks
         running = sum(entry.missing_tokens > 0 for entry in self._running)
-        starting = sum(self._entries[key].stage is Stage.WAITING for key in draft.prefills)
+        starting = sum(self._entries[key].stage is TaskStage.WAITING for key in draft.prefills)
         places = self._settings.max_batch_sequences - running - starting
-        members: list[Entry] = []
+        members: list[TaskEntry] = []
         for entry in group:
             free_blocks -= self._exact_blocks(entry)
             if free_blocks < 0 or len(members) >= places:

@@ -24,8 +24,7 @@ from services.worker.engine.merging import merge_into
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.partition import Homes, split
-from services.worker.engine.remote import RemoteAttention
-from services.worker.engine.remote_meter import MeteredRemote
+from services.worker.engine.remote import MeteredRemote, RemoteAttention
 from shared.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:

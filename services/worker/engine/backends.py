@@ -131,7 +131,7 @@ class TorchBackend:
         self._block_tokens = block_tokens
         self._dtype = dtype
         self._device = device
-        self._scratch = paged.Scratch(device)
+        self._scratch = paged.GatherScratch(device)
         self._spans: Sequence[Span] = ()
         self._decodes = 0
         self._layouts: dict[int | None, Layout] = {}

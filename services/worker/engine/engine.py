@@ -8,19 +8,18 @@ from typing import Protocol
 
 import torch
 
+from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
-from services.worker.engine.digest import layout_name, model_digest
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
-from services.worker.engine.loading import LoadedModel
+from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode
 from services.worker.engine.sampler import sample
-from services.worker.kv.pool import BlockPool
+from services.worker.kv.core.block_pool import BlockPool
 from services.worker.pie.assembly import Pie, assemble
-from services.worker.pie.pool import ElasticPool
+from services.worker.pie.core.pool import ElasticPool
 from services.worker.pie.settings import PieSettings
-from services.worker.sampling import Sampled, SamplePoint
 from shared.blocks import fingerprint
 from shared.messages.sequence import Sampling
 

@@ -29,7 +29,7 @@ class Shape:
     softcap: float | None = None
 
 
-class Scratch:
+class GatherScratch:
     """Memory that gathered blocks are copied into, kept between layers and steps: fresh pages are slow."""
 
     def __init__(self, device: torch.device) -> None:
@@ -128,7 +128,7 @@ def attend_blocks(
     tables: torch.Tensor,
     mask: torch.Tensor | None,
     shape: Shape,
-    scratch: Scratch,
+    scratch: GatherScratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode: one query per sequence, each over its own blocks.
 
@@ -166,7 +166,7 @@ def attend_context(
     table: torch.Tensor,
     context_tokens: int,
     shape: Shape,
-    scratch: Scratch,
+    scratch: GatherScratch,
     *,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ OWN = 0
 ELSEWHERE = -1
 """The slot of a row whose K and V another holder keeps."""
 
-Piece = tuple[int, int, int, int, int]
+PartSlice = tuple[int, int, int, int, int]
 """Rows, position of the first, where the table starts, end of its keys, first packed row."""
 
 
@@ -81,7 +81,7 @@ class _Collector:
     """Pieces of one holder, as they are found."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[PartSlice] = []
         self.blocks: list[npt.NDArray[np.int32]] = []
         self.size = 0
         self.rows: list[npt.NDArray[np.int64]] = []
@@ -92,7 +92,7 @@ class _Collector:
         self.blocks.append(blocks)
         return start
 
-    def add(self, piece: Piece, slots: npt.NDArray[np.int64]) -> None:
+    def add(self, piece: PartSlice, slots: npt.NDArray[np.int64]) -> None:
         self.pieces.append(piece)
         self.rows.append(np.arange(piece[4], piece[4] + piece[0], dtype=np.int64))
         self.slots.append(slots)

@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from services.worker.sampling import SamplePoint
+from services.worker.core.sampling import SamplePoint
 
 _LARGEST = torch.finfo(torch.float32).max
 _INFINITY = float("inf")

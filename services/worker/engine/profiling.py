@@ -1,7 +1,7 @@
 """How fast an engine computes prompts, timed before it serves. Knows neither its load nor its neighbours."""
 
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Engine, Row
-from services.worker.sampling import SamplePoint
 from shared.clock import Clock, monotonic_s
 from shared.messages.sequence import Sampling
 

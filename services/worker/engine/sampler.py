@@ -13,12 +13,28 @@ from ctypes import CDLL
 import numpy as np
 import torch
 
+from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.logits import Logits
-from services.worker.engine.logprobs import measure
 from services.worker.engine.native.draw import Draw, draw_tokens
 from services.worker.engine.penalties import penalize
-from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
+from shared.messages.tokens import TokenLogprobs
+
+
+def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-softmax of the model's own `logits` `[rows, vocabulary]` fp32, per row.
+
+    At `tokens`, int64 `[rows]`, and at the `tops[row]` likeliest tokens.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    chosen = (logits.gather(-1, tokens[:, None]) - total).squeeze(-1).tolist()
+    best = logits.topk(min(max(tops), logits.shape[-1]))
+    ids, values = best.indices.tolist(), (best.values - total).tolist()
+    return [
+        TokenLogprobs(chosen[row], tuple(zip(ids[row][:top], values[row][:top], strict=True)))
+        for row, top in enumerate(tops)
+    ]
+
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -6,8 +6,8 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.store import KvStore
-from services.worker.kv.tree import Tier
 from shared.metrics import gauge
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol, runtime_checkable
 
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.gate import CostGate
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.kv.tiers.copier import CopyDone, Throttles, TierMover
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.mover import Done, Throttles, TierMover
 from services.worker.kv.tiers.records import Pools, Records
 from services.worker.kv.tiers.slotfile import Geometry
-from services.worker.kv.tree import Tier
 from shared.log import canonical, get_logger
 
 _log = get_logger("worker.kv")
@@ -56,7 +56,7 @@ class KvStore:
     mover: TierMover
     host: HostTier
     disk: DiskTier | None
-    _done: deque[Done]
+    _done: deque[CopyDone]
 
     def settle(self) -> None:
         """Apply the copies that have ended since the last call."""
@@ -98,9 +98,9 @@ def open_store(
     if disk_blocks:
         path = Path(config.disk_path) / f"{instance}.kv"
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks))
-    done: deque[Done] = deque()
+    done: deque[CopyDone] = deque()
 
-    def on_done(one: Done) -> None:
+    def on_done(one: CopyDone) -> None:
         done.append(one)
         wake()
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from services.worker.engine.attention import LayerShape, make_pools
-from services.worker.pie import sizes
 from services.worker.pie.copier import Copier, InlineCopier, ThreadCopier
-from services.worker.pie.expansion import ExpansionController
-from services.worker.pie.growth import Growth
-from services.worker.pie.link import Link
+from services.worker.pie.core import sizes
+from services.worker.pie.core.expansion import ExpansionController
+from services.worker.pie.core.sizes import Partition
+from services.worker.pie.core.swap import Direction, SwapController
 from services.worker.pie.memory import BlockShape, LayerMemory
-from services.worker.pie.partition import Partition
+from services.worker.pie.paced_link import PacedLink
+from services.worker.pie.resize import Growth
 from services.worker.pie.settings import PieSettings
 from services.worker.pie.store import LayerStore
-from services.worker.pie.swap import Direction, SwapController
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 
@@ -29,7 +29,7 @@ class Pie:
 
     store: LayerStore
     growth: Growth
-    links: dict[Direction, Link]
+    links: dict[Direction, PacedLink]
 
 
 def assemble(
@@ -79,12 +79,12 @@ def _common_shape(layers: Sequence[LayerShape], block_tokens: int, dtype: torch.
 
 def _make_copier(
     settings: PieSettings, memory: LayerMemory, clock: Callable[[], float]
-) -> tuple[Copier, dict[Direction, Link]]:
+) -> tuple[Copier, dict[Direction, PacedLink]]:
     if memory.device.type == "cuda":
         from services.worker.pie.streams import StreamCopier  # CUDA only
 
         return StreamCopier(memory), {}
-    links = {direction: Link(settings.bandwidth_limit, clock, time.sleep) for direction in Direction}
+    links = {direction: PacedLink(settings.bandwidth_limit, clock, time.sleep) for direction in Direction}
     for link in links.values():
         link.background_bytes_s = settings.background_traffic
     make = ThreadCopier if settings.overlap else InlineCopier

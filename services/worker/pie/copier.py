@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from services.worker.pie.link import Link
+from services.worker.pie.core.copies import Runs
+from services.worker.pie.core.swap import Direction, Transfer
 from services.worker.pie.memory import LayerMemory
-from services.worker.pie.runs import Runs
-from services.worker.pie.swap import Direction, Transfer
+from services.worker.pie.paced_link import PacedLink
 
 _log = logging.getLogger("kvasir.worker.pie")
 
-Done = Callable[[Transfer, int, float, BaseException | None], None]
+SwapDone = Callable[[Transfer, int, float, BaseException | None], None]
 """Transfer, bytes, seconds it took, what went wrong. Called on any thread."""
 
 
@@ -30,7 +30,7 @@ class Copier(Protocol):
         """While somebody waits: how often `poll` is to be called."""
         ...
 
-    def start(self, done: Done) -> None: ...
+    def start(self, done: SwapDone) -> None: ...
 
     def submit(self, transfer: Transfer, runs: Runs) -> None:
         """`runs`: the blocks to be copied; a copy out goes to a place that was reserved."""
@@ -58,14 +58,16 @@ class ThreadCopier:
 
     poll_interval_s = 1.0
 
-    def __init__(self, memory: LayerMemory, links: dict[Direction, Link], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, memory: LayerMemory, links: dict[Direction, PacedLink], clock: Callable[[], float]
+    ) -> None:
         self._memory, self._links, self._clock = memory, links, clock
         self._queues: dict[Direction, queue.Queue[tuple[Transfer, Runs, float] | None]] = {
             direction: queue.Queue(2) for direction in Direction
         }
         self._threads: list[threading.Thread] = []
 
-    def start(self, done: Done) -> None:
+    def start(self, done: SwapDone) -> None:
         for direction in Direction:
             thread = threading.Thread(
                 target=self._run, args=(direction, done), name=f"pie-{direction}", daemon=True
@@ -92,7 +94,7 @@ class ThreadCopier:
             thread.join(deadline_s)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, direction: Direction, done: Done) -> None:
+    def _run(self, direction: Direction, done: SwapDone) -> None:
         if hasattr(os, "sched_setaffinity"):  # Not on the engine's core, if it has one for itself.
             os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
         while (work := self._queues[direction].get()) is not None:
@@ -118,11 +120,13 @@ class InlineCopier:
 
     poll_interval_s = 1.0
 
-    def __init__(self, memory: LayerMemory, links: dict[Direction, Link], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, memory: LayerMemory, links: dict[Direction, PacedLink], clock: Callable[[], float]
+    ) -> None:
         self._memory, self._links, self._clock = memory, links, clock
-        self._done: Done | None = None
+        self._done: SwapDone | None = None
 
-    def start(self, done: Done) -> None:
+    def start(self, done: SwapDone) -> None:
         self._done = done
 
     def submit(self, transfer: Transfer, runs: Runs) -> None:
@@ -145,7 +149,7 @@ class InlineCopier:
         return True
 
 
-def copied(memory: LayerMemory, link: Link, transfer: Transfer, runs: Runs) -> int:
+def copied(memory: LayerMemory, link: PacedLink, transfer: Transfer, runs: Runs) -> int:
     """Copy blocks of a layer over a link of RAM, at its pace; the bytes."""
     link.open()
     copy = memory.copy_out if transfer.direction is Direction.OUT else memory.copy_in

@@ -13,9 +13,9 @@ from itertools import islice
 
 import torch
 
-from services.worker.pie import runs as blocks_in_runs
-from services.worker.pie.partition import Partition, Shift
-from services.worker.pie.runs import Run, Runs
+from services.worker.pie.core import copies as blocks_in_runs
+from services.worker.pie.core.copies import Run, Runs
+from services.worker.pie.core.sizes import Partition, Shift
 
 _CHUNK_BYTES = 4 << 20
 """Copied between two looks at a link of RAM."""

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from services.worker.pie.copier import Copier
-from services.worker.pie.copies import HostCopies
+from services.worker.pie.core.copies import HostCopies, Runs, set_of
+from services.worker.pie.core.meter import SwapMeter
+from services.worker.pie.core.swap import Direction, SwapController, Transfer
 from services.worker.pie.memory import LayerMemory
-from services.worker.pie.meter import SwapMeter
-from services.worker.pie.runs import Runs, set_of
-from services.worker.pie.swap import Direction, SwapController, Transfer
 from shared.errors import InternalError
 
 Pools = tuple[torch.Tensor, torch.Tensor]

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from services.worker.pie.copier import Done
+from services.worker.pie.copier import SwapDone
+from services.worker.pie.core.copies import Runs
+from services.worker.pie.core.swap import Direction, Transfer
 from services.worker.pie.memory import LayerMemory
-from services.worker.pie.runs import Runs
-from services.worker.pie.swap import Direction, Transfer
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 
@@ -57,9 +57,9 @@ class StreamCopier:
         self._flights: dict[Direction, _Flight] = {}
         self._computed: deque[Any] = deque()
         """An event behind each computation that is not known to be over."""
-        self._done: Done | None = None
+        self._done: SwapDone | None = None
 
-    def start(self, done: Done) -> None:
+    def start(self, done: SwapDone) -> None:
         self._done = done
 
     def submit(self, transfer: Transfer, runs: Runs) -> None:

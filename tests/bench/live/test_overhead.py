@@ -13,8 +13,8 @@ import pytest
 from bench.live.overhead.bench import _bodies, median_difference_ms, pace_of
 from bench.live.overhead.schedule import run_direct
 from bench.live.overhead.streams import Held, _PeakMemory
+from services.worker.core.sampling import Sampled
 from services.worker.engine.engine import Row
-from services.worker.sampling import Sampled
 from shared.errors import InternalError
 
 TINY_CHAT = Path(__file__).parents[3] / "models" / "tiny_chat"

@@ -10,7 +10,7 @@ from bench.micro.distattention.attention import LayerTimes, measure_cells, measu
 from bench.micro.distattention.bench import _figures
 from bench.micro.distattention.longest import measure_longest
 from bench.micro.distattention.picture import draw
-from services.worker.dist.cost import Mode
+from services.worker.peers.attention.core.cost import ShipMode
 
 CORE = max(os.sched_getaffinity(0))
 
@@ -38,15 +38,15 @@ def test_four_workers_answer_more_than_three_workers_kv() -> None:
     assert longest.own_tokens == 128
 
 
-def cell(rows: int, tokens: int, ship_s: float, fetch_s: float, chosen: Mode) -> LayerTimes:
+def cell(rows: int, tokens: int, ship_s: float, fetch_s: float, chosen: ShipMode) -> LayerTimes:
     return LayerTimes(rows, tokens, 0.001, ship_s, fetch_s, ship_s / 0.001 - 1, 0.6, fetch_s / ship_s, chosen)
 
 
 def test_figures_are_the_longest_decodes(tmp_path: Path) -> None:
     cells = [
-        cell(1, 1024, 0.0015, 0.003, Mode.SHIP),
-        cell(64, 1024, 0.004, 0.003, Mode.SHIP),
-        cell(1, 4096, 0.0011, 0.0088, Mode.SHIP),
+        cell(1, 1024, 0.0015, 0.003, ShipMode.SHIP),
+        cell(64, 1024, 0.004, 0.003, ShipMode.SHIP),
+        cell(1, 4096, 0.0011, 0.0088, ShipMode.SHIP),
     ]
     figures = _figures(cells)
     assert abs(figures["remote_overhead"] - 0.1) < 1e-9

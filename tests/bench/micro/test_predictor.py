@@ -10,7 +10,7 @@ import pytest
 
 from bench.kit.context import Context
 from bench.micro import predictor, predictor_workloads
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
 from shared.messages.sequence import pack_tokens
 

@@ -22,8 +22,8 @@ from bench.simulated.prefix import (
     read_mooncake,
     replay,
 )
-from services.worker.kv.cache import PrefixCache
-from services.worker.kv.eviction import ORDERS
+from services.worker.kv.core.eviction import ORDERS
+from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from services.gateway.config import GatewayConfig
 from services.gateway.service import run
-from services.gateway.tokenizer import Codec, load_codec
+from services.gateway.text.tokenizer import Codec, load_codec
 from shared.bus import Bus
 from shared.config import BusConfig
 from shared.messages.sequence import SequenceSpec

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.effects import Effect, Effects, Fetch, Submit, WorkerStart
-from services.gateway.streams import Phase, Stream
-from services.gateway.timing import StreamTiming
+from services.gateway.core.effects import (
+    Fetch,
+    StreamEffect,
+    StreamEffects,
+    StreamTiming,
+    Submit,
+    WorkerStart,
+)
+from services.gateway.core.stream import Stream, StreamPhase
 from shared.errors import DeadlineExceeded
 from shared.messages.reports import SequenceReport
 from shared.messages.sequence import FinishReason
@@ -63,13 +69,13 @@ class Anything(RuleBasedStateMachine):
         self.stream = Stream(KEY, timing, 0.0)
         self.do(self.stream.submit(0.0))
 
-    def do(self, effects: Effects) -> None:
+    def do(self, effects: StreamEffects) -> None:
         for effect in effects:
             self.carry_out(effect)
         for worker in self.workers:
             worker.is_stale = worker.attempt < self.stream.attempt
 
-    def carry_out(self, effect: Effect) -> None:
+    def carry_out(self, effect: StreamEffect) -> None:
         if isinstance(effect, Submit):
             self.flights.append(Flight(effect, held=len(self.stream.tokens)))
         elif isinstance(effect, Fetch):
@@ -161,8 +167,8 @@ class Anything(RuleBasedStateMachine):
     def holds(self) -> None:
         self.stream.check_integrity()
         assert tuple(self.stream.tokens) == TRUTH[: len(self.stream.tokens)]
-        assert self.stream.phase in (Phase.OPEN, Phase.ENDED)
-        if self.stream.phase is Phase.ENDED:
+        assert self.stream.phase in (StreamPhase.OPEN, StreamPhase.ENDED)
+        if self.stream.phase is StreamPhase.ENDED:
             assert tuple(self.stream.tokens) == TRUTH
 
     def teardown(self) -> None:
@@ -179,4 +185,4 @@ class Anything(RuleBasedStateMachine):
             self.wait(0.1)
             self.holds()
         assert tuple(self.stream.tokens) == TRUTH
-        assert self.stream.phase is Phase.ENDED
+        assert self.stream.phase is StreamPhase.ENDED

@@ -10,11 +10,10 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from services.gateway import schemas
-from services.gateway.acceptance import DEFAULT_TEXT_MAX_TOKENS, Acceptance
 from services.gateway.config import GatewayConfig
-from services.gateway.threads import AT_ONCE_BYTES
-from services.gateway.tokenizer import Codec
+from services.gateway.openai import schemas
+from services.gateway.openai.admission import DEFAULT_TEXT_MAX_TOKENS, Acceptance
+from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec
 from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownModel
 
 CONTEXT = 100

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.answer import Answer, Piece
-from services.gateway.streams import Stream
-from services.gateway.timing import StreamTiming
-from services.gateway.tokenizer import Codec
-from services.gateway.vocabulary import Vocabulary
+from services.gateway.core.effects import StreamTiming
+from services.gateway.core.stream import Stream
+from services.gateway.text.choice_text import ChoiceText, TextPiece
+from services.gateway.text.tokenizer import Codec
+from services.gateway.text.vocabulary import Vocabulary
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
 from tests.services.gateway.conftest import ANSWER
@@ -28,9 +28,9 @@ def feed(stream: Stream, tokens: list[int], end: FinishReason | None = None) -> 
 
 def make(
     codec: Codec, stops: tuple[str, ...] = (), ends: tuple[int, ...] = (END,), with_logprobs: bool = False
-) -> Answer:
+) -> ChoiceText:
     stream = Stream(("req", 0), StreamTiming(), 0.0)
-    return Answer(0, stream, codec.tokenizer, stops, ends, with_logprobs=with_logprobs)
+    return ChoiceText(0, stream, codec.tokenizer, stops, ends, with_logprobs=with_logprobs)
 
 
 def ids(codec: Codec, text: str = ANSWER) -> list[int]:
@@ -100,7 +100,7 @@ def test_an_answer_of_nothing_but_its_end(codec: Codec, ends: tuple[int, ...]) -
     assert (piece.text, answer.completion_tokens) == ("", 1)
 
 
-def read_one_by_one(answer: Answer, tokens: list[int]) -> list[Piece]:
+def read_one_by_one(answer: ChoiceText, tokens: list[int]) -> list[TextPiece]:
     """Each token as it comes; the last one ends the answer."""
     pieces = []
     for at, token in enumerate(tokens):

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from services.gateway.auth import OPEN_PATHS, OPERATOR_PATHS, KeyRing
+from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, KeyRing
 from shared.errors import Unauthorized
 
 

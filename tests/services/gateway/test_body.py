@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import pytest
 from starlette.types import Message, Receive
 
-from services.gateway import body
-from services.gateway.body import ClientGone, parse_object, read_body
 from services.gateway.errors import HttpError
+from services.gateway.http import body
+from services.gateway.http.body import ClientGone, parse_object, read_body
 from shared.errors import InvalidRequest
 
 

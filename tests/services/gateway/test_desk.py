@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.gateway.acceptance import Job
 from services.gateway.config import GatewayConfig
-from services.gateway.desk import Desk
+from services.gateway.core.stream import StreamPhase
 from services.gateway.exchange import Exchange
-from services.gateway.streams import Phase
-from services.gateway.tokenizer import Codec
+from services.gateway.openai.admission import AdmittedRequest
+from services.gateway.sessions import Sessions
+from services.gateway.text.tokenizer import Codec
 from shared import subjects
 from shared.bus import Bus, Listener
 from shared.errors import NoResponder, Overloaded
@@ -47,10 +47,10 @@ class Learner:
         self.finished.append(event)
 
 
-def job(prompts: int = 1, n: int = 1, **fields: Any) -> Job:
+def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
     sampling = Sampling(seed=1, max_tokens=10, end_token_ids=(2,))
     defaults: dict[str, Any] = {"kind": "chat", "stops": (), "stream": False, "include_usage": False}
-    return Job(
+    return AdmittedRequest(
         prompts=((5, 6, 7),) * prompts,
         samplings=(sampling,) * prompts,
         n=n,
@@ -60,16 +60,16 @@ def job(prompts: int = 1, n: int = 1, **fields: Any) -> Job:
 
 
 @pytest_asyncio.fixture
-async def desk(connect_bus: Callable[..., Awaitable[Bus]], codec: Codec) -> AsyncIterator[Desk]:
+async def desk(connect_bus: Callable[..., Awaitable[Bus]], codec: Codec) -> AsyncIterator[Sessions]:
     config = GatewayConfig.model_validate({"served_name": "m", "max_active_sequences": 4})
     async with asyncio.TaskGroup() as tasks:
-        desk = Desk(config, await connect_bus("gateway", "gateway-0"), codec, tasks, lambda: 0.0)
+        desk = Sessions(config, await connect_bus("gateway", "gateway-0"), codec, tasks, lambda: 0.0)
         sending = tasks.create_task(desk.dispatch.outbox.run())
         yield desk
         sending.cancel()
 
 
-async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Desk) -> None:
+async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Sessions) -> None:
     exchange = desk.open(job(prompts=2, n=2), "req_1")
     keys = [sequence.stream.key for sequence in exchange.sequences]
     assert keys == [("req_1", 0), ("req_1", 1), ("req_1-1", 0), ("req_1-1", 1)]
@@ -79,12 +79,12 @@ async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Desk) -> No
         desk.open(job(), "req_2")
     desk.close(exchange)
     assert desk.active == 0
-    assert {sequence.stream.phase for sequence in exchange.sequences} == {Phase.CANCELLED}
+    assert {sequence.stream.phase for sequence in exchange.sequences} == {StreamPhase.CANCELLED}
     desk.open(job(), "req_2")
 
 
 async def test_an_answer_is_told_once_to_whoever_learns(
-    desk: Desk, connect_bus: Callable[..., Awaitable[Bus]]
+    desk: Sessions, connect_bus: Callable[..., Awaitable[Bus]]
 ) -> None:
     learner = Learner()
     await (await connect_bus()).attach(Learner.HANDLERS, learner)
@@ -100,7 +100,7 @@ async def test_an_answer_is_told_once_to_whoever_learns(
     assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP)}
 
 
-async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Desk) -> None:
+async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Sessions) -> None:
     exchange = desk.open(job(), "req_1")
     before = said(exchange, 0, (8,))
     desk.lose(W, {("req_1", 0): 1}, 0.0)
@@ -113,7 +113,7 @@ async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Des
     assert stream.tokens == [8]
 
 
-async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Desk) -> None:
+async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Sessions) -> None:
     exchange = desk.open(job(n=2), "req_1")
     for choice, request in ((0, "req_1"), (0, "req_9")):
         moving = SequenceRef(request_id=request, choice=choice, attempt=1)
@@ -121,7 +121,7 @@ async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Desk) -> Non
     assert [sequence.stream.attempt for sequence in exchange.sequences] == [2, 1]
 
 
-async def test_waiting_for_the_first_worker(desk: Desk) -> None:
+async def test_waiting_for_the_first_worker(desk: Sessions) -> None:
     with pytest.raises(NoResponder, match="no worker serves 'm'"):
         await desk.context_tokens(0.05)
     waiting = asyncio.create_task(desk.context_tokens(5))
@@ -130,7 +130,7 @@ async def test_waiting_for_the_first_worker(desk: Desk) -> None:
     assert await asyncio.wait_for(waiting, 1) == 77
 
 
-async def test_what_is_missing_is_said(desk: Desk) -> None:
+async def test_what_is_missing_is_said(desk: Sessions) -> None:
     assert desk.unready_reasons() == ["no scheduler has announced itself", "no worker serves 'm'"]
     desk.on_worker_reported(report("worker-0"), 0.0)
     event = SchedulerAnnounced(scheduler_id="s", incarnation=1, epoch=1, policy="p")
@@ -138,7 +138,7 @@ async def test_what_is_missing_is_said(desk: Desk) -> None:
     assert desk.unready_reasons() == []
 
 
-async def test_a_silent_worker_is_lost_on_the_tick(desk: Desk) -> None:
+async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions) -> None:
     exchange = desk.open(job(), "req_1")
     desk.on_worker_reported(report("worker-0"), 0.0)
     desk.on_delta(said(exchange, 0, (8,)), W, 0.0)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.detokenizer import Detokenizer, decode
-from services.gateway.tokenizer import Codec
+from services.gateway.text.choice_text import Detokenizer, decode
+from services.gateway.text.tokenizer import Codec
 from tests.services.gateway.conftest import ANSWER
 
 VOCABULARY = 300

@@ -1,4 +1,4 @@
-"""Effects become commands on the bus, and their outcomes events of the stream."""
+"""StreamEffects become commands on the bus, and their outcomes events of the stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,12 +9,11 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.config import GatewayConfig
+from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, StreamTiming, Submit
+from services.gateway.core.stream import Stream
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch
-from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit
-from services.gateway.exchange import Exchange, Sequence
-from services.gateway.streams import Stream
-from services.gateway.timing import StreamTiming
+from services.gateway.exchange import Exchange, OpenChoice
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
 from shared.errors import InvalidRequest
@@ -70,15 +69,15 @@ class Bench:
     def __init__(self, bus: Bus, tasks: asyncio.TaskGroup, peer: Peer) -> None:
         config = GatewayConfig.model_validate({"submit_deadline_s": 1.0, "fetch_deadline_s": 0.3})
         self.peer = peer
-        self.applied: list[Effects] = []
+        self.applied: list[StreamEffects] = []
         self.dispatch = Dispatch(config, bus, tasks, lambda: 0.0, Counters(), self.apply)
         self.stream = Stream(("req", 0), StreamTiming(), 0.0)
         sampling = Sampling(seed=1, max_tokens=10)
         context = copy_context()
         context.run(tracing.attach, {"traceparent": TRACE})
-        self.sequence = Sequence(self.stream, pack_tokens([1, 2]), sampling, Exchange(), 0.0, context)
+        self.sequence = OpenChoice(self.stream, pack_tokens([1, 2]), sampling, Exchange(), 0.0, context)
 
-    def apply(self, sequence: Sequence, effects: Effects) -> None:
+    def apply(self, sequence: OpenChoice, effects: StreamEffects) -> None:
         assert sequence is self.sequence
         self.applied.append(effects)
 
@@ -155,7 +154,7 @@ async def test_an_unforeseen_error_is_tried_again(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("surprise")
 
-    monkeypatch.setattr(Sequence, "spec", broken)
+    monkeypatch.setattr(OpenChoice, "spec", broken)
     (submit,) = bench.stream.submit(0.0)
     assert isinstance(submit, Submit)
     await bench.carry_out(submit)

@@ -9,10 +9,9 @@ import pytest
 import pytest_asyncio
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.auth import KeyRing
 from services.gateway.counters import Counters
-from services.gateway.edge import RECORD, Edge
-from services.gateway.replies import DONE
+from services.gateway.http.middleware import RECORD, Edge, KeyRing
+from services.gateway.openai.replies import DONE
 from shared.errors import NoResponder
 
 KEY = "sk-edge"

@@ -6,10 +6,9 @@ import json
 import pytest
 from starlette.types import Message
 
-from services.gateway.body import ClientGone
-from services.gateway.events import KEEP_ALIVE, EventStream
 from services.gateway.exchange import Exchange
-from services.gateway.lane import Lane
+from services.gateway.http.body import ClientGone
+from services.gateway.http.sse import KEEP_ALIVE, DirectWriter, EventStream
 from tests.services.gateway.conftest import ANSWER, MakeStack
 from tests.services.gateway.fakes import MODEL
 
@@ -63,7 +62,7 @@ async def test_news_that_shows_nothing_does_not_put_the_comment_off() -> None:
     assert KEEP_ALIVE in sent.bodies
 
 
-class OpenLane(Lane):
+class OpenLane(DirectWriter):
     """Collects pieces; open until told otherwise."""
 
     def __init__(self) -> None:

@@ -5,11 +5,11 @@ from contextvars import copy_context
 
 import pytest
 
-from services.gateway.body import ClientGone
+from services.gateway.core.effects import StreamTiming
+from services.gateway.core.stream import Stream
 from services.gateway.deadline import Deadline
-from services.gateway.exchange import Exchange, Sequence, admitted
-from services.gateway.streams import Stream
-from services.gateway.timing import StreamTiming
+from services.gateway.exchange import Exchange, OpenChoice, admitted
+from services.gateway.http.body import ClientGone
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder
 from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
@@ -24,7 +24,7 @@ def exchange_of(choices: int) -> Exchange:
         stream = Stream(("req", choice), StreamTiming(), 0.0)
         stream.submit(0.0)
         prompt = pack_tokens([1, 2, 3])
-        exchange.sequences.append(Sequence(stream, prompt, SAMPLING, exchange, 1.0, copy_context()))
+        exchange.sequences.append(OpenChoice(stream, prompt, SAMPLING, exchange, 1.0, copy_context()))
     return exchange
 
 

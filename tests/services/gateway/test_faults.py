@@ -2,9 +2,8 @@
 
 import pytest
 
-from services.gateway.faults import Faults
-from services.gateway.streams import Phase
-from services.gateway.timing import StreamTiming
+from services.gateway.core.effects import StreamTiming
+from services.gateway.core.stream import Faults, StreamPhase
 from shared.errors import CreditorLost, InternalError
 from shared.messages.sequence import FinishReason
 from tests.services.gateway.stream_rig import TIMING, A, B, begun, delta
@@ -36,7 +35,7 @@ def test_kv_that_is_lost_again_and_again_ends_the_stream_with_a_typed_error() ->
         attempts += 1
         assert attempts < 100
     assert attempts == TIMING.max_kv_losses
-    assert stream.phase is Phase.FAILED
+    assert stream.phase is StreamPhase.FAILED
     with pytest.raises(CreditorLost, match="lost 5 times"):
         raise stream.failure or AssertionError("no failure")
     stream.check_integrity()

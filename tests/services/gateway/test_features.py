@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from services.gateway.errors import UnsupportedFeature
-from services.gateway.features import IGNORED, INSTEAD, UNSUPPORTED, refuse_unsupported, unknown_fields
+from services.gateway.openai.unsupported import (
+    IGNORED,
+    INSTEAD,
+    UNSUPPORTED,
+    refuse_unsupported,
+    unknown_fields,
+)
 
 ASKED: dict[str, Any] = {
     "tools": [{"type": "function"}],

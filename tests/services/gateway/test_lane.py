@@ -6,8 +6,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
-from services.gateway.lane import LANE, Lane
-from services.gateway.server import bind, make_server
+from services.gateway.http.server import bind, make_server
+from services.gateway.http.sse import LANE, DirectWriter
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 BIG = bytes(1024 * 1024)
@@ -21,7 +21,7 @@ class Application:
         self.paused = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        lane: Lane = scope[LANE]
+        lane: DirectWriter = scope[LANE]
         self.opened.append(lane.is_open)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         self.opened.append(lane.is_open)
@@ -75,5 +75,5 @@ def test_a_chunk_says_its_length(chunk: bytes) -> None:
     class Cycle:
         transport = type("Transport", (), {"write": staticmethod(written.append)})
 
-    Lane(Cycle()).write(chunk)  # type: ignore[arg-type]
+    DirectWriter(Cycle()).write(chunk)  # type: ignore[arg-type]
     assert written == [b"%x\r\n" % len(chunk) + chunk + b"\r\n"]

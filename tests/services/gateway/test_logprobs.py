@@ -9,11 +9,19 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway.alignment import PlacedToken
-from services.gateway.logprobs import LOWEST, chat_logprobs, finite, text_logprobs
-from services.gateway.replies import FinishedChoice, Kind, Letterhead, Usage
-from services.gateway.tokenizer import Codec
-from services.gateway.vocabulary import Vocabulary
+from services.gateway.core.alignment import PlacedToken
+from services.gateway.openai.replies import (
+    LOWEST,
+    FinishedChoice,
+    Letterhead,
+    ReplyKind,
+    Usage,
+    chat_logprobs,
+    finite,
+    text_logprobs,
+)
+from services.gateway.text.tokenizer import Codec
+from services.gateway.text.vocabulary import Vocabulary
 from shared.messages.tokens import TokenLogprobs
 from tests.conformance.schemas import violations
 from tests.services.gateway.conftest import ANSWER, Stack
@@ -58,7 +66,7 @@ def test_a_completion(codec: Codec, vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("chat", "CreateChatCompletion"), ("text", "CreateCompletion")])
-def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: Kind, name: str) -> None:
+def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, name: str) -> None:
     write = chat_logprobs if kind == "chat" else text_logprobs
     letterhead = Letterhead(kind, "id-1", 1_700_000_000, "m")
     for tokens in (placed(codec), []):

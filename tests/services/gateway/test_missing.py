@@ -1,7 +1,7 @@
 """What a stream lacks of its worker's answer is fetched once at a time, when it is due."""
 
-from services.gateway.missing import MAX_FETCH_FAILURES, Missing
-from services.gateway.timing import StreamTiming
+from services.gateway.core.effects import StreamTiming
+from services.gateway.core.gap_fetch import MAX_FETCH_FAILURES, Missing
 
 TIMING = StreamTiming(fetch_grace_s=0.25, retry_s=0.2)
 

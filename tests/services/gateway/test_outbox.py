@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from services.gateway import outbox as module
-from services.gateway.outbox import Outbox
+from services.gateway import dispatch as module
+from services.gateway.dispatch import NoticeOutbox
 from shared import subjects
 from shared.bus import Bus, Listener
 from shared.messages.commands import CancelSequence
@@ -45,7 +45,7 @@ def cancel(number: int) -> CancelSequence:
 async def test_messages_go_in_order_and_ends_together(connect_bus: ConnectBus) -> None:
     reader = Reader()
     await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
-    outbox = Outbox(await connect_bus())
+    outbox = NoticeOutbox(await connect_bus())
     for number in range(3):
         outbox.put(subjects.worker_cancel("worker-0"), cancel(number))
         outbox.acknowledge("worker-0", ref(number))
@@ -65,7 +65,7 @@ async def test_a_full_outbox_drops_its_oldest(
     monkeypatch.setattr(module, "MAX_MESSAGES", 3)
     reader = Reader()
     await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
-    outbox = Outbox(await connect_bus())
+    outbox = NoticeOutbox(await connect_bus())
     for number in range(5):
         outbox.put(subjects.worker_cancel("worker-0"), cancel(number))
     await outbox.flush()
@@ -77,7 +77,7 @@ async def test_a_bus_that_takes_nothing_does_not_stop_it(
     connect_bus: ConnectBus, nats_server: NatsServer
 ) -> None:
     bus = await connect_bus()
-    outbox = Outbox(bus)
+    outbox = NoticeOutbox(bus)
     await bus.close()
     outbox.put(subjects.worker_cancel("worker-0"), cancel(0))
     outbox.acknowledge("worker-0", ref(0))

@@ -1,9 +1,8 @@
 """The former worker is read on until the next one has caught up; nothing twice, nothing missing, one text."""
 
-from services.gateway.effects import Acknowledge, Cancel, Extend, Submit
-from services.gateway.overlap import FRESH_S, LEFT_TOKENS, OVERLAP_S
-from services.gateway.streams import Phase, Stream
-from services.gateway.timing import StreamTiming
+from services.gateway.core.effects import Acknowledge, Cancel, Extend, StreamTiming, Submit
+from services.gateway.core.handover import FRESH_S, LEFT_TOKENS, OVERLAP_S
+from services.gateway.core.stream import Stream, StreamPhase
 from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.tokens import TokenDelta
 
@@ -64,7 +63,7 @@ def test_an_answer_that_ends_at_the_source_ends() -> None:
     stream = moving()
     effects = stream.on_delta(delta(1, 3, 13, reason=FinishReason.STOP), OLD, 0.21)
     assert effects == (Acknowledge("a", ref(1)), Cancel(ref(2), "b"))
-    assert stream.phase is Phase.ENDED and stream.tokens[-1] == 13
+    assert stream.phase is StreamPhase.ENDED and stream.tokens[-1] == 13
 
 
 def test_deaths_and_silence_end_it() -> None:

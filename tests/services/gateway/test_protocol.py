@@ -13,11 +13,11 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.body import ClientGone, read_body
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import HttpError, error_response
+from services.gateway.http.body import ClientGone, read_body
+from services.gateway.http.server import bind, make_server
 from services.gateway.protocol import ENGAGE
-from services.gateway.server import bind, make_server
 
 FLOOD = 64
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"

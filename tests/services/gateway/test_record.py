@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from services.gateway.record import RequestRecord, echoed_id, new_request_id
+from services.gateway.http.request_log import RequestRecord, echoed_id, new_request_id
 from shared.errors import Overloaded
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from services.gateway.replies import FinishedChoice, Letterhead, Usage, error_event, model_body
+from services.gateway.openai.replies import FinishedChoice, Letterhead, Usage, error_event, model_body
 from shared.errors import Overloaded
 from tests.conformance.schemas import violations
 

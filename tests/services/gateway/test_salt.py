@@ -1,6 +1,6 @@
 """Who shares stored prefixes with whom."""
 
-from services.gateway.salt import SALT_BYTES, salt_of
+from services.gateway.http.completion_response import SALT_BYTES, salt_of
 
 
 def test_keys_and_salts_keep_apart() -> None:

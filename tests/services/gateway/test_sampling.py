@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.sampling import sampling_of
-from services.gateway.schemas import ChatRequest, TextRequest, parse
-from services.gateway.tokenizer import Codec
+from services.gateway.openai.admission import sampling_of
+from services.gateway.openai.schemas import ChatRequest, TextRequest, parse
+from services.gateway.text.tokenizer import Codec
 from shared.errors import InvalidRequest
 from shared.messages.sequence import Sampling
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway import schemas
 from services.gateway.errors import UnsupportedFeature
+from services.gateway.openai import schemas
 from shared.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]

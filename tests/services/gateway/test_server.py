@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from services.gateway.server import bind, url_of
+from services.gateway.http.server import bind, url_of
 from shared.errors import ConfigError
 from tests.services.gateway.conftest import MakeStack
 

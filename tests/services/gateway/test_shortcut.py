@@ -4,10 +4,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.body import ClientGone
-from services.gateway.edge import CLIENT_GONE_STATUS, RECORD
-from services.gateway.record import RequestRecord
-from services.gateway.shortcut import Shortcut
+from services.gateway.http.body import ClientGone
+from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD
+from services.gateway.http.request_log import RequestRecord
+from services.gateway.http.routes import Shortcut
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
 """What silence asks for: an audit, a hand-over, an end."""
 
-from services.gateway.signs import MAX_AUDIT_FACTOR, Signs
-from services.gateway.timing import StreamTiming
+from services.gateway.core.effects import StreamTiming
+from services.gateway.core.liveness import MAX_AUDIT_FACTOR, Signs
 
 TIMING = StreamTiming(frame_timeout_s=3.0, give_up_s=60.0)
 

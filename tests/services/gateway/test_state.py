@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.state import SchedulerView, WorkerTable
+from services.gateway.core.peers import SchedulerView, WorkerTable
 from shared.messages.reports import SchedulerAnnounced, WorkerReported
 from tests.shared.messages.builders import worker_report
 

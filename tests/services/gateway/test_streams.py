@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from hypothesis import settings
 
-from services.gateway.effects import Acknowledge, Cancel, Effects, Fetch, Submit
-from services.gateway.streams import Phase, Stream
+from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
+from services.gateway.core.stream import Stream, StreamPhase
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder, Overloaded
 from shared.messages.sequence import FinishReason, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
@@ -25,7 +25,7 @@ def test_tokens_are_taken_once_and_in_order() -> None:
     assert (stream.tokens, stream.finish_reason, stream.phase) == (
         [10, 11, 12, 13],
         FinishReason.STOP,
-        Phase.ENDED,
+        StreamPhase.ENDED,
     )
     stream.check_integrity()
 
@@ -103,7 +103,7 @@ def test_a_worker_that_no_longer_holds_the_attempt_means_a_higher_one() -> None:
 
 def test_fetches_are_repeated_and_then_given_up() -> None:
     stream = begun()
-    effects: Effects = stream.on_delta(delta(1, 5, (15,)), A, 0.3)
+    effects: StreamEffects = stream.on_delta(delta(1, 5, (15,)), A, 0.3)
     now_s, fetches = 0.3, 0
     while stream.attempt == 1:
         assert isinstance(effects[0], Fetch)
@@ -171,7 +171,7 @@ def test_overload_refuses_only_what_was_not_accepted() -> None:
     assert running.is_open
     running.submit(2.0)
     running.on_submit_failed(3, InvalidRequest("no"), 2.1)
-    assert running.phase is Phase.FAILED
+    assert running.phase is StreamPhase.FAILED
 
 
 def test_a_scheduler_that_keeps_failing_ends_in_failure() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.gateway.submission import MAX_RETRY_S, Submission
-from services.gateway.timing import StreamTiming
+from services.gateway.core.effects import StreamTiming
+from services.gateway.core.stream import MAX_RETRY_S, Submission
 
 
 def test_only_the_latest_counts() -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from services.gateway.threads import AT_ONCE_BYTES, MAX_WAITING_BYTES, TokenizerThreads
+from services.gateway.text.tokenizer import AT_ONCE_BYTES, MAX_WAITING_BYTES, TokenizerThreads
 from shared.errors import Overloaded
 
 LARGE = AT_ONCE_BYTES + 1

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.tokenization import MAX_DETOKENIZED_TOKENS
-from services.gateway.tokenizer import Codec
+from services.gateway.openai.tokenize import MAX_DETOKENIZED_TOKENS
+from services.gateway.text.tokenizer import Codec
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from services.gateway.tokenizer import Codec, load_codec
+from services.gateway.text.tokenizer import Codec, load_codec
 from shared.errors import ConfigError, InvalidRequest
 from tests.services.gateway.conftest import TEMPLATE
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_loaded_is_said(folder: Path, tmp_path: Path) -> None:
 
 def test_the_gateway_starts_without_torch(model_folder: Path) -> None:
     code = (
-        "import sys, services.gateway.service as s, services.gateway.tokenizer as t\n"
+        "import sys, services.gateway.service as s, services.gateway.text.tokenizer as t\n"
         f"t.load_codec({str(model_folder)!r})\n"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )

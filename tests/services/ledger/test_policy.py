@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.ledger.policy import OFFERED_CREDITORS, candidates, distance
-from services.ledger.state import Table
+from services.ledger.core.debt_ledger import Table
+from services.ledger.core.policy import OFFERED_CREDITORS, candidates, distance
 from shared.messages.lending import KvTier
 from tests.services.ledger.test_state import report
 

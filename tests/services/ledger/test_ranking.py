@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.ledger.ranking import Ranking
+from services.ledger.core.debt_ledger import Ranking
 
 
 def test_neighbours_then_others_then_those_without_anything_left() -> None:

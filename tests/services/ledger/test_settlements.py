@@ -2,8 +2,8 @@
 
 import asyncio
 
-from services.ledger.dgfm.coordinator import SettleRules
-from services.ledger.settlements import Settlements
+from services.ledger.core.dgfm.coordinator import SettleRules
+from services.ledger.service import Settlements
 from shared import subjects
 from shared.bus import Endpoint, Handler
 from shared.errors import CreditorLost

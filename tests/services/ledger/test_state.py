@@ -1,6 +1,6 @@
 """The table of accounts."""
 
-from services.ledger.state import Table
+from services.ledger.core.debt_ledger import Table
 from shared.messages.lending import KvTier
 from shared.messages.reports import Capacity, WorkerReported
 from tests.shared.messages.builders import worker_report

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement.order import NOT_CACHED, ORDERS, Waiting, arrange, distance, find_order
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.order import NOT_CACHED, ORDERS, Waiting, arrange, distance, find_order
 from services.placement.policy.prefix_aware import PrefixAware
-from services.placement.state import Fleet
 from shared.errors import ConfigError
 from tests.services.placement.test_prefixes import chain, news
 from tests.services.placement.test_state import BLOCK, item, report
@@ -49,7 +49,7 @@ def test_an_unknown_order_is_refused() -> None:
 
 @pytest.mark.parametrize(("name", "first"), [("fcfs", 0), ("fpf", 2), ("relaxed_fpf", 1)])
 def test_the_fleet_places_in_that_order(name: str, first: int) -> None:
-    fleet = Fleet(order=find_order(name))
+    fleet = FleetCapacity(order=find_order(name))
     fleet.on_reported(report("w0", total=4), 0.0)
     fleet.prefixes.on_news(news(1, 1, 2, tiers=bytes([0, 1])))
     asked = [

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.books import PackingRules
-from services.placement.packer import Packer
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.packer import Packer
+from services.placement.core.packing_types import PackingRules
 from services.placement.policy import LIVE_PACKINGS, create_packing
-from services.placement.state import Fleet
 from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import EndedSequence
 from shared.messages.reports import SequenceReport, WorkerReported
@@ -42,7 +42,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.packer = Packer(lambda capacity: create_packing(self.policy, capacity), RULES)
-        self.fleet = Fleet()
+        self.fleet = FleetCapacity()
         for number in range(self.workers):
             self.incarnations[f"w{number}"] = 1
         self.beat()

@@ -1,6 +1,6 @@
 """What placement makes of news: counted from the beginning, by tier, with gaps asked for."""
 
-from services.placement.prefixes import NOTHING, PrefixIndex
+from services.placement.core.prefix_index import NOTHING, PrefixIndex
 from shared.blocks import HASH_BYTES
 from shared.messages.prefixes import MOST_CHAIN_BLOCKS, PrefixChain, WorkerPrefixes
 

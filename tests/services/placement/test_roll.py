@@ -1,12 +1,12 @@
 """Which workers a packer counts with."""
 
-from services.placement.roll import Roll
-from services.placement.state import Fleet
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.roster import Roll
 from tests.shared.messages.builders import worker_report
 
 
-def fleet(*names: str, incarnation: int = 1) -> Fleet:
-    made = Fleet(silence_s=2.0, reservation_s=5.0)
+def fleet(*names: str, incarnation: int = 1) -> FleetCapacity:
+    made = FleetCapacity(silence_s=2.0, reservation_s=5.0)
     for name in names:
         made.on_reported(worker_report(name, incarnation=incarnation), 0.0)
     return made

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.scaling import Scaling, ScalingRules
+from services.placement.core.scaling import Scaling, ScalingRules
 
 FOUR = ["w0", "w1", "w2", "w3"]
 

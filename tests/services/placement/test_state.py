@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.placement.core.fleet import GROWTH_BLOCKS, PASSED_S, FleetCapacity, Opening
 from services.placement.policy import POLICIES
-from services.placement.policy.base import PlacementPolicy
-from services.placement.policy.best_fit import BestFit
-from services.placement.policy.worst_fit import WorstFit
-from services.placement.state import GROWTH_BLOCKS, PASSED_S, Fleet, Opening
+from services.placement.policy.contract import PlacementPolicy
+from services.placement.policy.fit import BestFit, WorstFit
 from shared.blocks import HASH_BYTES
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import EndedSequence, WorkerStepped
@@ -90,22 +89,22 @@ def listed(
 
 
 def place(
-    fleet: Fleet, *items: PlacementItem, excluded: tuple[str, ...] = (), now_s: float = 0.0
+    fleet: FleetCapacity, *items: PlacementItem, excluded: tuple[str, ...] = (), now_s: float = 0.0
 ) -> list[str | None]:
     answer = list(fleet.place(items, frozenset(excluded), WorstFit(), now_s))
     fleet.check_integrity()
     return answer
 
 
-def fleet_of(*reports: WorkerReported) -> Fleet:
-    fleet = Fleet()
+def fleet_of(*reports: WorkerReported) -> FleetCapacity:
+    fleet = FleetCapacity()
     for one in reports:
         fleet.on_reported(one, 0.0)
     return fleet
 
 
 def test_nobody_known_means_wait() -> None:
-    assert place(Fleet(), item("a")) == [None]
+    assert place(FleetCapacity(), item("a")) == [None]
 
 
 def test_worst_fit_spreads_a_batch_by_its_own_reservations() -> None:
@@ -243,7 +242,7 @@ class SimulatedWorker:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(POLICIES)))
 def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
-    rng, policy, fleet = random.Random(seed), POLICIES[name](), Fleet()
+    rng, policy, fleet = random.Random(seed), POLICIES[name](), FleetCapacity()
     workers = {f"w{i}": SimulatedWorker(f"w{i}", rng.randint(2, 40)) for i in range(rng.randint(1, 4))}
     largest = max(w.total for w in workers.values()) * BLOCK
     count, now_s = 0, 0.0
@@ -287,7 +286,7 @@ def _chains(rng: random.Random) -> tuple[PrefixChain, ...]:
 
 
 def _placed(
-    fleet: Fleet, items: tuple[PlacementItem, ...], policy: PlacementPolicy, now_s: float
+    fleet: FleetCapacity, items: tuple[PlacementItem, ...], policy: PlacementPolicy, now_s: float
 ) -> tuple[str | None, ...]:
     admitted = [any(w.admits(one) for w in fleet.workers.values()) for one in items]
     empties = {w.worker_id for w in fleet.workers.values() if not w.sequences}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement.ways import Carrier, Choice, Ways, Wish
+from services.placement.core.move_mode import Carrier, ModeChoice, Ways, Wish
 from shared.messages.moves import MoveMode, SequenceMove
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import SequenceRef
@@ -28,7 +28,7 @@ def wish(name: str, tokens: int = 160, target: str = "b") -> Wish:
     return Wish(SequenceMove(ref=ref, target=target), "a", tokens)
 
 
-def modes(carriers: Mapping[str, Carrier], *wishes: Wish, choice: Choice = "adaptive") -> list[MoveMode]:
+def modes(carriers: Mapping[str, Carrier], *wishes: Wish, choice: ModeChoice = "adaptive") -> list[MoveMode]:
     now, _ = Ways(choice, 0.5).divide(wishes, carriers, 0.0)
     return [order.mode for order in now]
 

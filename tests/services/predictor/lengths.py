@@ -2,7 +2,7 @@
 
 import random
 
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from shared.messages.sequence import pack_tokens
 
 SHORT_WORD, LONG_WORD = 7, 8

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.predictor.batching import Batcher
-from services.predictor.models.base import LengthQuery, LengthSample, PredictedLength
+from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
 from shared.errors import InternalError, Overloaded
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.predictor.files import write_whole
+from services.predictor.samples import write_whole
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

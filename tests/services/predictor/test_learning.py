@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.predictor.batching import Batcher
+from services.predictor.core.length_model import LengthQuery, ModelSettings
 from services.predictor.learning import SAMPLES_FILE, Learner, LearningRules
-from services.predictor.models.base import LengthQuery, ModelSettings
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.samples import read_samples
 from tests.services.predictor.lengths import LONG_TOKENS, SHORT_TOKENS, samples_of

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.predictor.models.base import PredictedLength
-from services.predictor.report import score
+from services.predictor.core.length_model import PredictedLength
+from services.predictor.core.report import score
 
 
 def test_each_figure_is_what_its_name_says() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.predictor.models.base import LengthSample
+from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import load_tokenizer, read_samples, write_samples
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import pack_tokens, unpack_tokens

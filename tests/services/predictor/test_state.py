@@ -1,7 +1,7 @@
 """The audit of predictions."""
 
-from services.predictor.models.base import PredictedLength
-from services.predictor.state import PredictionAudit
+from services.predictor.core.length_model import PredictedLength
+from services.predictor.core.report import PredictionAudit
 
 
 def says(tokens: int) -> PredictedLength:

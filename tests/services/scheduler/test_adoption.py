@@ -2,13 +2,13 @@
 
 import msgspec
 
-from services.scheduler.adoption import adopt_snapshot
-from services.scheduler.effects import Effect, SendPlan
-from services.scheduler.planning import Lane, Sync
-from services.scheduler.policy.vllm import VllmPolicy
-from services.scheduler.roster import Roster
-from services.scheduler.rules import Rules
-from services.scheduler.state import Phase, Sequence
+from services.scheduler.core.adoption import adopt_snapshot
+from services.scheduler.core.effects import Effect, SendPlan
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import InternalError
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
@@ -58,7 +58,9 @@ class Desk:
     def __init__(self) -> None:
         self.roster = Roster(Rules())
         for worker_id in ("worker-0", "worker-1"):
-            lane = Lane(worker_id, 1, 1, self.roster.rules, self.roster.sequences, snapshot(worker_id), 0.0)
+            lane = WorkerPipeline(
+                worker_id, 1, 1, self.roster.rules, self.roster.sequences, snapshot(worker_id), 0.0
+            )
             lane.lose_step(0.0)
             self.roster.lanes[worker_id] = lane
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.scheduler.backlog import Backlog
-from services.scheduler.rules import Rules
-from services.scheduler.state import Sequence
+from services.scheduler.core.backlog import Backlog
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import Sequence
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 
 RULES = Rules(placement_batch=2, placement_interval_s=0.05)

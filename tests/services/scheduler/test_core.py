@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 from pytest import MonkeyPatch
 
-from services.scheduler.core import LEAST_TERM_S
-from services.scheduler.effects import Effect
-from services.scheduler.planning import Lane
-from services.scheduler.policy.vllm import VllmPolicy
-from services.scheduler.roster import Roster
+from services.scheduler.core.core import LEAST_TERM_S
+from services.scheduler.core.effects import Effect
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.worker_pipeline import WorkerPipeline
+from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ContextOverflow
 from shared.messages.sequence import FinishReason, SequenceKey
 from tests.services.scheduler.world import Chaos, World
@@ -155,13 +155,13 @@ def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatc
     core = world.core
     assert core is not None
     visits: list[str] = []
-    real = Lane.next_plans
+    real = WorkerPipeline.next_plans
 
-    def counting(lane: Lane, now_s: float) -> list[Effect]:
+    def counting(lane: WorkerPipeline, now_s: float) -> list[Effect]:
         visits.append(lane.worker_id)
         return real(lane, now_s)
 
-    monkeypatch.setattr(Lane, "next_plans", counting)
+    monkeypatch.setattr(WorkerPipeline, "next_plans", counting)
     most = 0
     for name in ("on_stepped", "on_worker_reported", "on_gateway_reported", "on_submit", "on_placed"):
         handle = getattr(core, name)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy import BUILT_IN
-from services.scheduler.rules import Rules
 from shared.errors import InternalError
 from shared.messages.reports import SequenceState
 from tests.services.scheduler.world import SMALL, Chaos, World

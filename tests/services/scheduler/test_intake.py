@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.scheduler.intake import Intake
-from services.scheduler.roster import Roster
-from services.scheduler.rules import Rules
+from services.scheduler.core.intake import Intake
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import Rules
 from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overloaded, UnavailableError
 from shared.incarnations import SILENCE_S
 from shared.messages.commands import CancelSequence

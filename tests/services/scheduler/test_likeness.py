@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.likeness import mismatch, prevailing
+from services.scheduler.core.fleet import mismatch, prevailing
 from shared.errors import ModelMismatch
 from shared.messages.reports import WorkerReported
 from tests.services.scheduler.world import World

@@ -1,6 +1,6 @@
 """What is said about one migration, and what becomes of it when blocks cannot be fetched."""
 
-from services.scheduler.move import Move, Stage, pull_of, rehearsal_of
+from services.scheduler.core.moves import Move, MoveStage, pull_of, rehearsal_of
 from shared.messages.moves import BlocksPulled, MoveMode
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens, unpack_tokens
 
@@ -45,5 +45,5 @@ def test_a_fetch_that_brings_nothing_is_no_step_ahead() -> None:
 def test_times_are_split_at_the_switch() -> None:
     one = move()
     assert (one.over("late", 4.0).prepare_s, one.over("late", 4.0).switch_s) == (3.0, 0.0)
-    one.stage, one.prepared_s = Stage.SWITCHING, 3.0
+    one.stage, one.prepared_s = MoveStage.SWITCHING, 3.0
     assert (one.over("", 4.0).prepare_s, one.over("", 4.0).switch_s) == (2.0, 1.0)

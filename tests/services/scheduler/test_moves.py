@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.rules import MoveRules, Rules
+from services.scheduler.core.rules import MoveRules, Rules
 from shared.errors import InvalidRequest
 from shared.messages.moves import MoveMode
 from tests.services.scheduler.fake_gateway import Request

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.scheduler.outstanding import OutstandingPlans, Progress, Trouble
+from services.scheduler.core.outstanding import OutstandingPlans, Progress, Trouble
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PlannedBatch, PlannedDecode, PlannedPrefill
-from services.scheduler.rules import Rules
 from shared.messages.plans import BatchPlan, SkippedItem, SkipReason, StepOutcome, WorkerStepped
 from shared.messages.sequence import SequenceRef
 from tests.shared.messages.builders import worker_report

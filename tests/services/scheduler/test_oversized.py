@@ -2,8 +2,8 @@
 
 import pytest
 
+from services.scheduler.core.rules import OversizedRules, Rules
 from services.scheduler.policy import BUILT_IN
-from services.scheduler.rules import OversizedRules, Rules
 from shared.errors import ContextOverflow
 from tests.services.scheduler.fake_gateway import FRAME_TIMEOUT_S, Request
 from tests.services.scheduler.world import SMALL, World

@@ -2,9 +2,9 @@
 
 import msgspec
 
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import HELD, Phase
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.rules import Rules
-from services.scheduler.state import HELD, Phase
 from tests.services.scheduler.world import World
 
 

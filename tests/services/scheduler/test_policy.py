@@ -7,11 +7,11 @@ import pytest
 
 from services.scheduler.policy import BUILT_IN, check_policy, find_policy, policy_names
 from services.scheduler.policy.contract import BatchPolicy, PolicySettings, WorkerShape
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ConfigError
 
 PACKAGE = """
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import VllmPolicy
 
 class Patient(VllmPolicy):
     pass

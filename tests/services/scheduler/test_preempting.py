@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from services.scheduler.core.preemption import Preempting, weigh
+from services.scheduler.core.rules import ReliefRules
 from services.scheduler.policy.contract import PlannedPreemption
 from services.scheduler.policy.relief import Rung
-from services.scheduler.preempting import Preempting, weigh
-from services.scheduler.rules import ReliefRules
 from shared.messages.plans import PreemptMode
 from shared.messages.reports import Capacity
 from tests.shared.messages.builders import worker_report

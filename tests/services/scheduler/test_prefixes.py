@@ -2,7 +2,7 @@
 
 import msgspec
 
-from services.scheduler.prefixes import MOST_KINDS, kinds_of, names_of
+from services.scheduler.core.sequence import MOST_KINDS, kinds_of, names_of
 from shared.blocks import HASH_BYTES, chain, fingerprint, root
 from shared.messages.prefixes import MOST_CHAIN_BLOCKS
 from shared.messages.sequence import pack_tokens

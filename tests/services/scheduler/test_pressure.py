@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from services.scheduler.core import WANT_INTERVAL_S
-from services.scheduler.effects import NoteRelief, WantKvAtWorker
+from services.scheduler.core.core import WANT_INTERVAL_S
+from services.scheduler.core.effects import NoteRelief, WantKvAtWorker
+from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.policy.relief import Rung
-from services.scheduler.rules import ReliefRules, Rules
 from tests.services.scheduler.fake_gateway import Request
 from tests.services.scheduler.fake_worker import FakeWorker
 from tests.services.scheduler.world import SMALL, World

@@ -1,6 +1,6 @@
 """A map whose entries fade."""
 
-from services.scheduler.recent import RecentMap
+from shared.ttl_map import RecentMap
 
 
 def test_entries_are_there_for_their_time_only() -> None:

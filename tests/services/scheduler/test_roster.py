@@ -1,12 +1,12 @@
 """The roster: sequences come, move and go in one place."""
 
-from services.scheduler.effects import CancelAtWorker, SequenceLeft, WantKvAtWorker
-from services.scheduler.planning import Lane
+from services.scheduler.core.effects import CancelAtWorker, SequenceLeft, WantKvAtWorker
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.policy.contract import WorkerShape
-from services.scheduler.policy.vllm import VllmPolicy
-from services.scheduler.roster import Roster
-from services.scheduler.rules import Rules
-from services.scheduler.state import Phase, Sequence
+from services.scheduler.policy.first_come import VllmPolicy
 from shared.messages.reports import Capacity
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
 from tests.shared.messages.builders import worker_report
@@ -23,12 +23,12 @@ def sequence(name: str = "a") -> Sequence:
     return Sequence.from_spec(spec, 0.0)
 
 
-def roster_with_lane() -> tuple[Roster, Lane]:
+def roster_with_lane() -> tuple[Roster, WorkerPipeline]:
     roster = Roster(Rules())
     report = worker_report(
         block_tokens=4, max_context_tokens=80, capacity=Capacity(total_blocks=20, free_blocks=20)
     )
-    lane = Lane("worker-0", 1, 1, roster.rules, roster.sequences, report, 0.0)
+    lane = WorkerPipeline("worker-0", 1, 1, roster.rules, roster.sequences, report, 0.0)
     roster.lanes["worker-0"] = lane
     assert roster.closed_workers() == ("worker-0",)
     lane.begin(VllmPolicy(WorkerShape(4, 20), roster.rules.settings), report, 0.0)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from services.scheduler.policy.contract import PlannedBatch
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.standstill import ANYWHERE, STANDSTILL_S
 from tests.services.scheduler.world import SMALL, World
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.state import HELD, OVER, TRANSITIONS, Phase, Sequence, mermaid
+from services.scheduler.core.sequence import HELD, OVER, TRANSITIONS, Phase, Sequence, mermaid
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 

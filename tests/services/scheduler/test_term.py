@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from services.scheduler import standstill
-from services.scheduler.planning import Lane
-from services.scheduler.term import _say_lost
+from services.scheduler.core.worker_pipeline import WorkerPipeline
+from services.scheduler.leader_term import _say_lost
 from shared import metrics, subjects
 from shared.errors import ContextOverflow
 from shared.messages.base import Empty
@@ -104,7 +104,7 @@ async def test_work_that_waits_where_nothing_moves_shows_in_log_status_and_metri
     async with running(worker.run(), scheduler.serve()):
         await until(lambda: bool(stack.reader.announced))
         assert (await scheduler.status(Empty())).details["standstill_s"] == 0
-        monkeypatch.setattr(Lane, "next_plans", lambda self, now_s: [])
+        monkeypatch.setattr(WorkerPipeline, "next_plans", lambda self, now_s: [])
         await stack.reader.submit(stack.reader.spec("a"))
         await until(lambda: "work waits and nothing moves: 1 sequences at worker-0" in caplog.text)
         assert (await scheduler.status(Empty())).details["standstill_s"] >= 0.4

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.wants import Claim, is_deprived, who_may_borrow
+from services.scheduler.core.roster import Claim, is_deprived, who_may_borrow
 from shared.messages.reports import Capacity
 
 OWN, MOST_LENT = 10, 8

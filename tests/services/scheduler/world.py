@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from services.scheduler.core import SchedulerCore
-from services.scheduler.effects import (
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.effects import (
     AskPlacement,
     AskPrediction,
     AskPull,
@@ -26,9 +26,9 @@ from services.scheduler.effects import (
     SendPlan,
     StepDown,
 )
+from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings
-from services.scheduler.policy.vllm import VllmPolicy
-from services.scheduler.rules import Rules
+from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import KvasirError, StaleEpoch
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.moves import BlocksPulled, MoveMode, SequenceMove, SequenceMoved

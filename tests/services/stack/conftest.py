@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.stack import ports
+from services.stack import obstructions
 from services.stack.leftovers import end_leftovers
 from tests.services.stack.commands import DEADLINE_S, start, state_of
 
@@ -14,7 +14,7 @@ from tests.services.stack.commands import DEADLINE_S, start, state_of
 @pytest.fixture
 def free_port() -> int:
     """A loopback port that nobody listened on a moment ago."""
-    return ports.free_port()
+    return obstructions.free_port()
 
 
 @pytest.fixture

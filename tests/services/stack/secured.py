@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.stack import nats_server, ports
+from services.stack import nats_server, obstructions
 from services.stack.access import BusAccess
 from services.stack.certificates import certificate_for
 from services.stack.config import StackConfig
@@ -23,7 +23,7 @@ async def secured_server(
     run, config = RunDirectory(directory), config or StackConfig()
     run.create()
     access = BusAccess.to_local(
-        ports.free_port(),
+        obstructions.free_port(),
         run.credentials(*config.instances, *users),
         certificate_for(config, run.path / "tls"),
     )

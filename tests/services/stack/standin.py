@@ -15,7 +15,7 @@ from services.stack.cli import Program, main
 from services.stack.config import StackConfig
 from services.stack.launch import Seedling
 from services.stack.probes import HttpProbe, UnixProbe
-from services.stack.roll import RollCall
+from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 
 FRONT = """

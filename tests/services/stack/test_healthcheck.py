@@ -17,7 +17,7 @@ from services.predictor.service import HANDLERS, Predictor
 from services.stack.compose import write_secrets
 from services.stack.healthcheck import answer, main
 from services.stack.nats_server import binary
-from services.stack.ports import is_free
+from services.stack.obstructions import is_free
 from shared.bus import Bus
 from shared.config import ServiceConfig, load
 from shared.errors import BusUnavailable, ConfigError, NoResponder, PermissionRefused

@@ -3,7 +3,7 @@
 import os
 import socket
 
-from services.stack import ports
+from services.stack import obstructions
 
 
 def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
@@ -11,13 +11,13 @@ def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        assert not ports.is_free(port)
-        owner = ports.owner(port)
+        assert not obstructions.is_free(port)
+        owner = obstructions.owner(port)
         assert owner.pid == os.getpid()
         assert f"pid {os.getpid()} (" in str(owner)
-    assert ports.is_free(port)
-    assert ports.owner(port).pid is None
+    assert obstructions.is_free(port)
+    assert obstructions.owner(port).pid is None
 
 
 def test_free_ports_are_free() -> None:
-    assert ports.is_free(ports.free_port())
+    assert obstructions.is_free(obstructions.free_port())

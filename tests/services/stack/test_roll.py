@@ -7,7 +7,7 @@ import pytest
 from services.predictor.batching import Batcher
 from services.predictor.models import create
 from services.predictor.service import HANDLERS, Predictor
-from services.stack.roll import RollCall, StatusProbe
+from services.stack.roll_call import RollCall, StatusProbe
 from shared.config import BusConfig
 from shared.errors import BusUnavailable
 from tests.conftest import ConnectBus

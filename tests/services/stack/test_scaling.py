@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stack.scaling import Scaling, differences
+from services.stack.up import WorkerScaling, differences
 from shared.messages.moves import WorkersWanted
 
 NAMES = [f"worker-{number}" for number in range(4)]
@@ -54,7 +54,7 @@ class Fleet:
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.sampled_from(NAMES))), max_size=20))
 def test_somebody_always_runs_and_repeating_changes_nothing(events: list[tuple[int, set[str]]]) -> None:
     fleet = Fleet()
-    scaling = Scaling(fleet)
+    scaling = WorkerScaling(fleet)
     for count, parked in events:
         scaling.on_wanted(wanted(count, *sorted(parked)))
         assert fleet.running

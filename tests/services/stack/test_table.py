@@ -10,7 +10,7 @@ from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
 from services.stack.launch import Program, Seedling
 from services.stack.probes import HttpProbe, TcpProbe
-from services.stack.roll import RollCall, StatusProbe
+from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from services.stack.table import is_scaled, kvasir_table, parse_override
 from shared.config import BusConfig

@@ -1,11 +1,11 @@
 """Short ways to write the messages that tests of the worker's cores are full of."""
 
-from services.worker.sequences import Limits
+from services.worker.core.sequences import SequenceLimits
 from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 
 BLOCK_TOKENS = 4
-LIMITS = Limits(max_context_tokens=64, vocabulary=100, end_retention_s=60.0, gateway_timeout_s=10.0)
+LIMITS = SequenceLimits(max_context_tokens=64, vocabulary=100, end_retention_s=60.0, gateway_timeout_s=10.0)
 
 
 def ref(request_id: str = "r", attempt: int = 1, choice: int = 0) -> SequenceRef:

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from services.worker.core.prefixes import Prefixes
+from services.worker.core.reports import Identity
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.sequences import SequenceLimits, SequenceTable
+from services.worker.core.steps import StepCore
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import describe
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.engine_thread import row_of
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
-from services.worker.prefixes import Prefixes
-from services.worker.reports import Identity
-from services.worker.runner import row_of
-from services.worker.sequences import Limits, SequenceTable
-from services.worker.state import HeldSequence
-from services.worker.steps import StepCore
 from shared.messages.plans import (
     BatchPlan,
     Decode,
@@ -32,7 +32,9 @@ from tests.services.worker.conftest import VOCABULARY, build_model
 
 BLOCK_TOKENS = 4
 DEVICE_BLOCKS = 20
-LIMITS = Limits(max_context_tokens=64, vocabulary=VOCABULARY, end_retention_s=60.0, gateway_timeout_s=10.0)
+LIMITS = SequenceLimits(
+    max_context_tokens=64, vocabulary=VOCABULARY, end_retention_s=60.0, gateway_timeout_s=10.0
+)
 
 _NONE: Mapping[int, tuple[int, PreemptMode]] = {}
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from services.worker.assembly import make_engine
-from services.worker.bulk.base import Peer
-from services.worker.bulk.plane import Neighbour, Plane
-from services.worker.bulk.tcp import TcpTransport
 from services.worker.config import WorkerConfig
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.plane import PeerAddress, Plane
+from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus import Listener
 from shared.errors import InvalidRequest
-from shared.messages.bulk import AskTicket, BulkTicket
+from shared.messages.lending import AskTicket, BulkTicket
 from shared.messages.reports import WorkerReported
 from tests.conftest import ConnectBus
 
@@ -46,7 +46,7 @@ async def test_a_worker_announces_where_it_listens_and_issues_tickets(
     async def issue() -> bytes:
         return (await asker.request(subject, question, BulkTicket, deadline_s=10.0)).ticket
 
-    there = Neighbour(Peer("worker-0", bus.incarnation), "elsewhere", addresses)
+    there = PeerAddress(Peer("worker-0", bus.incarnation), "elsewhere", addresses)
     link = await Plane(own, "here", [TcpTransport()]).connect(there, issue, deadline_s=10.0)
     assert link.transport == "tcp"
     with pytest.raises(InvalidRequest, match="nowhere"):

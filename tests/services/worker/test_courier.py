@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.worker.courier import Courier
-from services.worker.outbox import Outbox
-from services.worker.steps import Effects
+from services.worker.core.steps import StepEffects
+from services.worker.egress import Courier, Outbox
 from shared.bus import Bus, Express
 from shared.bus.counters import BusCounters
 from shared.config import BusConfig
@@ -32,7 +31,7 @@ class Desk:
         self.calls += 1
         self._loop.call_soon_threadsafe(call)
 
-    async def deliver(self, *many: Effects) -> None:
+    async def deliver(self, *many: StepEffects) -> None:
         """On a thread, as the engine's."""
         for each in many:
             await asyncio.to_thread(self.courier.deliver, each)

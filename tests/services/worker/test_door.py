@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker import door as door_module
+from services.worker.core.steps import StepCore, StepEffects
 from services.worker.door import Door
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.vault import PoolVault
-from services.worker.steps import Effects, StepCore
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.vault import PoolVault
 from shared.errors import DeadlineExceeded, Overloaded
 
 BLOCKS = 8
@@ -102,9 +102,9 @@ def test_a_full_door_refuses_all_but_what_comes_back(monkeypatch: pytest.MonkeyP
     rig = Rig()
     blocks = rig.pool.allocate(2)
     rig.door.wake()
-    rig.door.post(lambda core, _: Effects())
+    rig.door.post(lambda core, _: StepEffects())
     with pytest.raises(Overloaded):
-        rig.door.post(lambda core, _: Effects())
+        rig.door.post(lambda core, _: StepEffects())
     with pytest.raises(Overloaded):
         rig.door.ask(lambda core, _: None)
     rig.door.give(lambda core, _: rig.pool.release(blocks))
@@ -122,7 +122,7 @@ def test_a_question_may_be_withdrawn() -> None:
 def test_a_command_that_fails_is_counted_and_those_behind_it_run() -> None:
     rig, done = Rig(), []
 
-    def fail(core: StepCore, now_s: float) -> Effects:
+    def fail(core: StepCore, now_s: float) -> StepEffects:
         raise RuntimeError("as told")
 
     rig.door.post(fail)

@@ -1,8 +1,15 @@
 """One frame per gateway, with the new part of each answer."""
 
-from services.worker.frames import MOST_LOGPROBS, AddressedFrame, assemble, delta_from, fetched, without_ends
-from services.worker.sampling import Sampled
-from services.worker.state import HeldSequence
+from services.worker.core.frames import (
+    MOST_LOGPROBS,
+    AddressedFrame,
+    assemble,
+    delta_from,
+    fetched,
+    without_ends,
+)
+from services.worker.core.sampling import Sampled
+from services.worker.core.sequence import HeldSequence
 from shared.messages.base import encode
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenLogprobs

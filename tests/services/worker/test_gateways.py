@@ -1,6 +1,6 @@
 """A gateway is lost when it was silent while this worker listened."""
 
-from services.worker.gateways import GatewayWatch
+from services.worker.core.tombstones import GatewayWatch
 
 
 def ticks(watch: GatewayWatch, start_s: float, end_s: float, every_s: float = 0.5) -> list[str]:

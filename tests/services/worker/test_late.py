@@ -2,8 +2,8 @@
 
 import msgspec
 
-from services.worker.late import MOST_SEQUENCES, MOST_TOKENS, Latecomers, LateTokens
-from services.worker.state import HeldSequence
+from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Latecomers, LateTokens
+from services.worker.core.sequence import HeldSequence
 from shared.messages.plans import Decode, ShortStart
 from tests.services.worker.builders import ref, spec
 

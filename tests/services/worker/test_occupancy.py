@@ -1,6 +1,6 @@
 """Gaps count only while there is something to compute."""
 
-from services.worker.occupancy import Occupancy
+from services.worker.engine_thread import Occupancy
 
 
 def test_time_between_iterations_counts_while_there_is_more_to_do() -> None:

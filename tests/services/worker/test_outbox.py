@@ -2,9 +2,9 @@
 
 import asyncio
 
-from services.worker.frames import AddressedFrame
-from services.worker.outbox import Outbox
-from services.worker.steps import Effects
+from services.worker.core.frames import AddressedFrame
+from services.worker.core.steps import StepEffects
+from services.worker.egress import Outbox
 from shared import subjects
 from shared.bus import Listener
 from shared.messages.plans import WorkerStepped
@@ -15,7 +15,7 @@ from tests.conftest import ConnectBus
 DEADLINE_S = 10.0
 
 
-def effects(number: int, finish_reason: FinishReason | None = None) -> Effects:
+def effects(number: int, finish_reason: FinishReason | None = None) -> StepEffects:
     delta = TokenDelta(
         request_id="r", choice=0, attempt=1, first_index=number, tokens=(number,), finish_reason=finish_reason
     )
@@ -23,7 +23,7 @@ def effects(number: int, finish_reason: FinishReason | None = None) -> Effects:
     stepped = WorkerStepped(
         worker_id="worker-0", incarnation=1, seq=number + 1, epoch=1, plan_seq=1, steps_done=1, plan_over=True
     )
-    return Effects((AddressedFrame("gateway-0", frame),), (stepped,))
+    return StepEffects((AddressedFrame("gateway-0", frame),), (stepped,))
 
 
 class Reader:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.plans import MAX_PLANS, PlanQueue
+from services.worker.core.plans import MAX_PLANS, PlanQueue
 from shared.messages.plans import StepOutcome
 from tests.services.worker.builders import plan
 

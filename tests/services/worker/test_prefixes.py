@@ -12,12 +12,12 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.sampling import SamplePoint
+from services.worker.core.sequence import HeldSequence
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import describe
-from services.worker.kv.settings import PrefixCacheConfig
-from services.worker.runner import row_of
-from services.worker.sampling import SamplePoint
-from services.worker.state import HeldSequence
+from services.worker.engine_thread import row_of
+from services.worker.kv.core.settings import PrefixCacheConfig
 from shared.messages.plans import Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
 from tests.services.worker.builders import plan, prefill, ref, spec

@@ -2,11 +2,11 @@
 
 import pytest
 
-from services.worker.kv.pool import BlockPool
-from services.worker.plans import GivenUpPlan, QueuedPlan
-from services.worker.reports import Identity, StepReports
-from services.worker.state import HeldSequence
-from services.worker.work import StepWork
+from services.worker.core.plans import GivenUpPlan, QueuedPlan
+from services.worker.core.reports import Identity, StepReports
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.step_work import StepWork
+from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.plans import ShortStart, StepOutcome
 from shared.messages.sequence import FinishReason
 from tests.services.worker.builders import plan, ref, spec

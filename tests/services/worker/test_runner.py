@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from services.worker.core.reports import Identity
+from services.worker.core.sampling import Sampled
+from services.worker.core.sequences import SequenceTable
+from services.worker.core.steps import StepCore, StepEffects
 from services.worker.engine.engine import Row
-from services.worker.kv.pool import BlockPool
-from services.worker.reports import Identity
-from services.worker.runner import Runner
-from services.worker.sampling import Sampled
-from services.worker.sequences import SequenceTable
-from services.worker.steps import Effects, StepCore
+from services.worker.engine_thread import Runner
+from services.worker.kv.core.block_pool import BlockPool
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
@@ -60,7 +60,7 @@ class Harness:
 
     def __init__(self, cores: tuple[int, ...] = ()) -> None:
         self.engine = CountingEngine()
-        self.effects: list[Effects] = []
+        self.effects: list[StepEffects] = []
         self.broken: list[BaseException] = []
         core = StepCore(
             Identity("worker-0", 1, "model", 64, "host"), SequenceTable(BlockPool(16, BLOCK_TOKENS), LIMITS)
@@ -229,7 +229,7 @@ def test_time_with_nothing_to_compute_is_no_gap(harness: Harness) -> None:
 
 
 def test_a_command_that_fails_does_not_end_the_worker(harness: Harness) -> None:
-    def fail(core: StepCore, now_s: float) -> Effects:
+    def fail(core: StepCore, now_s: float) -> StepEffects:
         raise RuntimeError("as told")
 
     harness.runner.post(fail)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from services.worker.kv.extended import ExtendedPool
-from services.worker.kv.pool import BlockPool
-from services.worker.reports import Identity
-from services.worker.sampling import FAILED, KV_LOST, Sampled
-from services.worker.sequences import SequenceTable
-from services.worker.steps import StepCore
-from services.worker.work import WorkItem
+from services.worker.core.reports import Identity
+from services.worker.core.sampling import FAILED, KV_LOST, Sampled
+from services.worker.core.sequences import SequenceTable
+from services.worker.core.step_work import WorkItem
+from services.worker.core.steps import StepCore
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import ExtendedPool
 from shared.messages.plans import Decode, PrefillChunk, SkipReason
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec

@@ -11,10 +11,10 @@ import pytest_asyncio
 
 from services.worker.assembly import fingerprint_of, make_engine
 from services.worker.config import WorkerConfig
+from services.worker.core.sampling import Sampled
 from services.worker.engine.engine import Row
-from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.pie.settings import PieSettings
-from services.worker.sampling import Sampled
 from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.speed import WEIGHT, SpeedMeter
+from services.worker.core.speed import WEIGHT, SpeedMeter
 
 
 def test_the_first_measurement_counts_whole_and_later_ones_by_weight() -> None:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from services.worker.state import TRANSITIONS, HeldSequence
+from services.worker.core.sequence import TRANSITIONS, HeldSequence
 from shared.errors import InternalError
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceSpec

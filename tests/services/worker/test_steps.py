@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.pool import BlockPool
-from services.worker.reports import Identity
-from services.worker.sampling import Sampled
-from services.worker.sequences import SequenceTable
-from services.worker.steps import Effects, StepCore
-from services.worker.work import WorkItem
+from services.worker.core.reports import Identity
+from services.worker.core.sampling import Sampled
+from services.worker.core.sequences import SequenceTable
+from services.worker.core.step_work import WorkItem
+from services.worker.core.steps import StepCore, StepEffects
+from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan, SkipReason, StepOutcome, WorkerStepped
@@ -55,7 +55,7 @@ class Bench:
     answers: dict[SequenceRef, list[int]] = field(default_factory=dict)
     ends: dict[SequenceRef, FinishReason] = field(default_factory=dict)
 
-    def take(self, effects: Effects) -> None:
+    def take(self, effects: StepEffects) -> None:
         self.stepped += effects.stepped
         for addressed in effects.frames:
             for delta in addressed.frame.deltas:

@@ -1,6 +1,6 @@
 """What is buried stays away for a while."""
 
-from services.worker.tombstones import Tombstones
+from services.worker.core.tombstones import Tombstones
 from tests.services.worker.builders import ref
 
 

@@ -1,8 +1,8 @@
 """What an iteration computes, counted apart for prompts and answers."""
 
-from services.worker.plans import QueuedPlan
-from services.worker.state import HeldSequence
-from services.worker.work import StepWork, WorkItem
+from services.worker.core.plans import QueuedPlan
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.step_work import StepWork, WorkItem
 from tests.services.worker.builders import plan, ref, spec
 
 

@@ -1,7 +1,7 @@
 """Inline handlers: order across subscriptions, nothing queued, and an end that loses nothing."""
 
 from shared.bus import Listener
-from shared.bus.inline import handle_inline
+from shared.bus.handlers import handle_inline
 from shared.messages.base import Message, encode
 from tests.conftest import ConnectBus
 from tests.shared.bus.desk import until

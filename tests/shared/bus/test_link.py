@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import errors
 from shared.bus import Bus
-from shared.bus.dialling import next_attempt
+from shared.bus.link import next_attempt
 from shared.config import BusConfig
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer

@@ -5,13 +5,13 @@ from itertools import repeat
 import pytest
 
 from sim.lending.cost import LendingCost
-from sim.lending.member import BLOCK_TOKENS, LOOKAHEAD, PATIENCE_S, Member
-from sim.lending.workload import Job
+from sim.lending.member import BLOCK_TOKENS, LOOKAHEAD, PATIENCE_S, LendingWorker
+from sim.lending.workload import LendingJob
 
 
-def member(prompt: int = 100, output: int = 28, blocks: int = 10) -> Member:
-    stream = (Job(number, prompt, output) for number, _ in enumerate(repeat(None)))
-    return Member("w0", blocks, stream, LendingCost(), bounce_blocks=2)
+def member(prompt: int = 100, output: int = 28, blocks: int = 10) -> LendingWorker:
+    stream = (LendingJob(number, prompt, output) for number, _ in enumerate(repeat(None)))
+    return LendingWorker("w0", blocks, stream, LendingCost(), bounce_blocks=2)
 
 
 def test_requests_run_to_their_end_and_give_their_memory_back() -> None:

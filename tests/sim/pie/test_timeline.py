@@ -1,6 +1,6 @@
 """Simulated tokens under the live swap controller."""
 
-from services.worker.pie.swap import SwapController
+from services.worker.pie.core.swap import SwapController
 from sim.pie.timeline import Pace, Timeline, settle
 
 

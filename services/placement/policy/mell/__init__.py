@@ -6,14 +6,13 @@ a move is done, nor anything of a request but its size.
 
 from collections.abc import Iterable
 
+from services.placement.policy.contract import Action, Operation, PackingEffects, RequestId, check_blocks
 from services.placement.policy.mell.bundles import Bundles
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
 from services.placement.policy.mell.journal import Journal
 from services.placement.policy.mell.placing import Placing
 from services.placement.policy.mell.repairs import Repairs
-from services.placement.policy.mell.settings import MellSettings
-from services.placement.policy.mell.sizes import SizeClass
-from services.placement.policy.packing import Action, Effects, Operation, RequestId, check_blocks
+from services.placement.policy.mell.settings import MellSettings, SizeClass
 
 
 class Mell:
@@ -54,23 +53,23 @@ class Mell:
         item = self.cluster.homes.get(request)
         return item.gpu.worker_id if item is not None and item.gpu is not None else None
 
-    def allocate(self, request: RequestId, blocks: int) -> Effects:
+    def allocate(self, request: RequestId, blocks: int) -> PackingEffects:
         """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
         self._allocate(request, blocks)
         return self._close(1)
 
-    def grow(self, request: RequestId, blocks: int) -> Effects:
+    def grow(self, request: RequestId, blocks: int) -> PackingEffects:
         """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
         gpu = self._grow(request, blocks)
         self._relieve(gpu)
         return self._close(1)
 
-    def end(self, request: RequestId) -> Effects:
+    def end(self, request: RequestId) -> PackingEffects:
         """Raises KeyError."""
         self._end(request)
         return self._close(1, can_empty=True)
 
-    def apply(self, operations: Iterable[Operation]) -> Effects:
+    def apply(self, operations: Iterable[Operation]) -> PackingEffects:
         """An epoch: ends, growths, arrivals, and the repairs only once, after all of them.
 
         Raises as the single operations do; nothing has changed then.
@@ -90,7 +89,7 @@ class Mell:
                 self._allocate(operation.request, operation.blocks)
         return self._close(max(1, len(ordered)), can_empty=True)
 
-    def migrate(self, request: RequestId, target: str | None = None) -> Effects:
+    def migrate(self, request: RequestId, target: str | None = None) -> PackingEffects:
         """Away from where it is: to `target`, an active worker, whatever has to leave it for that (so an
         aborted move is taken back) and without repairs, else to wherever it fits. Raises KeyError."""
         item = self.cluster.homes[request]
@@ -106,7 +105,7 @@ class Mell:
             self._relieve(gpu, kept=request)
         return self._close(0)
 
-    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> Effects:
+    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> PackingEffects:
         """It was found running there, unbeknown: it stays, and whatever has to leaves for that.
 
         No repairs. Raises InvalidRequest, ValueError for a request that is here, KeyError for that worker.
@@ -182,7 +181,7 @@ class Mell:
             self._bundles.remove(request)
             self._journal.displaced(request)
 
-    def _close(self, operations: int, *, can_empty: bool = False) -> Effects:
+    def _close(self, operations: int, *, can_empty: bool = False) -> PackingEffects:
         self._repairs.run(self.settings.max_moves * operations, can_empty=can_empty)
         self.cluster.retire()
         return self._journal.close()

@@ -4,9 +4,9 @@ First fit within a GPU; a GPU has at most one under-full bundle (at most C/8); a
 splits. All of this is bookkeeping on one GPU: nothing here moves a request.
 """
 
+from services.placement.policy.contract import RequestId
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
-from services.placement.policy.mell.sizes import SizeClass, class_of, is_crumb
-from services.placement.policy.packing import RequestId
+from services.placement.policy.mell.settings import SizeClass, class_of, is_crumb
 
 
 class Bundles:

@@ -7,8 +7,14 @@ capacity and classes, and no rule about where anything should go.
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.placement.policy.mell.sizes import COMPLETE_SIXTHS, WEIGHT_SIXTHS, SizeClass, class_of, is_crumb
-from services.placement.policy.packing import RequestId
+from services.placement.policy.contract import RequestId
+from services.placement.policy.mell.settings import (
+    COMPLETE_SIXTHS,
+    WEIGHT_SIXTHS,
+    SizeClass,
+    class_of,
+    is_crumb,
+)
 from services.placement.policy.size_index import SizeIndex
 
 TINY, SMALL, MEDIUM, LARGE = SizeClass.TINY, SizeClass.SMALL, SizeClass.MEDIUM, SizeClass.LARGE

@@ -3,8 +3,8 @@
 A request that went A→B→C is a move A→C; one that came back, arrived or ended within the epoch is none.
 """
 
+from services.placement.policy.contract import PackedMove, PackingEffects, RequestId
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
-from services.placement.policy.packing import Effects, Move, RequestId
 
 
 class Journal:
@@ -14,7 +14,7 @@ class Journal:
         self._cluster = cluster
         self._origins: dict[RequestId, str] = {}
         self._arrived: dict[RequestId, None] = {}
-        self._effects = Effects()
+        self._effects = PackingEffects()
         self.steps = 0
         """Moves of items so far, before any are composed or dropped."""
 
@@ -44,7 +44,7 @@ class Journal:
             self._origins.pop(request, None)
             self._effects.displaced.append(request)
 
-    def close(self) -> Effects:
+    def close(self) -> PackingEffects:
         """The net effects; the journal is empty afterwards."""
         effects, cluster = self._effects, self._cluster
         homes = cluster.homes
@@ -53,7 +53,7 @@ class Journal:
             item = homes[request]
             assert item.gpu is not None
             if item.gpu.worker_id != source:
-                effects.moves.append(Move(request, source, item.gpu.worker_id, item.members[request]))
+                effects.moves.append(PackedMove(request, source, item.gpu.worker_id, item.members[request]))
                 items.add((source, id(item)))
         for request in self._arrived:
             gpu = homes[request].gpu
@@ -62,5 +62,5 @@ class Journal:
         effects.item_moves = len(items)
         effects.activated, cluster.activated = list(cluster.activated), {}
         effects.terminated, cluster.terminated = list(cluster.terminated), {}
-        self._origins, self._arrived, self._effects, self.steps = {}, {}, Effects(), 0
+        self._origins, self._arrived, self._effects, self.steps = {}, {}, PackingEffects(), 0
         return effects

@@ -13,8 +13,8 @@ from services.scheduler.policy.contract import (
     PlannedPrefill,
     PlannedQuestion,
 )
-from services.scheduler.policy.ecoserve.books import Books
-from services.scheduler.policy.ecoserve.jobs import Job, Stage
+from services.scheduler.policy.ecoserve.job_table import Books
+from services.scheduler.policy.ecoserve.jobs import Job, JobStage
 from shared.messages.sequence import SequenceKey
 
 
@@ -179,14 +179,14 @@ class Drafting(Books):
         assert 0 <= job.generated_tokens <= job.task.max_tokens
         assert job.computed_tokens <= job.held_blocks * self._block_tokens
         assert job.held_blocks <= job.reserved_blocks and job.own_blocks >= 0
-        assert queued[1] == (job.stage is Stage.GENERATION)
-        assert (key in self._running) == (job.stage is Stage.RUNNING)
-        assert (key in self._complete) == (job.stage is Stage.COMPLETE)
-        if job.stage is Stage.PROMPT:
+        assert queued[1] == (job.stage is JobStage.GENERATION)
+        assert (key in self._running) == (job.stage is JobStage.RUNNING)
+        assert (key in self._complete) == (job.stage is JobStage.COMPLETE)
+        if job.stage is JobStage.PROMPT:
             assert (key in self._partial) == (job.held_blocks > 0 or job.computed_tokens > 0)
         else:
             assert job.computed_tokens == job.prefill_tokens - 1
-            assert (job.missing_tokens == 0) == (job.stage is Stage.COMPLETE)
+            assert (job.missing_tokens == 0) == (job.stage is JobStage.COMPLETE)
         assert (job.host is None) == (job.hosted_blocks == 0) == (job.level == 0)
         if job.host is not None:
             assert sum(slot.guest is job for slot in job.host.slots) == 1, "a guest without a slot"
@@ -197,4 +197,4 @@ class Drafting(Books):
                 assert top <= slot.start, "slots overlap, or the host is in one"
                 top = slot.end
                 assert slot.guest.host is job and slot.guest.hosted_blocks <= slot.end - slot.start
-                assert job.host is not None or job.stage is Stage.RUNNING, "a guest of nobody"
+                assert job.host is not None or job.stage is JobStage.RUNNING, "a guest of nobody"

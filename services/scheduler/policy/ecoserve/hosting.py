@@ -13,7 +13,7 @@ from typing import Any
 
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from services.scheduler.policy.ecoserve.drafts import Draft
-from services.scheduler.policy.ecoserve.jobs import Job, Slot, Stage
+from services.scheduler.policy.ecoserve.jobs import Job, JobStage, Slot
 from services.scheduler.policy.ecoserve.planner import DecoupledPolicy
 from services.scheduler.policy.ecoserve.slots import limit_tokens, lodge, open_slots, stand_alone
 from services.scheduler.policy.line import Line
@@ -103,7 +103,7 @@ class HostingPolicy(DecoupledPolicy):
                 job.slots.pop(0)
             elif self._free_blocks > 0:
                 self._step_aside(job, slot, guest)
-            elif guest.stage is Stage.COMPLETE:
+            elif guest.stage is JobStage.COMPLETE:
                 return False
             else:
                 self._evict(draft, guest, now_s)

@@ -14,7 +14,7 @@ from services.scheduler.policy.contract import Task
 from shared.messages.commands import LengthPrediction
 
 
-class Stage(StrEnum):
+class JobStage(StrEnum):
     PROMPT = "prompt"
     """Its prefill waits, or is partly done."""
     GENERATION = "generation"
@@ -41,7 +41,7 @@ class Job:
     generated_tokens: int
     prediction: LengthPrediction | None
     first_prediction: LengthPrediction | None = None
-    stage: Stage = Stage.PROMPT
+    stage: JobStage = JobStage.PROMPT
     computed_tokens: int = 0
     held_blocks: int = 0
     own_blocks: int = 0

@@ -16,10 +16,9 @@ from typing import Any
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
 from services.scheduler.policy.ecoserve.drafts import Draft
 from services.scheduler.policy.ecoserve.groups import BIN_TOKENS
-from services.scheduler.policy.ecoserve.jobs import Job, Stage, arrival_rank
-from services.scheduler.policy.ecoserve.queues import WaitingQueue
+from services.scheduler.policy.ecoserve.jobs import Job, JobStage, arrival_rank
+from services.scheduler.policy.ecoserve.queues import AgingTurns, WaitingQueue
 from services.scheduler.policy.ecoserve.rescue import Rescuing
-from services.scheduler.policy.ecoserve.turns import AgingTurns
 
 _OF_A_BIN = 8
 """So many of one bin of lengths are tried before shorter ones are."""
@@ -61,7 +60,7 @@ class DecoupledPolicy(Rescuing):
         draft = Draft(self._settings.token_budget)
         self._shed(draft, now_s)
         for job in list(self._running.values()):
-            if job.stage is Stage.RUNNING and self._secure(draft, job, now_s):
+            if job.stage is JobStage.RUNNING and self._secure(draft, job, now_s):
                 self._draft_decode(draft, job)
         if len(self._generations) and self._changed:
             self._changed = False
@@ -120,7 +119,7 @@ class DecoupledPolicy(Rescuing):
         self._run(draft, job)
 
     def _run(self, draft: Draft, job: Job) -> None:
-        job.stage = Stage.RUNNING
+        job.stage = JobStage.RUNNING
         job.end_tokens = job.computed_tokens + job.rest_tokens
         self._running[job.task.key] = job
         self._questions.pop(job.task.key, None)

@@ -12,9 +12,38 @@ from math import inf
 from typing import Any
 
 from services.scheduler.policy.ecoserve.jobs import Job, arrival_rank, rank_of
+from services.scheduler.policy.ecoserve.options import EcoOptions
 from services.scheduler.policy.line import Line
 
-Rank = Callable[[Job], tuple[Any, ...]]
+_STARVING = 4
+
+
+class AgingTurns:
+    """One queue's."""
+
+    def __init__(self, options: EcoOptions) -> None:
+        self._aging_s = options.aging_s
+        self._others = max(0.0, 1 / options.aging_share - 1)
+        """Admissions by order for each one by age."""
+        self._since = 0.0
+
+    def count(self) -> None:
+        """One was admitted by order."""
+        self._since = min(self._since + 1, 2 * self._others)
+
+    def is_due(self) -> bool:
+        return self._since >= self._others
+
+    def take(self) -> None:
+        """One was admitted by age."""
+        self._since = max(0.0, self._since - self._others)
+
+    def is_starving(self, job: Job, now_s: float) -> bool:
+        """Nobody may pass it any more."""
+        return now_s > job.deadline_s + _STARVING * self._aging_s
+
+
+QueueRank = Callable[[Job], tuple[Any, ...]]
 _STALE = 64
 _MOST_MOVES = 32
 
@@ -22,7 +51,7 @@ _MOST_MOVES = 32
 class WaitingQueue:
     """Jobs of one kind. With no edges there is one class, and nobody is ever overdue."""
 
-    def __init__(self, rank: Rank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
+    def __init__(self, rank: QueueRank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
         """`edges_s` ascending: time left below edges_s[0] is class 0, the most urgent."""
         self._rank = rank
         self._edges_s = edges_s

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from itertools import chain
 
 from services.scheduler.policy.ecoserve.drafts import Draft, Drafting
-from services.scheduler.policy.ecoserve.jobs import Job, Stage, arrival_rank
+from services.scheduler.policy.ecoserve.jobs import Job, JobStage, arrival_rank
 
 
 class Rescuing(Drafting):
@@ -65,7 +65,7 @@ class Rescuing(Drafting):
                 self._evict(draft, victim, now_s)
         if self._free_blocks < needed:
             self._evict(draft, pinned, now_s)
-        elif pinned.stage is Stage.GENERATION:
+        elif pinned.stage is JobStage.GENERATION:
             lacking = min(self._lacking_blocks(pinned), self._free_blocks)
             self._start(draft, pinned, pinned.own_blocks + max(needed, lacking))
         else:
@@ -73,7 +73,7 @@ class Rescuing(Drafting):
 
     def _needed_blocks(self, job: Job) -> int:
         """To do anything at all."""
-        whole = job.stage is Stage.PROMPT and not self._settings.chunked_prefill
+        whole = job.stage is JobStage.PROMPT and not self._settings.chunked_prefill
         return self._blocks(job.prefill_tokens if whole else job.computed_tokens + 1)
 
     def _prefill_pinned(self, draft: Draft, job: Job) -> None:

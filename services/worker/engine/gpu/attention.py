@@ -19,7 +19,7 @@ from services.worker.engine.gpu.kernels import (
     rotate_write_kernel,
     write_kernel,
 )
-from services.worker.engine.gpu.spans import MOST_TILE_KEYS, Spans, Tiles
+from services.worker.engine.gpu.spans import MOST_TILE_KEYS, DeviceSpans, Tiles
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_LANES = 16
@@ -34,7 +34,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 def attend_paged(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    spans: Spans,
+    spans: DeviceSpans,
     query: torch.Tensor,
     scaling: float,
     softcap: float | None = None,
@@ -127,7 +127,7 @@ def gated(joined: torch.Tensor) -> torch.Tensor:
 def _attend_tiles(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    spans: Spans,
+    spans: DeviceSpans,
     tiles: Tiles,
     query: torch.Tensor,
     scaling: float,

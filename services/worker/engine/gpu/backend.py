@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from services.worker.engine.gpu.attention import attend_paged, write_kv
-from services.worker.engine.gpu.spans import Heads, Spans, pack
+from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.layout import PackedSpans, Span
 from services.worker.engine.paged import Shape
 
@@ -27,7 +27,7 @@ class Step(Protocol):
         """int64 `[rows]` on the device: where each row's K and V go; below 0: nowhere."""
         ...
 
-    def spans(self, heads: Heads) -> Spans: ...
+    def spans(self, heads: Heads) -> DeviceSpans: ...
 
 
 class TritonBackend:
@@ -100,10 +100,10 @@ class _PackedStep:
         self._packed = packed
         self._device = device
         self._multiprocessors = multiprocessors
-        self._spans: dict[Heads, Spans] = {}
+        self._spans: dict[Heads, DeviceSpans] = {}
         self.slots = torch.from_numpy(packed.slots).to(device)
 
-    def spans(self, heads: Heads) -> Spans:
+    def spans(self, heads: Heads) -> DeviceSpans:
         found = self._spans.get(heads)
         if found is None:
             found = pack(self._packed, heads, device=self._device, multiprocessors=self._multiprocessors)

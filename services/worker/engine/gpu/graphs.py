@@ -19,8 +19,8 @@ from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.spans import (
     DECODE_ROWS,
     TABLE_END,
+    DeviceSpans,
     Heads,
-    Spans,
     Tiles,
     choose_splits,
     tile_shape,
@@ -82,7 +82,7 @@ def batch_sizes(max_batch: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GraphLimits:
     """What the static arrays have room for."""
 
     max_batch: int
@@ -93,7 +93,7 @@ class Limits:
 class DecodeArrays:
     """Static device arrays for decodes of up to `max_batch` sequences; a smaller batch has slices."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         batch = limits.max_batch
         self.limits = limits
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -136,13 +136,13 @@ class DecodeStep:
         self._longest_tokens = arrays.limits.max_blocks * block_tokens
         self._multiprocessors = multiprocessors
 
-    def spans(self, heads: Heads) -> Spans:
+    def spans(self, heads: Heads) -> DeviceSpans:
         arrays, batch = self._arrays, self._batch
         first_position, key_end, table_start, blocks = arrays.changing(batch)
         rows, _ = tile_shape(DECODE_ROWS, heads.group)
         splits = choose_splits(batch, heads.kv_heads, self._longest_tokens, self._multiprocessors)
         each = arrays.rows[:batch]
-        return Spans(
+        return DeviceSpans(
             first_row=arrays.rows[: batch + 1],
             first_position=first_position,
             table_start=table_start,
@@ -157,7 +157,7 @@ class DecodeGraphs:
     """A `Forward` that replays decodes and computes everything else as it comes."""
 
     def __init__(
-        self, forward: Computation, backend: TritonBackend, limits: Limits, capture: Capture
+        self, forward: Computation, backend: TritonBackend, limits: GraphLimits, capture: Capture
     ) -> None:
         """Captures nothing yet: see `capture_all`."""
         self._forward = forward

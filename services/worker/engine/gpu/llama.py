@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from services.worker.engine.gpu.attention import attend_paged, gated, rotate_and_write
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, Limits
+from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -49,7 +49,7 @@ def with_graphs(
     module: Any, backend: TritonBackend, max_positions: int, *, max_batch: int = MAX_BATCH
 ) -> DecodeGraphs:
     """A `services.worker.engine.forward.Forward` for a CUDA device, its decodes captured."""
-    limits = Limits(max_batch, -(-max_positions // backend.block_tokens))
+    limits = GraphLimits(max_batch, -(-max_positions // backend.block_tokens))
     llama = CudaLlama(module, backend, max_positions)
     graphs = DecodeGraphs(llama, backend, limits, CudaCapture())
     graphs.capture_all()

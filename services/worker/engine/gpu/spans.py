@@ -1,7 +1,7 @@
 """Which rows see which keys, as device arrays for the kernels. Knows positions and blocks; no pool, no model.
 
-The arrays are those of `Spans` in `services/worker/engine/native/attention.h`, and the division of the rows
-into tiles beside them. All of a step's go to the device in one copy.
+The arrays are those of `DeviceSpans` in `services/worker/engine/native/attention.h`, and the division of
+the rows into tiles beside them. All of a step's go to the device in one copy.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class DeviceSpans:
     """Consecutive packed rows of one sequence each; int32 device arrays, see attention.h."""
 
     first_row: torch.Tensor
@@ -66,7 +66,7 @@ class Heads:
     kv_heads: int
 
 
-def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiprocessors: int) -> Spans:
+def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiprocessors: int) -> DeviceSpans:
     """The arrays on the device, and the rows divided into tiles; partial tables are `packed`'s to say."""
     rows = packed.first_row.tolist()
     longest = int(np.max(packed.key_end - packed.table_position, initial=0))
@@ -86,7 +86,7 @@ def pack(packed: PackedSpans, heads: Heads, *, device: torch.device, multiproces
     for division in divisions:
         parts += [division.span, division.row]
     views = upload([*parts, packed.blocks], device)
-    return Spans(
+    return DeviceSpans(
         first_row=views[0],
         first_position=views[1],
         table_start=views[2],

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from services.worker.engine.native.prototypes import declare
+from services.worker.engine.native.library import declare
 
 
 class Draw(ctypes.Structure):

@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.native.prototypes import declare
+from services.worker.engine.native.library import declare
 
 
 class Epilogue(IntEnum):

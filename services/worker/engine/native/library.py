@@ -5,6 +5,7 @@ Calls go through ctypes, which lets other Python threads run meanwhile. Knows po
 
 import ctypes
 import logging
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -205,3 +206,14 @@ def _check(answer: Any) -> None:
     if answer:
         reason = _REFUSALS.get(answer, "an unknown reason")
         raise InternalError(f"the native attention operator refused: {reason} ({answer})")
+
+
+Prototype = tuple[Any, tuple[Any, ...]]
+"""Result (None: nothing) and arguments."""
+
+
+def declare(library: ctypes.CDLL, prototypes: Mapping[str, Prototype]) -> None:
+    """Raises AttributeError for a function that the library does not have."""
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

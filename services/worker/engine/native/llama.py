@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from services.worker.engine.logits import Logits
-from services.worker.engine.native.library import KvPool, Spans
-from services.worker.engine.native.prototypes import declare
+from services.worker.engine.native.library import KvPool, Spans, declare
 from services.worker.engine.native.weights import ModelWeights, pack
 from services.worker.engine.paged import Shape
 from shared.errors import InternalError
@@ -121,7 +120,7 @@ def is_computable(module: Any) -> bool:
     return fixed and on_cpu and module.model.layers[0].self_attn.head_dim % 2 == 0
 
 
-class Scratch:
+class StepScratch:
     """Tensors that a step writes to, by name; made anew only when a step has more rows than any before."""
 
     def __init__(self, widths: dict[str, tuple[int, torch.dtype]]) -> None:
@@ -170,7 +169,7 @@ class NativeLlama:
         self._step = LlamaStep()
         hidden, query = config.hidden_size, self.model.q_heads * self.model.head_dim
         joined = query + 2 * self.model.kv_heads * self.model.head_dim
-        self._scratch = Scratch(
+        self._scratch = StepScratch(
             {
                 "hidden": (hidden, torch.float32),
                 "normed": (hidden, torch.float32),
@@ -179,7 +178,7 @@ class NativeLlama:
                 "gated": (config.intermediate_size, torch.float32),
             }
         )
-        self._results = Scratch(
+        self._results = StepScratch(
             {
                 "logits": (self._vocabulary, torch.float32),
                 "likeliest": (1, torch.int64),

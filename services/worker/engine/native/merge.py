@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from services.worker.engine.native.prototypes import declare
+from services.worker.engine.native.library import declare
 
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PROTOTYPES = {

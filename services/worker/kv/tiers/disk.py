@@ -13,9 +13,8 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from services.worker.kv.mover import StoredBlock
-from services.worker.kv.tiers.checksum import checksum
-from services.worker.kv.tiers.records import Row
+from services.worker.kv.core.tier_copier import StoredBlock
+from services.worker.kv.tiers.records import RecordRow, checksum
 from services.worker.kv.tiers.slotfile import (
     EMPTY_SLOT,
     FILE_HEADER_BYTES,
@@ -56,7 +55,7 @@ class DiskTier:
             if slot is not None
         ]
 
-    def read(self, place: int, name: BlockHash, row: Row) -> bool:
+    def read(self, place: int, name: BlockHash, row: RecordRow) -> bool:
         """The slot's record into `row`. False, counted, when it is not `name`'s or not intact."""
         slot = self._slots[place]
         if slot is None or slot.name != name or slot.length_bytes != row.nbytes:
@@ -72,7 +71,7 @@ class DiskTier:
             return self._bad("checksum_failures")
         return True
 
-    def write(self, node: StoredBlock, row: Row, sum_: int) -> bool:
+    def write(self, node: StoredBlock, row: RecordRow, sum_: int) -> bool:
         """`row`, whose checksum was taken when it was made, to the node's slot. False when it failed."""
         slot = SlotHeader(node.name, node.parent, node.depth, row.nbytes, sum_)
         self._slots[node.place] = None

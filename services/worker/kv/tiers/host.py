@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from services.worker.kv.tiers.checksum import checksum
-from services.worker.kv.tiers.records import Row
+from services.worker.kv.tiers.records import RecordRow, checksum
 from shared.blocks import BlockHash
 
 
@@ -18,9 +17,9 @@ class HostTier:
         self._rows = np.zeros((slots, record_bytes), dtype=np.uint8)
         self._checksums = [-1] * slots
 
-    def row(self, place: int) -> Row:
+    def row(self, place: int) -> RecordRow:
         """The slot's bytes themselves, not a copy."""
-        row: Row = self._rows[place]
+        row: RecordRow = self._rows[place]
         return row
 
     def seal(self, place: int, name: BlockHash) -> None:

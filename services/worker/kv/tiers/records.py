@@ -4,13 +4,16 @@ A record holds one block over all layers: for each layer the bytes of K, then th
 pools. Calls return when the bytes are there. Knows no name, no slot and no file.
 """
 
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Row = npt.NDArray[np.uint8]
+from shared.blocks import BlockHash
+
+RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
 Pools = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """By layer: K `[num_blocks, kv_heads, head_dim, block_tokens]`, V `[num_blocks, kv_heads, block_tokens,
@@ -35,7 +38,7 @@ class Records:
         self._arrays = [part.numpy() for part in self._parts] if self.device.type == "cpu" else []
         self._pinned = torch.empty(0, self.record_bytes, dtype=torch.uint8)
 
-    def read(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
         """Blocks → rows, both of one length."""
         if self.device.type == "cpu":
             for array, start, end in zip(self._arrays, self._starts, self._ends, strict=True):
@@ -50,7 +53,7 @@ class Records:
         for record, row in zip(staged.numpy(), rows, strict=True):
             row[:] = record
 
-    def write(self, rows: Sequence[Row], blocks: Sequence[int]) -> None:
+    def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
         """Rows → blocks, both of one length."""
         if self.device.type == "cpu":
             for array, start, end in zip(self._arrays, self._starts, self._ends, strict=True):
@@ -71,3 +74,8 @@ class Records:
         if self._pinned.shape[0] < rows:
             self._pinned = torch.empty(rows, self.record_bytes, dtype=torch.uint8, pin_memory=True)
         return self._pinned[:rows]
+
+
+def checksum(row: RecordRow, name: BlockHash, fingerprint: bytes) -> int:
+    """Of a record that belongs to `name`."""
+    return zlib.crc32(row.data, zlib.crc32(name + fingerprint))

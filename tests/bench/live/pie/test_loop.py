@@ -8,7 +8,7 @@ import pytest
 
 from bench.live.pie.loop import Loop, Request
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.pie.settings import PieSettings

@@ -1,6 +1,6 @@
 """The ledger's side of a settlement, answer by answer; under faults: tests/stack/test_settling_cores.py."""
 
-from services.ledger.dgfm.coordinator import Ask, Coordinator, SettleRules
+from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from shared.messages.lending import Settled, SettlePhase
 
 RING = {("a", "b"): 64, ("b", "c"): 48, ("c", "a"): 80}
@@ -8,7 +8,7 @@ SIZES = {"a": 16, "b": 16, "c": 16}
 RULES = SettleRules(threshold_tokens=32, interval_s=1.0, most_at_once=2)
 
 
-def answer(ask: Ask, blocks: int, bounce: int = 2) -> Settled:
+def answer(ask: SettlementAsk, blocks: int, bounce: int = 2) -> Settled:
     asked = ask.message
     bounce_blocks = bounce if asked.phase is SettlePhase.FREEZE else 0
     return Settled(
@@ -20,13 +20,15 @@ def answer(ask: Ask, blocks: int, bounce: int = 2) -> Settled:
     )
 
 
-def play(coordinator: Coordinator, asks: list[Ask], bounce: int = 2) -> list[tuple[SettlePhase, int, int]]:
+def play(
+    coordinator: Coordinator, asks: list[SettlementAsk], bounce: int = 2
+) -> list[tuple[SettlePhase, int, int]]:
     """Everybody can do everything: (phase, round, blocks) in the order in which they were asked."""
     seen: list[tuple[SettlePhase, int, int]] = []
     while asks:
         coordinator.check_integrity()
         seen.append((asks[0].message.phase, asks[0].message.round, asks[0].message.blocks))
-        following: list[Ask] = []
+        following: list[SettlementAsk] = []
         for ask in asks:
             reply = answer(ask, ask.message.blocks, bounce)
             following += coordinator.on_answer(ask.message, ask.worker_id, reply)
@@ -57,7 +59,7 @@ def test_rounds_of_what_the_bounce_buffers_hold() -> None:
 def test_the_smallest_answer_counts_and_too_little_is_given_up() -> None:
     coordinator = Coordinator("l", RULES)
     asks = coordinator.on_tick(RING, SIZES, 0.0)
-    following: list[Ask] = []
+    following: list[SettlementAsk] = []
     for ask in asks:
         following += coordinator.on_answer(ask.message, ask.worker_id, answer(ask, 1))
     assert [ask.message.phase for ask in following] == [SettlePhase.UNFREEZE] * 3
@@ -68,7 +70,7 @@ def test_the_smallest_answer_counts_and_too_little_is_given_up() -> None:
 def test_nobody_commits_before_all_have_copied() -> None:
     coordinator = Coordinator("l", RULES)
     asks = coordinator.on_tick(RING, SIZES, 0.0)
-    copies: list[Ask] = []
+    copies: list[SettlementAsk] = []
     for ask in asks:
         copies += coordinator.on_answer(ask.message, ask.worker_id, answer(ask, 3))
     first, second, third = copies

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.ledger.dgfm.graph import DebtGraph
+from services.ledger.core.dgfm.graph import DebtGraph
 
 edges = st.dictionaries(st.tuples(st.integers(0, 6), st.integers(0, 6)), st.integers(1, 9), max_size=24)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.ledger.dgfm.graph import DebtGraph
-from services.ledger.dgfm.plan import SEARCH_STEPS, Settlement, apply, settlements
+from services.ledger.core.dgfm.graph import DebtGraph
+from services.ledger.core.dgfm.plan import SEARCH_STEPS, Settlement, apply, settlements
 
 Debts = dict[tuple[str, str], int]
 workers = st.sampled_from([f"w{number}" for number in range(9)])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from services.placement.policy.packing import Action, Effects, Operation, PackingPolicy, RequestId
+from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy, RequestId
 
 CAPACITY = 240
 """Divisible by 2, 3, 4 and 8: class borders fall on whole blocks."""
@@ -37,7 +37,7 @@ class World:
             return Operation(Action.END, request)
         return Operation(Action.GROW, request, min(CAPACITY, self.blocks[request] + 1 + blocks // 3))
 
-    def apply(self, operations: list[Operation]) -> Effects:
+    def apply(self, operations: list[Operation]) -> PackingEffects:
         for one in operations:
             if one.action is Action.END:
                 del self.blocks[one.request]
@@ -48,13 +48,13 @@ class World:
         self.follow(effects, {one.request for one in operations if one.action is Action.END})
         return effects
 
-    def _single(self, one: Operation) -> Effects:
+    def _single(self, one: Operation) -> PackingEffects:
         if one.action is Action.END:
             return self.policy.end(one.request)
         call = self.policy.grow if one.action is Action.GROW else self.policy.allocate
         return call(one.request, one.blocks)
 
-    def follow(self, effects: Effects, ended: set[RequestId]) -> None:
+    def follow(self, effects: PackingEffects, ended: set[RequestId]) -> None:
         """Carries the effects out, and compares with the policy's own books."""
         for request in (*ended, *effects.displaced):
             self.homes.pop(request, None)

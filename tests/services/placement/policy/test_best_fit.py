@@ -3,8 +3,8 @@
 import pytest
 
 from services.placement import policy
-from services.placement.policy.base import Room
-from services.placement.policy.best_fit import BestFit
+from services.placement.policy.contract import Room
+from services.placement.policy.fit import BestFit
 from shared.errors import ConfigError
 
 ROOMS = [Room("w2", 100, 200, 1), Room("w1", 50, 200, 9), Room("w0", 50, 200, 0)]

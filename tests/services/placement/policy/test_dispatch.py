@@ -4,16 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.policy.dispatch import Dispatch
+from services.placement.policy.contract import Action, Operation, PackingPolicy
+from services.placement.policy.dispatch import DispatchPolicy
 from services.placement.policy.load_balance import LoadBalance
-from services.placement.policy.packing import Action, Operation, PackingPolicy
 from shared.errors import InvalidRequest
 from tests.services.placement.policy.histories import CAPACITY, World, steps
 
 
 def made(name: str) -> PackingPolicy:
     return (
-        LoadBalance(CAPACITY) if name == "load_balance" else Dispatch(CAPACITY, is_tight=name == "best_fit")
+        LoadBalance(CAPACITY)
+        if name == "load_balance"
+        else DispatchPolicy(CAPACITY, is_tight=name == "best_fit")
     )
 
 

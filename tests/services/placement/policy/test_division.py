@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement.policy.division import Boundaries, Migration, Mode, divide
+from services.placement.core.move_mode import Boundaries, Migration, Mode, divide
 
 WORKERS = ("a", "b", "c")
 

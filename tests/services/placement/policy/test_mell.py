@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.policy.bounds import exceptions, lower_bound
+from services.placement.policy.contract import Action, Operation
 from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import EAGER, MellSettings
-from services.placement.policy.packing import Action, Operation
 from shared.errors import InvalidRequest
 from tests.services.placement.policy.histories import CAPACITY, World, churn, sizes, steps
 

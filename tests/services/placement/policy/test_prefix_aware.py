@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement.policy.base import Room
+from services.placement.policy.contract import Room
+from services.placement.policy.fit import WorstFit
 from services.placement.policy.prefix_aware import PrefixAware
-from services.placement.policy.worst_fit import WorstFit
 
 
 def room(worker: str, cached: tuple[int, int, int] = (0, 0, 0), free: int = 10_000) -> Room:

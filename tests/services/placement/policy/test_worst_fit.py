@@ -1,7 +1,7 @@
 """Worst fit."""
 
-from services.placement.policy.base import Room
-from services.placement.policy.worst_fit import WorstFit
+from services.placement.policy.contract import Room
+from services.placement.policy.fit import WorstFit
 
 
 def test_most_room_then_fewest_sequences_then_lowest_id() -> None:

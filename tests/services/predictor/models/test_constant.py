@@ -1,7 +1,7 @@
 """The constant model."""
 
+from services.predictor.core.length_model import LengthSample
 from services.predictor.models import create
-from services.predictor.models.base import LengthSample
 from services.predictor.models.constant import ConstantModel
 
 

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.predictor.models import bins
-from services.predictor.models.distribution import longer_than, summarize
+from services.predictor.core import distribution
+from services.predictor.core.distribution import longer_than, summarize
 
 
 def mass_at(*lengths: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    mass = np.zeros(bins.COUNT)
+    mass = np.zeros(distribution.COUNT)
     for length in lengths:
-        mass[bins.bin_of(length)] += 1 / len(lengths)
+        mass[distribution.bin_of(length)] += 1 / len(lengths)
     return mass
 
 
@@ -20,7 +20,7 @@ def mass_at(*lengths: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
 def test_what_is_left_above_a_floor_sums_to_one(lengths: list[int], floor: int) -> None:
     left = longer_than(mass_at(*lengths), floor)
     assert left.sum() == pytest.approx(1.0)
-    assert left[floor >= bins.UPPER].sum() == 0
+    assert left[floor >= distribution.UPPER].sum() == 0
 
 
 def test_quantiles_and_expectation_of_a_few_lengths() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.models.features import BUCKETS, features_of
+from services.predictor.core.features import BUCKETS, features_of
 from shared.messages.sequence import pack_tokens
 
 prompts_of = st.lists(st.lists(st.integers(0, 200_000), max_size=400), min_size=1, max_size=6)

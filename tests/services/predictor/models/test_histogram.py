@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.models.base import LengthSample, PredictedLength
-from services.predictor.models.histogram import HistogramModel, LengthCounts, log_normal_mass
+from services.predictor.core.histogram import HistogramModel, LengthCounts, log_normal_mass
+from services.predictor.core.length_model import LengthSample, PredictedLength
 from shared.messages.sequence import pack_tokens
 
 SHORT, LONG = pack_tokens(range(10)), pack_tokens(range(500))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.predictor.models import bins, create
-from services.predictor.models.base import LengthQuery, ModelSettings
-from services.predictor.report import evaluate
+from services.predictor.core import distribution
+from services.predictor.core.length_model import LengthQuery, ModelSettings
+from services.predictor.core.report import evaluate
+from services.predictor.models import create
 from shared.errors import ConfigError
 from tests.services.predictor.lengths import samples_of
 
@@ -49,5 +50,5 @@ def test_classes_cover_every_length_once() -> None:
     edges = class_edges()
     assert (np.diff(edges) >= 1).all()
     spread = _spread()
-    assert spread.shape == (CLASSES, bins.COUNT)
+    assert spread.shape == (CLASSES, distribution.COUNT)
     assert np.allclose(spread.sum(axis=1), 1.0)

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from services.predictor.models.curve import LEVELS
-from services.predictor.models.features import features_of
+from services.predictor.core.curve import LEVELS
+from services.predictor.core.features import features_of
 from services.predictor.models.network import Ensemble, lengths_of
 from shared.messages.sequence import pack_tokens
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from services.predictor.core.length_model import LengthSample, ModelSettings
 from services.predictor.models import create
-from services.predictor.models.base import LengthSample, ModelSettings
 from services.predictor.models.oracle import OracleModel
 from shared.errors import ConfigError
 from shared.messages.sequence import pack_tokens

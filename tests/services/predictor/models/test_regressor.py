@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from services.predictor.core.length_model import LengthQuery, ModelSettings
 from services.predictor.models import create, versions
-from services.predictor.models.base import LengthQuery, ModelSettings
 from services.predictor.models.network import Ensemble
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.models.versions import Trained

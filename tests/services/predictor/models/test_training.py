@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from services.predictor.models.base import LengthQuery, LengthSample
+from services.predictor.core.length_model import LengthQuery, LengthSample
+from services.predictor.core.report import evaluate
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.models.training import TrainingPlan, train
 from services.predictor.models.versions import Trained
-from services.predictor.report import evaluate
 from shared.errors import InvalidRequest
 from tests.services.predictor.lengths import LONG_TOKENS, SHORT_TOKENS, samples_of
 

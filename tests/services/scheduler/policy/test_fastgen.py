@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings
-from services.scheduler.policy.fastgen import FastGenPolicy
+from services.scheduler.policy.first_come import FastGenPolicy
 from shared.errors import ConfigError
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from services.scheduler.policy.contract import Holding, PolicyFactory, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.orca import OrcaPolicy
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import OrcaPolicy, VllmPolicy
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
 
 both = pytest.mark.parametrize("make_policy", [OrcaPolicy, VllmPolicy])

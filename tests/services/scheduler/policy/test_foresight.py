@@ -4,7 +4,7 @@ import pytest
 
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.foresight import Foresight
-from services.scheduler.policy.progress import Entry
+from services.scheduler.policy.progress import TaskEntry
 from shared.messages.commands import LengthPrediction
 
 KEY = ("a", 0)
@@ -22,8 +22,8 @@ def says(tokens: int) -> LengthPrediction:
     )
 
 
-def entry(generated_tokens: int) -> Entry:
-    return Entry(Task(KEY, 8, 50, 0.0), generated_tokens)
+def entry(generated_tokens: int) -> TaskEntry:
+    return TaskEntry(Task(KEY, 8, 50, 0.0), generated_tokens)
 
 
 def test_without_a_prediction_an_answer_counts_as_long_as_it_may_get() -> None:

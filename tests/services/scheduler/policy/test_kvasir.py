@@ -13,8 +13,8 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.ecoserve.variants import EcoServeProfile
+from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.vllm import VllmPolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,

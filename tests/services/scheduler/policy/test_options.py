@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.policy.options import read_options
+from services.scheduler.policy.contract import read_options
 from shared.errors import ConfigError
 
 DEFAULTS = {"levels": 5, "starve_s": 10.0}

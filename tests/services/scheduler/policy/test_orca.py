@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.orca import OrcaPolicy
+from services.scheduler.policy.first_come import OrcaPolicy
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.progress import Entry, Projection, Stage
+from services.scheduler.policy.progress import Projection, TaskEntry, TaskStage
 
 KEY = ("a", 0)
 
@@ -12,7 +12,7 @@ def books() -> Projection:
     return Projection(WorkerShape(block_tokens=4, capacity_blocks=16), PolicySettings())
 
 
-def entry(projection: Projection) -> Entry:
+def entry(projection: Projection) -> TaskEntry:
     projection.check_integrity()
     return projection._entries[KEY]
 
@@ -20,15 +20,17 @@ def entry(projection: Projection) -> Entry:
 @pytest.mark.parametrize(
     ("generated", "holding", "stage"),
     [
-        (0, Holding(0, 0), Stage.WAITING),
-        (3, Holding(0, 0), Stage.WAITING),
-        (0, Holding(4, 1), Stage.PREFILLING),
-        (0, Holding(0, 2), Stage.PREFILLING),
-        (1, Holding(8, 2, decoding=True), Stage.DECODING),
-        (5, Holding(12, 3, decoding=True), Stage.COMPLETE),
+        (0, Holding(0, 0), TaskStage.WAITING),
+        (3, Holding(0, 0), TaskStage.WAITING),
+        (0, Holding(4, 1), TaskStage.PREFILLING),
+        (0, Holding(0, 2), TaskStage.PREFILLING),
+        (1, Holding(8, 2, decoding=True), TaskStage.DECODING),
+        (5, Holding(12, 3, decoding=True), TaskStage.COMPLETE),
     ],
 )
-def test_what_a_sequence_holds_says_where_it_stands(generated: int, holding: Holding, stage: Stage) -> None:
+def test_what_a_sequence_holds_says_where_it_stands(
+    generated: int, holding: Holding, stage: TaskStage
+) -> None:
     projection = books()
     projection.on_adopted(Task(KEY, 8, 5, 0.0, generated), holding, 0.0)
     assert entry(projection).stage is stage
@@ -39,7 +41,7 @@ def test_missing_tokens_of_a_complete_sequence_make_it_decode_again() -> None:
     projection = books()
     projection.on_adopted(Task(KEY, 8, 5, 0.0, 5), Holding(12, 3, decoding=True), 0.0)
     projection.on_short(KEY, 2, 0.0)
-    assert (entry(projection).stage, entry(projection).missing_tokens) == (Stage.DECODING, 2)
+    assert (entry(projection).stage, entry(projection).missing_tokens) == (TaskStage.DECODING, 2)
 
 
 def test_an_end_gives_back_what_was_held() -> None:
@@ -56,7 +58,7 @@ def test_a_second_arrival_or_adoption_of_a_key_changes_nothing() -> None:
     projection.on_arrival(Task(KEY, 8, 5, 0.0), 0.0)
     projection.on_arrival(Task(KEY, 9, 5, 0.0), 0.0)
     projection.on_adopted(Task(KEY, 8, 5, 0.0, 1), Holding(8, 2, decoding=True), 0.0)
-    assert (entry(projection).stage, entry(projection).task.prompt_tokens) == (Stage.WAITING, 8)
+    assert (entry(projection).stage, entry(projection).task.prompt_tokens) == (TaskStage.WAITING, 8)
 
 
 def test_books_that_do_not_balance_are_found() -> None:

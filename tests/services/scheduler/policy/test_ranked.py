@@ -12,8 +12,7 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.fastserve import FastServePolicy
-from services.scheduler.policy.ranked import RankedPolicy
-from services.scheduler.policy.srtf import SrtfPolicy
+from services.scheduler.policy.ranked import RankedPolicy, SrtfPolicy
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
 from tests.services.scheduler.policy.foreseen import items_of
 from tests.services.scheduler.policy.test_orca import maximum_blocks

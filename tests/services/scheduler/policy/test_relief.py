@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from services.scheduler.policy.relief import (
     LADDER,
     TIE_SHARE,
+    MemoryPressure,
     Neighbour,
-    Pressure,
+    ReliefSpeeds,
     Rung,
-    Speeds,
     Victim,
     next_relief,
 )
 
-SPEEDS = Speeds(
+SPEEDS = ReliefSpeeds(
     prefill_tokens_per_s=4000,
     decode_step_s=0.02,
     host_blocks_per_s=2000,
@@ -26,7 +26,7 @@ SPEEDS = Speeds(
     remote_attention_s=1e-5,
     stall_s=0.0005,
 )
-ALL = Pressure(
+ALL = MemoryPressure(
     needed_blocks=4,
     block_tokens=16,
     running=8,
@@ -43,7 +43,7 @@ ALL = Pressure(
 )
 
 
-def chosen(pressure: Pressure, *off: Rung) -> Rung | None:
+def chosen(pressure: MemoryPressure, *off: Rung) -> Rung | None:
     relief = next_relief(pressure, frozenset(off))
     return None if relief.chosen is None else relief.chosen.rung
 
@@ -94,7 +94,7 @@ def test_blocks_beyond_the_need_are_worth_nothing() -> None:
 
 
 def test_nothing_left_means_wait_and_the_log_says_what_was_weighed() -> None:
-    bare = Pressure(needed_blocks=1, block_tokens=16, running=1, horizon_steps=1, speeds=SPEEDS)
+    bare = MemoryPressure(needed_blocks=1, block_tokens=16, running=1, horizon_steps=1, speeds=SPEEDS)
     assert next_relief(bare).chosen is None and next_relief(bare).reason == "wait of nothing"
     assert next_relief(ALL).reason.startswith("evict of evict 4 blocks for 0 ms (nobody asks for them), ")
     with pytest.raises(ValueError, match="nobody needs"):
@@ -102,17 +102,17 @@ def test_nothing_left_means_wait_and_the_log_says_what_was_weighed() -> None:
 
 
 def test_what_was_never_measured_is_not_counted_on() -> None:
-    unknown = replace(ALL, speeds=Speeds(), evictable_blocks=0, reserve_blocks=0, growable_blocks=0)
+    unknown = replace(ALL, speeds=ReliefSpeeds(), evictable_blocks=0, reserve_blocks=0, growable_blocks=0)
     assert next_relief(unknown).offers == ()
 
 
 speeds = st.builds(
-    Speeds,
+    ReliefSpeeds,
     *[st.sampled_from([0.0, 1e-4, 0.01, 1.0, 500.0, 1e5])] * 6,
 )
 counts = st.integers(0, 100)
 pressures = st.builds(
-    Pressure,
+    MemoryPressure,
     needed_blocks=st.integers(1, 60),
     block_tokens=st.sampled_from([1, 16]),
     running=counts,
@@ -132,7 +132,7 @@ pressures = st.builds(
 
 @given(pressures, st.frozensets(st.sampled_from(LADDER)))
 def test_the_choice_is_among_the_offers_and_none_is_much_cheaper(
-    pressure: Pressure, off: frozenset[Rung]
+    pressure: MemoryPressure, off: frozenset[Rung]
 ) -> None:
     relief = next_relief(pressure, off)
     assert next_relief(pressure, off) == relief, "deterministic"

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.srtf import SrtfPolicy
+from services.scheduler.policy.ranked import SrtfPolicy
 from tests.services.scheduler.policy.batch_rig import rig, settings_of
 from tests.services.scheduler.policy.foreseen import Guesses, arrive_foreseen, guesses_of, play_foreseen
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 
 from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.vllm import VllmPolicy
+from services.scheduler.policy.first_come import VllmPolicy
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
 
 

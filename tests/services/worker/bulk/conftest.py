@@ -5,15 +5,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from services.worker.bulk.base import BulkTransport, Limits, Link, Listener, Peer
-from services.worker.bulk.desk import WorkerDesk
+from services.worker.peers.transport.base import (
+    BulkTransport,
+    Peer,
+    PeerLink,
+    TransportLimits,
+    TransportListener,
+)
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import ConfigError
 from tests.services.worker.bulk.peer import Process
 from tests.services.worker.bulk.receivers import Counts, furnish
 from tests.services.worker.bulk.transports import TRANSPORTS, make
 
 OWN = Peer("worker-own", 3)
-LIMITS = Limits(header_bytes=1 << 16, buffers=4096, message_bytes=64 << 20, links=8, idle_s=30.0)
+LIMITS = TransportLimits(header_bytes=1 << 16, buffers=4096, message_bytes=64 << 20, links=8, idle_s=30.0)
 
 
 class End:
@@ -23,7 +29,7 @@ class End:
         self.transport = transport
         self.desk = WorkerDesk(OWN, LIMITS)
         self.counts: Counts = furnish(self.desk)
-        self.listener: Listener = transport.listen(self.desk)
+        self.listener: TransportListener = transport.listen(self.desk)
 
     def ticket(self, peer: Peer) -> bytes:
         return self.desk.issue(peer, valid_for_s=30.0)
@@ -57,15 +63,15 @@ def process(transport: BulkTransport) -> Iterator[Process]:
     made.end()
 
 
-Dial = Callable[[], Link]
+Dial = Callable[[], PeerLink]
 
 
 @pytest.fixture
 def dial(transport: BulkTransport, process: Process) -> Iterator[Dial]:
     """Makes links to the other process; they are closed at the end."""
-    made: list[Link] = []
+    made: list[PeerLink] = []
 
-    def make_link() -> Link:
+    def make_link() -> PeerLink:
         ticket = process.ticket(OWN)
         made.append(transport.dial(process.address, OWN, process.peer, ticket, deadline_s=10.0))
         return made[-1]

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.worker.bulk.base import Buffer, Limits, Link, Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.digest import Digest
+from services.worker.peers.transport.base import Buffer, Peer, PeerLink, TransportLimits
+from services.worker.peers.transport.digest import Digest
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import KvasirError
 from tests.services.worker.bulk.receivers import furnish, pattern
 from tests.services.worker.bulk.transports import make
@@ -78,11 +78,11 @@ class Commands:
 
     def __init__(self, transport: str) -> None:
         self._transport = make(transport)
-        self._desk = WorkerDesk(OWN, Limits(links=8, idle_s=30.0))
+        self._desk = WorkerDesk(OWN, TransportLimits(links=8, idle_s=30.0))
         self._counts = furnish(self._desk)
         self._listener = self._transport.listen(self._desk)
         self.address = self._listener.address
-        self._link: Link | None = None
+        self._link: PeerLink | None = None
 
     def ticket(self, worker_id: str, incarnation: int) -> str:
         return self._desk.issue(Peer(worker_id, incarnation), valid_for_s=30.0).hex()

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.worker.bulk.base import Buffer, Peer, Reply
-from services.worker.bulk.desk import WorkerDesk
+from services.worker.peers.transport.base import Buffer, Peer, Reply
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import InvalidRequest
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.worker.bulk.base import Buffer, BulkTransport, Link, Peer
+from services.worker.peers.transport.base import Buffer, BulkTransport, Peer, PeerLink
 from shared.errors import (
     DeadlineExceeded,
     InternalError,
@@ -60,7 +60,7 @@ def _rests(buffers: list[Buffer]) -> None:
     assert [bytes(buffer) for buffer in buffers] == before
 
 
-def _warm(link: Link) -> Link:
+def _warm(link: PeerLink) -> PeerLink:
     """Whatever a transport sets up for its first large message is set up."""
     link.ask("keep", b"", [pattern(MIB)], deadline_s=10.0)
     return link
@@ -141,7 +141,7 @@ class TestMessages:
         assert time.monotonic() - began_s < 1.9
 
     def test_from_many_threads_keep_apart(self, dial: Dial) -> None:
-        def talk(link: Link, seed: int) -> bool:
+        def talk(link: PeerLink, seed: int) -> bool:
             for size in (1, 9000, 70_000, 3 * MIB):
                 into = [memoryview(bytearray(size))]
                 link.ask("echo", b"", [pattern(size, seed)], into=into, deadline_s=30.0)

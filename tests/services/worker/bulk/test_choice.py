@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.bulk.choice import Choice
+from services.worker.peers.transport.core.choice import TransportChoice
 
 ALL = {"tcp": "h:1", "shm": "@a", "ucx": "h:2"}
 
 
 def test_before_any_measurement_shared_memory_comes_first_on_one_host() -> None:
-    choice = Choice(ALL, "host-a")
+    choice = TransportChoice(ALL, "host-a")
     assert choice.ranking("b", ALL, "host-a", 0.0) == ["shm", "ucx", "tcp"]
     assert choice.ranking("b", ALL, "host-b", 0.0) == ["ucx", "tcp"]
     assert choice.ranking("b", {"tcp": "h:1", "shm": "@b"}, "host-b", 0.0) == ["tcp"]
@@ -17,7 +17,7 @@ def test_before_any_measurement_shared_memory_comes_first_on_one_host() -> None:
 
 
 def test_a_transport_measured_clearly_faster_moves_up() -> None:
-    choice = Choice(ALL, "host-a")
+    choice = TransportChoice(ALL, "host-a")
     choice.on_transfer("b", "ucx", 10 << 20, 0.010)
     choice.on_transfer("b", "tcp", 10 << 20, 0.009)
     assert choice.ranking("b", ALL, "host-b", 0.0) == ["ucx", "tcp"]
@@ -30,13 +30,13 @@ def test_a_transport_measured_clearly_faster_moves_up() -> None:
 
 
 def test_small_transfers_say_nothing_of_bandwidth() -> None:
-    choice = Choice(ALL, "host-a")
+    choice = TransportChoice(ALL, "host-a")
     choice.on_transfer("b", "tcp", 1000, 1e-9)
     assert choice.gb_per_s == {}
 
 
 def test_what_failed_is_set_aside_for_a_while_unless_it_is_all_there_is() -> None:
-    choice = Choice(ALL, "host-a")
+    choice = TransportChoice(ALL, "host-a")
     choice.on_failure("b", "shm", 0.0)
     assert choice.ranking("b", ALL, "host-a", 29.0) == ["ucx", "tcp"]
     assert choice.ranking("b", ALL, "host-a", 30.0) == ["shm", "ucx", "tcp"]
@@ -55,7 +55,7 @@ _EVENTS = st.one_of(
 def test_a_ranking_names_what_both_have_once_and_something_if_there_is_anything(
     events: list[tuple[str, str, str, float]], addresses: dict[str, str]
 ) -> None:
-    choice = Choice(ALL, "host-a")
+    choice = TransportChoice(ALL, "host-a")
     for what, peer, transport, value in events:
         if what == "transfer":
             choice.on_transfer(peer, transport, 1 << 24, value)

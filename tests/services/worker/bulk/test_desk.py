@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.worker.bulk.base import Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.wire import ticket_name
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.tickets import WorkerDesk
+from services.worker.peers.transport.wire import ticket_name
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
 
 OWN, A, A2 = Peer("own", 1), Peer("a", 1), Peer("a", 2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.bulk.digest import SLICE_BYTES, digest, sizes_as_slices, slices
+from services.worker.peers.transport.digest import SLICE_BYTES, digest, sizes_as_slices, slices
 
 _ROW = 4096
 _LARGE = np.random.default_rng(5).integers(0, 256, 3 * SLICE_BYTES + 12_345, dtype=np.uint8)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.worker.bulk.base import Peer
-from services.worker.bulk.link import SocketLink
-from services.worker.bulk.plane import Issue, Neighbour, Plane
-from services.worker.bulk.shm import ShmTransport
-from services.worker.bulk.tcp import TcpTransport
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.link import SocketLink
+from services.worker.peers.transport.plane import Issue, PeerAddress, Plane
+from services.worker.peers.transport.shm import ShmTransport
+from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
 from tests.services.worker.bulk.receivers import furnish
 
@@ -44,7 +44,7 @@ def _issue(plane: Plane, peer: Peer = A) -> Issue:
 @pytest.mark.parametrize(("host", "transport"), [("host-1", "shm"), ("host-2", "tcp")])
 async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, transport: str) -> None:
     a.choice.on_compared("worker-b", float("inf"))
-    link = await a.connect(Neighbour(B, host, b.addresses), _issue(b), deadline_s=5.0)
+    link = await a.connect(PeerAddress(B, host, b.addresses), _issue(b), deadline_s=5.0)
     assert link.transport == transport
     assert link.ask("echo", b"hello", deadline_s=5.0).header == b"hello"
     link.close()
@@ -52,7 +52,7 @@ async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, t
 
 async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane) -> None:
     addresses = {**b.addresses, "shm": "@nobody-listens-here"}
-    link = await a.connect(Neighbour(B, "host-1", addresses), _issue(b), deadline_s=5.0)
+    link = await a.connect(PeerAddress(B, "host-1", addresses), _issue(b), deadline_s=5.0)
     assert link.transport == "tcp"
     assert a.choice.ranking(
         "worker-b", addresses, "host-1", a.choice.aside_until_s["worker-b", "shm"] - 1
@@ -61,7 +61,7 @@ async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane)
 
 
 async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: Plane, b: Plane) -> None:
-    to = Neighbour(B, "host-1", b.addresses)
+    to = PeerAddress(B, "host-1", b.addresses)
     (await a.connect(to, _issue(b), deadline_s=5.0)).close()
     assert {transport for _, transport in a.choice.gb_per_s} == {"tcp", "shm"}
     a.choice.gb_per_s["worker-b", "tcp"] = 1e3
@@ -77,22 +77,22 @@ async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: 
 
 
 async def test_one_way_only_is_not_measured(a: Plane, b: Plane) -> None:
-    link = await a.connect(Neighbour(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
+    link = await a.connect(PeerAddress(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
     assert a.choice.gb_per_s == {}
     link.close()
 
 
 async def test_says_why_there_is_no_link(a: Plane, b: Plane) -> None:
     with pytest.raises(NoResponder):
-        await a.connect(Neighbour(B, "host-2", {}), _issue(b), deadline_s=5.0)
+        await a.connect(PeerAddress(B, "host-2", {}), _issue(b), deadline_s=5.0)
     with pytest.raises(NoResponder):
-        await a.connect(Neighbour(B, "host-2", {"tcp": "127.0.0.1:1"}), _issue(b), deadline_s=5.0)
+        await a.connect(PeerAddress(B, "host-2", {"tcp": "127.0.0.1:1"}), _issue(b), deadline_s=5.0)
     with pytest.raises(Unauthorized):
         other = _issue(b, Peer("worker-c", 1))
-        await a.connect(Neighbour(B, "host-1", b.addresses), other, deadline_s=5.0)
+        await a.connect(PeerAddress(B, "host-1", b.addresses), other, deadline_s=5.0)
     with pytest.raises(StaleEpoch):
         earlier = Peer("worker-b", 0)
-        await a.connect(Neighbour(earlier, "host-1", b.addresses), _issue(b), deadline_s=5.0)
+        await a.connect(PeerAddress(earlier, "host-1", b.addresses), _issue(b), deadline_s=5.0)
 
 
 def test_a_port_that_is_taken_is_a_setting_to_change(a: Plane) -> None:
@@ -105,7 +105,7 @@ async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plan
     """It stayed open at both ends, one of the few that a listener takes."""
     slow = SlowTransport()
     a._transports["tcp"] = slow
-    to = Neighbour(B, "host-2", b.addresses)
+    to = PeerAddress(B, "host-2", b.addresses)
     connecting = asyncio.create_task(a.connect(to, _issue(b), deadline_s=5.0))
     assert await asyncio.to_thread(slow.is_dialling.wait, 5.0)
     connecting.cancel()
@@ -142,6 +142,6 @@ class SlowTransport(TcpTransport):
 async def test_an_address_that_makes_no_sense_is_the_peers_fault(a: Plane, b: Plane, address: str) -> None:
     """What another worker wrote into its ticket ended the worker that dialled."""
     with pytest.raises(KvasirError):
-        await a.connect(Neighbour(B, "host-2", {"tcp": address}), _issue(b), deadline_s=5.0)
+        await a.connect(PeerAddress(B, "host-2", {"tcp": address}), _issue(b), deadline_s=5.0)
     with pytest.raises(KvasirError):
-        await a.connect(Neighbour(B, "host-1", {"shm": f"@{address}"}), _issue(b), deadline_s=5.0)
+        await a.connect(PeerAddress(B, "host-1", {"shm": f"@{address}"}), _issue(b), deadline_s=5.0)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.worker.bulk.base import Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.probe import KIND, PROBE_BYTES, Probes, fastest_s
-from services.worker.bulk.tcp import TcpTransport
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.plane import KIND, PROBE_BYTES, Probes, fastest_s
+from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import MessageTooLarge
 
 A, B = Peer("worker-a", 1), Peer("worker-b", 1)

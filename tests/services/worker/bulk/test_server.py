@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from services.worker.bulk import wire
-from services.worker.bulk.base import Limits, Listener, Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.digest import digest
-from services.worker.bulk.tcp import TcpTransport, split_address
+from services.worker.peers.transport import wire
+from services.worker.peers.transport.base import Peer, TransportLimits, TransportListener
+from services.worker.peers.transport.digest import digest
+from services.worker.peers.transport.tcp import TcpTransport, split_address
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import Unauthorized
 from tests.services.worker.bulk.receivers import Counts, furnish, pattern
 
@@ -22,7 +22,7 @@ SIZE = 20_000
 
 def heard(sock: socket.socket) -> wire.Envelope:
     """The next message, as its bytes say."""
-    limits = Limits()
+    limits = TransportLimits()
     length, crc = wire.envelope_bytes(sock.recv(wire.PREFIX.size, socket.MSG_WAITALL), limits)
     return wire.unpacked(sock.recv(length, socket.MSG_WAITALL), crc, limits)
 
@@ -37,7 +37,7 @@ class Rig:
     def __init__(self) -> None:
         self.desk = WorkerDesk(OWN)
         self.counts: Counts = furnish(self.desk)
-        self.listener: Listener = TcpTransport().listen(self.desk)
+        self.listener: TransportListener = TcpTransport().listen(self.desk)
 
     def greeted(self) -> socket.socket:
         """A socket that the listener takes for a link."""

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from services.worker.bulk.base import Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.shm import Rings, ShmTransport
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.shm import Rings, ShmTransport
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import InvalidMessage, InvalidRequest, NoResponder
 
 _RING_BYTES = 4 << 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.bulk.tcp import split_address
+from services.worker.peers.transport.tcp import split_address
 from shared.errors import InvalidRequest
 
 

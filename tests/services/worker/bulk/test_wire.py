@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.bulk import wire
-from services.worker.bulk.base import Limits
+from services.worker.peers.transport import wire
+from services.worker.peers.transport.base import TransportLimits
 from shared.errors import InvalidMessage, MessageTooLarge, Overloaded, to_wire
 
-LIMITS = Limits(header_bytes=100, buffers=4, message_bytes=1000)
+LIMITS = TransportLimits(header_bytes=100, buffers=4, message_bytes=1000)
 
 
 def _read(data: bytes) -> wire.Envelope:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from services.worker.bulk.base import BulkTransport
-from services.worker.bulk.shm import ShmTransport
-from services.worker.bulk.tcp import TcpTransport
-from services.worker.bulk.ucx import UcxTransport
+from services.worker.peers.transport.base import BulkTransport
+from services.worker.peers.transport.shm import ShmTransport
+from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.transport.ucx import UcxTransport
 
 TRANSPORTS: dict[str, Callable[[], BulkTransport]] = {
     "tcp": TcpTransport,

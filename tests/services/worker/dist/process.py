@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.bulk.base import Link, Peer
-from services.worker.bulk.tcp import TcpTransport
+from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.tcp import TcpTransport
 
 ROOT = Path(__file__).parents[4]
 _START_S = 120.0
@@ -28,7 +28,7 @@ class CreditorProcess:
     address: str
     ticket: bytes
 
-    def dial(self, debtor: Peer) -> Link:
+    def dial(self, debtor: Peer) -> PeerLink:
         return TcpTransport().dial(self.address, debtor, Peer(self.name, 1), self.ticket, deadline_s=10.0)
 
 
@@ -61,10 +61,9 @@ def creditor_processes(architecture: str, blocks: int, names: list[str]) -> Iter
 
 
 def main() -> None:
-    from services.worker.bulk.desk import WorkerDesk
-    from services.worker.dist.budget import ComputeBudget
-    from services.worker.dist.creditor import Creditor
-    from services.worker.dist.grants import GrantBook
+    from services.worker.peers.attention.core.cost import ComputeBudget
+    from services.worker.peers.attention.creditor import Creditor, GrantBook
+    from services.worker.peers.transport.tickets import WorkerDesk
     from tests.services.worker.conftest import build_model
     from tests.services.worker.dist.rig import BLOCK_TOKENS, DEBTOR, GRANT, make_engine
 

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from services.worker.bulk.base import Link, Listener, Peer
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.tcp import TcpTransport
-from services.worker.dist.budget import ComputeBudget
-from services.worker.dist.cost import Mode, choose_mode
-from services.worker.dist.creditor import Creditor
-from services.worker.dist.debtor import Chooser, Debtor
-from services.worker.dist.grants import GrantBook
-from services.worker.dist.memory import LentMemory, host_memory
-from services.worker.dist.messages import GrantRef
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
+from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode, choose_mode
+from services.worker.peers.attention.creditor import Creditor, GrantBook
+from services.worker.peers.attention.debtor import Chooser, Debtor
+from services.worker.peers.attention.memory import LentMemory, host_memory
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.transport.base import Peer, PeerLink, TransportListener
+from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.messages.lending import KvTier
 
 DEBTOR = Peer("worker-debtor", 7)
@@ -36,10 +34,10 @@ class Lender:
     creditor: Creditor
     book: GrantBook
     desk: WorkerDesk
-    listener: Listener
+    listener: TransportListener
     host: LentMemory | None = None
 
-    def dial(self) -> Link:
+    def dial(self) -> PeerLink:
         ticket = self.desk.issue(DEBTOR, valid_for_s=5.0)
         return TcpTransport().dial(self.listener.address, DEBTOR, self.desk.own, ticket, deadline_s=5.0)
 
@@ -89,7 +87,7 @@ def make_debtor(
 
 def connect(
     engine: TorchEngine,
-    links: list[Link],
+    links: list[PeerLink],
     blocks_each: int,
     *,
     choose: Chooser = choose_mode,
@@ -123,5 +121,5 @@ def add_host(
     return holder
 
 
-def always(mode: Mode) -> Chooser:
+def always(mode: ShipMode) -> Chooser:
     return lambda work, speeds: mode

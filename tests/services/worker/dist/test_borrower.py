@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 from services.worker import door
-from services.worker.bulk.base import Link
-from services.worker.dist.borrower import Borrower
-from services.worker.dist.debtor import Debtor
-from services.worker.dist.messages import GrantRef
+from services.worker.core.reports import Identity
+from services.worker.core.sequences import SequenceTable
+from services.worker.core.steps import StepCore
 from services.worker.engine.engine import Row
-from services.worker.kv.extended import ExtendedPool
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.table import GrantKey
-from services.worker.reports import Identity
-from services.worker.runner import Runner
-from services.worker.sequences import SequenceTable
-from services.worker.steps import StepCore
+from services.worker.engine_thread import Runner
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import ExtendedPool
+from services.worker.peers.attention.borrower import Borrower
+from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.lending.core.table import GrantKey
+from services.worker.peers.transport.base import PeerLink
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost, NoResponder, Overloaded
 from shared.messages.lending import Grant, KvTier
@@ -47,7 +47,7 @@ class Dialler:
         self.dialled = 0
         self.is_away = False
 
-    async def dial(self, worker_id: str, incarnation: int) -> Link:
+    async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
         if self.is_away:
             raise NoResponder("as told")
         self.dialled += 1

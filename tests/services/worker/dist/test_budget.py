@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.dist.budget import ComputeBudget
+from services.worker.peers.attention.core.cost import ComputeBudget
 
 
 def test_a_busy_worker_lends_its_fraction() -> None:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.bulk.base import Peer
-from services.worker.bulk.buffers import bytes_of
-from services.worker.dist.messages import (
+from services.worker.engine.layout import Span
+from services.worker.engine.partition import Homes, split
+from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
     WRITE,
@@ -17,8 +17,8 @@ from services.worker.dist.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.engine.layout import Span
-from services.worker.engine.partition import Homes, split
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.buffers import bytes_of
 from shared.errors import InvalidMessage, StaleEpoch
 from shared.messages.lending import KvTier
 from tests.services.worker.conftest import ModelFactory

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.bulk.base import Link
-from services.worker.dist.cost import Mode, choose_mode
-from services.worker.dist.debtor import Chooser
-from services.worker.dist.messages import GrantRef
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.native.library import AttentionMode
-from services.worker.sampling import SamplePoint
+from services.worker.peers.attention.core.cost import ShipMode, choose_mode
+from services.worker.peers.attention.debtor import Chooser
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.transport.base import PeerLink
 from shared.errors import CreditorLost
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
@@ -36,8 +36,8 @@ from tests.services.worker.dist.rig import (
 
 GREEDY = Sampling(seed=0, max_tokens=64, temperature=0.0, top_logprobs=0)
 CHOOSERS: dict[str, Chooser] = {
-    "ship": always(Mode.SHIP),
-    "fetch": always(Mode.FETCH),
+    "ship": always(ShipMode.SHIP),
+    "fetch": always(ShipMode.FETCH),
     "measured": choose_mode,
 }
 
@@ -116,7 +116,7 @@ def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
     lent = lender(model, device, host_blocks=host, host_attends=attends, attention=attention)
     with lent as owner, ExitStack() as stack:
         small = make_engine(model, own, attention)
-        choose = always(Mode.FETCH) if way == "fetch" else always(Mode.SHIP)
+        choose = always(ShipMode.FETCH) if way == "fetch" else always(ShipMode.SHIP)
         debtor = make_debtor(small, [owner], device, choose=choose)
         stack.callback(debtor.close)
         add_host(debtor, owner, range(own + device, needed), attends=attends)
@@ -124,8 +124,8 @@ def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
         dice.shuffle(ids)
         answers, _ = generate(small, [prompt], [ids], 9, count)
         assert owner.host is not None and all(bool(pool.any()) for pool in owner.host.pools[0])
-        assert (debtor.modes[Mode.FETCH] > 0) is (way != "ship")
-        assert (debtor.modes[Mode.SHIP] > 0) is (way != "fetch"), "the device attends in any case"
+        assert (debtor.modes[ShipMode.FETCH] > 0) is (way != "ship")
+        assert (debtor.modes[ShipMode.SHIP] > 0) is (way != "fetch"), "the device attends in any case"
         homes = debtor.homes.locate(ids)[0].tolist()
         assert sorted(set(homes)) == [0, 1, 2]
     assert answers == expected
@@ -182,7 +182,7 @@ def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
     expected, _ = generate(big, [other], [list(range(12))], 24, 8)
     with creditor_processes("llama", 16, ["worker-a", "worker-b"]) as running:
         small = make_engine(model, own)
-        links: list[Link] = [process.dial(DEBTOR) for process in running]
+        links: list[PeerLink] = [process.dial(DEBTOR) for process in running]
         debtor = connect(small, links, 16, deadline_s=1.0, choose=CHOOSERS["ship"])
         of_both = [*range(own), *range(own, own + each), *range(own + 16, own + 16 + each)]
         row = Row(prompt, 0, of_both, None)

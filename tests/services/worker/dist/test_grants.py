@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.bulk.base import Link, Peer
-from services.worker.bulk.buffers import bytes_of
-from services.worker.bulk.desk import WorkerDesk
-from services.worker.bulk.tcp import TcpTransport
-from services.worker.dist.budget import ComputeBudget
-from services.worker.dist.cost import Mode
-from services.worker.dist.creditor import Creditor
-from services.worker.dist.lent import LentGrants, SharedGrants
-from services.worker.dist.messages import (
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.engine import Row
+from services.worker.engine.layout import Span
+from services.worker.engine.partition import Homes, split
+from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
+from services.worker.peers.attention.creditor import Creditor
+from services.worker.peers.attention.lent import LentGrants, SharedGrants
+from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
     WRITE,
@@ -29,12 +28,12 @@ from services.worker.dist.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.engine.engine import Row
-from services.worker.engine.layout import Span
-from services.worker.engine.partition import Homes, split
-from services.worker.lending.grants import Freed, Terms
-from services.worker.lending.table import RBlockTable
-from services.worker.sampling import SamplePoint
+from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.buffers import bytes_of
+from services.worker.peers.transport.tcp import TcpTransport
+from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import CreditorLost, StaleEpoch
 from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
 from shared.messages.sequence import Sampling
@@ -223,7 +222,7 @@ def test_only_what_is_lent_now_is_ever_written(seed: int, make_model: ModelFacto
 
 
 @contextmanager
-def listening(world: World) -> Iterator[Link]:
+def listening(world: World) -> Iterator[PeerLink]:
     desk = WorkerDesk(Peer("creditor", 1))
     for kind, receiver in world.creditor.receivers.items():
         desk.serve(kind, receiver)
@@ -235,9 +234,9 @@ def listening(world: World) -> Iterator[Link]:
         assert listener.close(5.0)
 
 
-@pytest.mark.parametrize("mode", [Mode.SHIP, Mode.FETCH])
+@pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
 def test_a_debtor_goes_on_while_it_returns_and_is_stopped_at_what_it_returned(
-    mode: Mode, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
+    mode: ShipMode, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a real link: a return between two layers of its step."""
     model = make_model("llama")

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.worker.dist.debtor import Debtor
-from services.worker.dist.homecoming import Homecoming
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
-from services.worker.kv.extended import ExtendedPool
-from services.worker.kv.pool import BlockPool
-from services.worker.sampling import SamplePoint
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import ExtendedPool
+from services.worker.peers.attention.borrower import Homecoming
+from services.worker.peers.attention.debtor import Debtor
 from shared.errors import CreditorLost
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import ModelFactory

@@ -5,12 +5,12 @@ import threading
 
 import numpy as np
 
-from services.worker.bulk.base import Peer
-from services.worker.dist.lent import LentGrants, SharedGrants
-from services.worker.dist.messages import GrantRef
-from services.worker.lending.grants import Freed, Terms
-from services.worker.lending.table import RBlockTable
-from services.worker.lending.telling import loans
+from services.worker.peers.attention.lent import LentGrants, SharedGrants
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.lending.telling import loans
+from services.worker.peers.transport.base import Peer
 from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
 from tests.services.worker.lending.builders import renew
 

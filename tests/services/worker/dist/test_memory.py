@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.dist.memory import block_bytes, device_memory, host_blocks, host_memory
 from services.worker.engine.backends import NativeBackend, TorchBackend
-from services.worker.lending.settings import HostAttention, LendingConfig
+from services.worker.peers.attention.memory import block_bytes, device_memory, host_blocks, host_memory
+from services.worker.peers.lending.core.settings import HostAttention, LendingConfig
 from shared.errors import ConfigError
 from tests.services.worker.conftest import ModelFactory
 from tests.services.worker.dist.rig import make_engine

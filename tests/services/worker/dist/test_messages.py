@@ -7,7 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.worker.dist.messages import (
+from services.worker.engine.layout import PackedSpans, Span
+from services.worker.engine.partition import Homes, split
+from services.worker.peers.attention.messages import (
     Attended,
     GrantRef,
     PartWire,
@@ -18,8 +20,6 @@ from services.worker.dist.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.engine.layout import PackedSpans, Span
-from services.worker.engine.partition import Homes, split
 from shared.errors import InvalidMessage
 
 

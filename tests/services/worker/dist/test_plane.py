@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.worker.bulk.shm import ShmTransport
-from services.worker.bulk.tcp import TcpTransport
-from services.worker.dist.plane import HANDLERS, BulkPlane
+from services.worker.peers.attention.plane import HANDLERS, BulkPlane
+from services.worker.peers.transport.shm import ShmTransport
+from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import NoResponder
 from tests.conftest import ConnectBus
 from tests.services.ledger.test_state import report

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.dist.segments import cut, pairs
 from services.worker.engine import paged
 from services.worker.engine.backends import TorchBackend
 from services.worker.engine.layout import PackedSpans, Span
 from services.worker.engine.merging import merge_into
 from services.worker.engine.partition import Homes, split
+from services.worker.peers.attention.segments import cut, pairs
 from tests.rounding import assert_within, attention_bounds
 
 BLOCK, HEADS, DIM = 4, 2, 3

@@ -3,11 +3,11 @@
 from collections import OrderedDict
 from typing import cast
 
-from services.worker.bulk.base import Peer
 from services.worker.config import WorkerConfig
-from services.worker.dist.service import Neighbourhood, staged_blocks
-from services.worker.lending.settings import LendingConfig
-from services.worker.runner import Runner
+from services.worker.engine_thread import Runner
+from services.worker.peers.attention.service import Neighbourhood, staged_blocks
+from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.peers.transport.base import Peer
 from shared.clock import monotonic_s
 from shared.messages.lending import KvTier
 from tests.conftest import ConnectBus

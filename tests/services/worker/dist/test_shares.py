@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.worker.bulk.base import Buffer, Call, Link, Peer
-from services.worker.dist.cost import Mode
-from services.worker.dist.messages import ATTEND, FETCH, WRITE, read_request
 from services.worker.engine.engine import Row
+from services.worker.peers.attention.core.cost import ShipMode
+from services.worker.peers.attention.messages import ATTEND, FETCH, WRITE, read_request
+from services.worker.peers.transport.base import Buffer, Call, Peer, PeerLink
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
 from tests.services.worker.dist.rig import always, connect, lender, make_engine
 
@@ -18,7 +18,7 @@ LAYERS = 2
 class Noting:
     """A link that remembers what was asked over it."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: PeerLink) -> None:
         self._link = link
         self.kinds: list[str] = []
         self.described: list[bool] = []
@@ -58,12 +58,12 @@ def rows(counts: list[tuple[int, int]]) -> list[Row]:
 @pytest.mark.parametrize(
     ("mode", "first", "later"),
     [
-        (Mode.SHIP, [ATTEND] * LAYERS, [ATTEND] * LAYERS),
-        (Mode.FETCH, [WRITE] * LAYERS, [FETCH] * LAYERS + [WRITE]),
+        (ShipMode.SHIP, [ATTEND] * LAYERS, [ATTEND] * LAYERS),
+        (ShipMode.FETCH, [WRITE] * LAYERS, [FETCH] * LAYERS + [WRITE]),
     ],
 )
 def test_one_message_a_layer_for_the_batch(
-    mode: Mode, first: list[str], later: list[str], make_model: ModelFactory
+    mode: ShipMode, first: list[str], later: list[str], make_model: ModelFactory
 ) -> None:
     model = make_model("llama")
     with lender(model, 20) as owner:
@@ -84,7 +84,7 @@ def test_a_long_context_comes_in_segments_that_the_staging_holds(make_model: Mod
     with lender(model, 5) as owner:
         engine = make_engine(model, 4)
         link = Noting(owner.dial())
-        debtor = connect(engine, [link], 5, choose=always(Mode.FETCH), staging_blocks=2)
+        debtor = connect(engine, [link], 5, choose=always(ShipMode.FETCH), staging_blocks=2)
         engine.step(rows([(0, 17)]))
         link.kinds.clear()
         engine.step(rows([(17, 1)]))

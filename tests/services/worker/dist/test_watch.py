@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from services.worker.dist.watch import WriteWatch
 from services.worker.engine.layout import Span
 from services.worker.engine.partition import Homes, split
+from services.worker.peers.attention.dirty_blocks import WriteWatch
 
 BLOCK_TOKENS = 4
 

@@ -9,9 +9,8 @@ import torch
 import transformers
 
 from services.worker.engine.attention import LayerShape
-from services.worker.engine.digest import configuration, layout_name, model_digest
 from services.worker.engine.engine import Row, TorchEngine
-from services.worker.engine.loading import describe, load
+from services.worker.engine.loading import configuration, describe, layout_name, load, model_digest
 from tests.services.worker.conftest import ARCHITECTURES, build_model
 from tests.services.worker.prefix_rig import make_engine
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine, warm_up
 from services.worker.engine.loading import describe
-from services.worker.kv.pool import BlockPool
-from services.worker.sampling import SamplePoint
+from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, ModelFactory
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.logprobs import measure
+from services.worker.engine.sampler import measure
 
 
 @settings(max_examples=100, deadline=None)

@@ -101,7 +101,7 @@ def test_decodes_are_attention_over_their_own_blocks(
         dtype=torch.float32,
         device=CPU,
     )
-    scratch = paged.Scratch(CPU)
+    scratch = paged.GatherScratch(CPU)
     for group in layout.groups:
         rows = slice(group.start, group.end)
         output, lse = paged.attend_blocks(
@@ -152,7 +152,7 @@ def test_a_chunk_is_attention_over_context_and_itself(
         dtype=torch.float32,
         device=CPU,
     )
-    scratch = paged.Scratch(CPU)
+    scratch = paged.GatherScratch(CPU)
     (span,) = layout.spans
     parts = []
     if span.mask is None:
@@ -243,7 +243,7 @@ def test_bfloat16_stays_within_its_precision(softcap: float | None) -> None:
         group.tables,
         group.mask,
         shape,
-        paged.Scratch(CPU),
+        paged.GatherScratch(CPU),
     )
     expected = naive(query, key, value, torch.ones(1, 37, dtype=torch.bool), shape)
     assert output.dtype is torch.bfloat16 and lse.dtype is torch.float32

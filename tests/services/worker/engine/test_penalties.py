@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from services.worker.core.sampling import SamplePoint
 from services.worker.engine.penalties import penalize
-from services.worker.sampling import SamplePoint
 from shared.messages.sequence import Sampling
 
 VOCABULARY = 11

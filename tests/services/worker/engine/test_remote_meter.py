@@ -9,8 +9,7 @@ import torch
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
-from services.worker.engine.remote import Partial
-from services.worker.engine.remote_meter import MeteredRemote
+from services.worker.engine.remote import MeteredRemote, Partial
 
 SHAPE = Shape(scaling=1.0)
 NOTHING = torch.zeros(0)

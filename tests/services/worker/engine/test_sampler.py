@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper
 
+from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import load
 from services.worker.engine.sampler import sample as sample_logits
 from services.worker.engine.sampler import uniform
-from services.worker.sampling import Sampled, SamplePoint
 from shared.messages.sequence import Sampling
 
 

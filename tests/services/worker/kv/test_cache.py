@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.gate import CostGate
-from services.worker.kv.mover import Load, Loaded, Store, StoredBlock
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.tree import Node, Tier
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import BlockHash, chain, root
 
 BLOCK_TOKENS = 2

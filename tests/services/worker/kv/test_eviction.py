@@ -5,9 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.kv.eviction import ORDERS, EvictionOrder, Fifo, Frequent, Lru, order_maker
-from services.worker.kv.reuse import ReuseHistory
-from services.worker.kv.tree import Node, Tier
+from services.worker.kv.core.eviction import (
+    ORDERS,
+    EvictionOrder,
+    Fifo,
+    Frequent,
+    Lru,
+    ReuseHistory,
+    order_maker,
+)
+from services.worker.kv.core.radix_tree import Node, Tier
 from shared.errors import ConfigError
 
 

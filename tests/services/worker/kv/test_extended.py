@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.kv.extended import ExtendedPool, first_borrowed
-from services.worker.kv.pool import BlockPool
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import ExtendedPool, first_borrowed
 
 OWN = 6
 

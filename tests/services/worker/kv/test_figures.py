@@ -1,7 +1,7 @@
 """What a tier is credited with."""
 
+from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.figures import CacheFigures, TierFigures, read_figures
-from services.worker.kv.settings import PrefixCacheConfig
 from tests.services.worker.prefix_rig import PrefixRig, make_engine
 
 

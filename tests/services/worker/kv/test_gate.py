@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.gate import PROBE_BLOCKS, RETRY_LOOKUPS, CostGate
-from services.worker.kv.tree import Tier
+from services.worker.kv.core.load_policy import PROBE_BLOCKS, RETRY_LOOKUPS, CostGate
+from services.worker.kv.core.radix_tree import Tier
 
 LOWER = st.sampled_from([Tier.HOST, Tier.DISK])
 SPEED = st.floats(1e-6, 10)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.worker.kv.eviction import order_maker
-from services.worker.kv.inventory import Inventory
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.tree import Node, Tier
+from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import order_maker
+from services.worker.kv.core.radix_tree import Node, Tier
 
 
 def books_of(device: int = 4, host: int = 2, disk: int = 2) -> Inventory:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.worker.kv.mover import StoredBlock
-from services.worker.kv.tree import Tier
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.tier_copier import StoredBlock
 from shared.blocks import BlockHash, chain
 from tests.services.worker.kv.test_cache import BLOCK_TOKENS, ROOT, Rig
 

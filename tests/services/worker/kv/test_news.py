@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.prefixes import PrefixIndex
-from services.worker.kv import news as news_module
-from services.worker.kv.eviction import order_maker
-from services.worker.kv.inventory import Inventory
-from services.worker.kv.news import PrefixNews
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.tree import Node, Tier
+from services.placement.core.prefix_index import PrefixIndex
+from services.worker.kv.core import kv_events as news_module
+from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import order_maker
+from services.worker.kv.core.kv_events import PrefixNews
+from services.worker.kv.core.radix_tree import Node, Tier
 from shared.blocks import HASH_BYTES
 from shared.messages.prefixes import FindPrefixes, PrefixChain, WorkerPrefixes
 

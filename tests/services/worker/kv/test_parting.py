@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.gate import CostGate
-from services.worker.kv.mover import StoredBlock
-from services.worker.kv.parting import worth_keeping
-from services.worker.kv.pool import BlockPool
-from services.worker.kv.tree import Tier
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.lower_tiers import worth_keeping
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.tier_copier import StoredBlock
 from tests.services.worker.kv.test_cache import MemoryMover
 
 NAMES = [bytes([family, depth]) * 8 for family in range(6) for depth in range(4)]

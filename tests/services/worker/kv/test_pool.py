@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.pool import BlockPool
+from services.worker.kv.core.block_pool import BlockPool
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40))

@@ -1,7 +1,7 @@
 """Gaps are averaged, dropped blocks remembered up to a bound."""
 
-from services.worker.kv.reuse import ReuseHistory
-from services.worker.kv.tree import Node
+from services.worker.kv.core.eviction import ReuseHistory
+from services.worker.kv.core.radix_tree import Node
 
 
 def node(name: bytes, hits: int = 0) -> Node:

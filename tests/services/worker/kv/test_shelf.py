@@ -2,13 +2,12 @@
 
 import pytest
 
-from services.worker.kv.eviction import Lru
-from services.worker.kv.reuse import ReuseHistory
-from services.worker.kv.shelf import Shelf
+from services.worker.kv.core.block_manager import SlotPool
+from services.worker.kv.core.eviction import Lru, ReuseHistory
 
 
-def shelf_of(total: int) -> Shelf:
-    return Shelf(total, Lru(ReuseHistory()))
+def shelf_of(total: int) -> SlotPool:
+    return SlotPool(total, Lru(ReuseHistory()))
 
 
 def test_each_slot_is_taken_once() -> None:

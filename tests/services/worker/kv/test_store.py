@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.worker.engine.engine import TorchEngine
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.figures import CacheMetrics, read_figures
-from services.worker.kv.settings import PrefixCacheConfig
-from services.worker.kv.tree import Tier
 from shared import metrics
 from tests.services.worker.builders import ref, spec
 from tests.services.worker.conftest import VOCABULARY

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.tree import Node, PrefixTree, Tier
+from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
 
 PATHS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=12)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.lending.appetite import Marks, Memory, blocks_to_borrow, blocks_to_return
+from services.worker.peers.lending.core.watermarks import Marks, Memory, blocks_to_borrow, blocks_to_return
 
 MARKS = Marks(low_blocks=4, high_blocks=12)
 

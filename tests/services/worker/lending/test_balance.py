@@ -1,7 +1,6 @@
 """What a debtor lacks or spares, by reports that are late."""
 
-from services.worker.lending.appetite import Marks
-from services.worker.lending.balance import Balance
+from services.worker.peers.lending.core.watermarks import Balance, Marks
 from shared.messages.reports import Capacity
 
 EMPTY = Capacity(total_blocks=10, free_blocks=10)

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.lending.borrowing import AskCreditor, AskLedger, Borrowing, Manners, Question
-from shared.messages.commands import Creditor, CreditorCandidates
+from services.worker.peers.lending.core.borrowing import (
+    AskCreditor,
+    AskLedger,
+    Borrowing,
+    CreditorQuestion,
+    Manners,
+)
+from shared.messages.commands import CreditorCandidate, CreditorCandidates
 from shared.messages.lending import BorrowReply, KvTier, Refusal
 from tests.services.worker.lending.builders import grant
 
@@ -14,7 +20,7 @@ NO = BorrowReply(refusal=Refusal.AT_CAP)
 
 def candidates(*names: str) -> CreditorCandidates:
     return CreditorCandidates(
-        candidates=tuple(Creditor(worker_id=name, free_tokens=1, distance=0) for name in names)
+        candidates=tuple(CreditorCandidate(worker_id=name, free_tokens=1, distance=0) for name in names)
     )
 
 
@@ -22,7 +28,7 @@ def lends(blocks: int) -> BorrowReply:
     return BorrowReply(grant=grant("c", *range(blocks)))
 
 
-def asks(question: Question | None) -> tuple[str, int]:
+def asks(question: CreditorQuestion | None) -> tuple[str, int]:
     assert isinstance(question, AskCreditor)
     return question.creditor_id, question.question.blocks
 
@@ -62,7 +68,9 @@ def test_each_candidate_is_asked_for_the_tier_that_the_ledger_names() -> None:
     search = Borrowing("d", 1, 16)
     search.start(4)
     named = [("a", KvTier.DEVICE), ("a", KvTier.HOST), ("b", KvTier.HOST)]
-    found = tuple(Creditor(worker_id=name, free_tokens=1, distance=0, tier=tier) for name, tier in named)
+    found = tuple(
+        CreditorCandidate(worker_id=name, free_tokens=1, distance=0, tier=tier) for name, tier in named
+    )
     question = search.on_candidates(CreditorCandidates(candidates=found), 0.0)
     for name, tier in named:
         assert isinstance(question, AskCreditor)
@@ -94,7 +102,7 @@ def test_any_search_ends_and_never_takes_more_than_wanted(
     wanted: int, offers: list[list[str]], grants: list[int]
 ) -> None:
     search = Borrowing("d", 1, 16)
-    question: Question | None = search.start(wanted)
+    question: CreditorQuestion | None = search.start(wanted)
     got, asked, requests = 0, 0, []
     while question is not None:
         asked += 1

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.worker.lending.debts import Debts
-from services.worker.lending.table import BlockState, RBlockTable
+from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.table import BlockState, RBlockTable
 from shared.messages.lending import BlocksReturned, HeldGrant, KvTier, LeasesRenewed
 from tests.services.worker.lending.builders import grant
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.grants import Freed, Grants, Terms
-from services.worker.lending.lendable import lend
-from services.worker.lending.table import RBlockTable
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
+from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.lending.core.table import RBlockTable
 from shared.messages.lending import BorrowReply, Grant, KvTier, Refusal
 from tests.services.worker.lending.builders import KV, borrow, give_back, grant, renew
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.gate import CostGate
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.lendable import lend, spare_blocks
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.peers.lending.core.lendable_memory import lend, spare_blocks
 from shared.blocks import chain, root
 from tests.services.worker.kv.test_cache import MemoryMover
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.worker.kv.pool import BlockPool
-from services.worker.lending.debts import Debts, Repayment
-from services.worker.lending.grants import Grants, Terms
-from services.worker.lending.lendable import lend
-from services.worker.lending.recalls import Recalls
-from services.worker.lending.repayment import Pressure
-from services.worker.lending.table import BlockState, GrantKey, RBlockTable
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.debts import Debts, Repayment
+from services.worker.peers.lending.core.grants import Grants, Terms
+from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.lending.core.repayment import CreditorPressure
+from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
+from services.worker.peers.lending.recalls import Recalls
 from shared.errors import CreditorLost, Overloaded
 from shared.messages.lending import BlocksReturned, Grant, Settle, SettlePhase
 from tests.services.worker.lending.builders import borrow, grant
@@ -209,7 +209,7 @@ async def test_a_repayment_brings_home_what_sequences_use() -> None:
     world.debts.use(idle)
     world.engine.unused.update(idle)
     assert world.recalls.may_recall()
-    await world.recalls.recall({"b": Pressure(short_blocks=1)}, free_blocks=7, keep_blocks=5)
+    await world.recalls.recall({"b": CreditorPressure(short_blocks=1)}, free_blocks=7, keep_blocks=5)
     assert [one.message.blocks for one in world.repaid] == [(21, 22)]
     assert (world.recalls.recalled_blocks, world.debts.borrowed_blocks) == (2, 8), "b waits"
     assert len(world.table.used_at("c")) == 2, "the rest is as it was"

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from services.worker.lending.borrowing import AskCreditor, Borrowing, Manners, is_answer
-from services.worker.lending.debts import Debts
-from services.worker.lending.search import Search
-from services.worker.lending.table import RBlockTable
+from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, Manners, is_answer
+from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.lending.service import Search
 from shared import subjects
 from shared.bus import Endpoint
 from shared.clock import monotonic_s
-from shared.messages.commands import Creditor, CreditorCandidates, FindCreditors
+from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
 from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, Refusal
 from tests.conftest import ConnectBus
 from tests.services.worker.lending.builders import grant
@@ -24,7 +24,7 @@ class Ledger:
     async def find(self, asked: FindCreditors) -> CreditorCandidates:
         named = ("c0", "c1") if not asked.refused_by else ()
         return CreditorCandidates(
-            candidates=tuple(Creditor(worker_id=name, free_tokens=64, distance=0) for name in named)
+            candidates=tuple(CreditorCandidate(worker_id=name, free_tokens=64, distance=0) for name in named)
         )
 
 

@@ -1,9 +1,9 @@
 """A worker's part in a settlement, step by step; under faults: tests/stack/test_settling_cores.py."""
 
-from services.worker.lending.debts import Debts
-from services.worker.lending.grants import Grants, Terms
-from services.worker.lending.settling import Copy, Settling, Swap
-from services.worker.lending.table import BlockState, RBlockTable
+from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.grants import Grants, Terms
+from services.worker.peers.lending.core.settling import Copy, Settling, Swap
+from services.worker.peers.lending.core.table import BlockState, RBlockTable
 from shared.messages.lending import Settle, Settled, SettlePhase
 from tests.services.worker.lending.builders import borrow, grant
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from services.worker.lending.grants import Freed
-from services.worker.lending.stock import Stock
+from services.worker.peers.lending.core.grants import Freed
+from services.worker.peers.lending.core.lendable_memory import Stock
 from shared.messages.lending import KvTier
 from tests.services.worker.lending.test_service import PlainVault
 

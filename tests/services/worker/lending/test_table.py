@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.worker.lending.table import BlockState, GrantKey, LentRow, Place, RBlockTable
+from services.worker.peers.lending.core.table import BlockPlace, BlockState, GrantKey, LentRow, RBlockTable
 from shared.messages.lending import KvTier
 from tests.services.worker.lending.builders import grant
 
@@ -11,9 +11,9 @@ KEY = GrantKey("c", 1, 1)
 
 def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> None:
     table = RBlockTable("w", 10)
-    assert table.resolve(3) == Place("w", KvTier.DEVICE, 3)
+    assert table.resolve(3) == BlockPlace("w", KvTier.DEVICE, 3)
     assert table.add(grant("c", 7, 9)) == [10, 11]
-    assert table.resolve(11) == Place("c", KvTier.DEVICE, 9, KEY)
+    assert table.resolve(11) == BlockPlace("c", KvTier.DEVICE, 9, KEY)
     assert (table.is_remote(9), table.is_remote(10)) == (False, True)
     assert table.borrowed_from() == {"c": 2}
     assert table.logical(KEY, 9) == 11

@@ -1,8 +1,8 @@
 """What heartbeats and status say of loans, by tier."""
 
-from services.worker.lending.grants import Grants, Terms
-from services.worker.lending.table import LentRow, RBlockTable
-from services.worker.lending.telling import annotated, loans
+from services.worker.peers.lending.core.grants import Grants, Terms
+from services.worker.peers.lending.core.table import LentRow, RBlockTable
+from services.worker.peers.lending.telling import annotated, loans
 from shared.messages.lending import KvTier
 from tests.services.ledger.test_state import report
 from tests.services.worker.lending.builders import grant

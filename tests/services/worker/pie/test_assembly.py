@@ -14,10 +14,10 @@ import transformers
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
-from services.worker.kv.pool import BlockPool
-from services.worker.pie.pool import ElasticPool
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.pie.core.pool import ElasticPool
+from services.worker.pie.core.swap import Direction
 from services.worker.pie.settings import PieSettings
-from services.worker.pie.swap import Direction
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.engine.test_engine import BLOCK_TOKENS, GREEDY, Sequences

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from services.worker.pie.copier import InlineCopier, ThreadCopier
-from services.worker.pie.link import Link
-from services.worker.pie.swap import Direction, Transfer
+from services.worker.pie.core.swap import Direction, Transfer
+from services.worker.pie.paced_link import PacedLink
 from shared.clock import monotonic_s
 from tests.services.worker.pie.test_memory import SHAPE, make_memory
 
@@ -35,7 +35,7 @@ class Reports:
 def test_a_layer_goes_out_and_comes_back_elsewhere(kind: type[ThreadCopier] | type[InlineCopier]) -> None:
     memory, reports = make_memory(4, 6), Reports()
     memory.reserve(0)
-    links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
+    links = {direction: PacedLink(0.0, monotonic_s, time.sleep) for direction in Direction}
     copier = kind(memory, links, monotonic_s)
     copier.start(reports.on_done)
     memory.views(0)[0][:] = 3.0
@@ -51,7 +51,7 @@ def test_a_layer_goes_out_and_comes_back_elsewhere(kind: type[ThreadCopier] | ty
 def test_a_failed_copy_is_reported_and_the_thread_goes_on() -> None:
     memory, reports = make_memory(4, 6), Reports()
     memory.reserve(0)
-    links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
+    links = {direction: PacedLink(0.0, monotonic_s, time.sleep) for direction in Direction}
     copier = ThreadCopier(memory, links, monotonic_s)
     copier.start(reports.on_done)
     for used in (((999, 1000),), ((0, 1),)):
@@ -69,7 +69,7 @@ def test_the_end_waits_no_longer_than_it_may() -> None:
     def sleep(_: float) -> None:
         held.wait(5.0)
 
-    links = {direction: Link(1.0, monotonic_s, sleep) for direction in Direction}
+    links = {direction: PacedLink(1.0, monotonic_s, sleep) for direction in Direction}
     copier = ThreadCopier(memory, links, monotonic_s)
     copier.start(Reports().on_done)
     copier.submit(OUT, ((0, 1),))

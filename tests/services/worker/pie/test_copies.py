@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.pie import memory as bytes_of
-from services.worker.pie.copier import Done, InlineCopier, ThreadCopier, copied
-from services.worker.pie.copies import HostCopies
-from services.worker.pie.link import Link
+from services.worker.pie.copier import InlineCopier, SwapDone, ThreadCopier, copied
+from services.worker.pie.core.copies import HostCopies, Runs, set_of
+from services.worker.pie.core.sizes import slot_blocks
+from services.worker.pie.core.swap import Direction, SwapController, Transfer
 from services.worker.pie.memory import LayerMemory
-from services.worker.pie.runs import Runs, set_of
-from services.worker.pie.sizes import slot_blocks
+from services.worker.pie.paced_link import PacedLink
 from services.worker.pie.store import LayerStore
-from services.worker.pie.swap import Direction, SwapController, Transfer
 from shared.clock import monotonic_s
 from tests.services.worker.pie.test_memory import SHAPE, make_memory
 
@@ -59,11 +58,11 @@ class LateCopier:
 
     def __init__(self, memory: LayerMemory, dice: random.Random) -> None:
         self._memory, self._dice = memory, dice
-        self._link = Link(0.0, monotonic_s, time.sleep)
+        self._link = PacedLink(0.0, monotonic_s, time.sleep)
         self._flying: list[tuple[Transfer, Runs]] = []
-        self._done: Done | None = None
+        self._done: SwapDone | None = None
 
-    def start(self, done: Done) -> None:
+    def start(self, done: SwapDone) -> None:
         self._done = done
 
     def submit(self, transfer: Transfer, runs: Runs) -> None:
@@ -89,11 +88,15 @@ Make = Callable[[LayerMemory, random.Random], Any]
 
 
 def by_threads(memory: LayerMemory, dice: random.Random) -> ThreadCopier:
-    return ThreadCopier(memory, {each: Link(0.0, monotonic_s, time.sleep) for each in Direction}, monotonic_s)
+    return ThreadCopier(
+        memory, {each: PacedLink(0.0, monotonic_s, time.sleep) for each in Direction}, monotonic_s
+    )
 
 
 def inline(memory: LayerMemory, dice: random.Random) -> InlineCopier:
-    return InlineCopier(memory, {each: Link(0.0, monotonic_s, time.sleep) for each in Direction}, monotonic_s)
+    return InlineCopier(
+        memory, {each: PacedLink(0.0, monotonic_s, time.sleep) for each in Direction}, monotonic_s
+    )
 
 
 class World:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.pie.expansion import ExpansionController, Reason, Thresholds, Window
-from services.worker.pie.sizes import expansion, most_fifo_layers
+from services.worker.pie.core.expansion import ExpansionController, Reason, Thresholds, Window
+from services.worker.pie.core.sizes import expansion, most_fifo_layers
 
 LAYERS = 40
 BLOCKS = 1000

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from services.worker.pie.expansion import ExpansionController
-from services.worker.pie.growth import Growth
-from services.worker.pie.pool import ElasticPool
-from services.worker.pie.sizes import slot_blocks
+from services.worker.pie.core.expansion import ExpansionController
+from services.worker.pie.core.pool import ElasticPool
+from services.worker.pie.core.sizes import slot_blocks
+from services.worker.pie.resize import Growth
 from services.worker.pie.store import LayerStore
 from shared.clock import monotonic_s
 from tests.services.worker.pie.test_store import BLOCKS, LAYERS, make_store, step

@@ -1,6 +1,6 @@
 """Pacing, on a clock that sleeping moves."""
 
-from services.worker.pie.link import Link
+from services.worker.pie.paced_link import PacedLink
 
 
 class Time:
@@ -16,7 +16,7 @@ class Time:
 
 def test_copies_take_what_the_link_takes() -> None:
     time = Time()
-    link = Link(1000.0, time.clock, time.sleep)
+    link = PacedLink(1000.0, time.clock, time.sleep)
     link.open()
     for _ in range(4):
         link.pace(250)
@@ -25,7 +25,7 @@ def test_copies_take_what_the_link_takes() -> None:
 
 def test_background_traffic_slows_them_at_once() -> None:
     time = Time()
-    link = Link(1000.0, time.clock, time.sleep)
+    link = PacedLink(1000.0, time.clock, time.sleep)
     link.open()
     link.pace(500)
     link.background_bytes_s = 750.0
@@ -37,12 +37,12 @@ def test_background_traffic_slows_them_at_once() -> None:
 
 def test_idle_time_is_not_saved_up_and_no_limit_is_no_wait() -> None:
     time = Time()
-    link = Link(1000.0, time.clock, time.sleep)
+    link = PacedLink(1000.0, time.clock, time.sleep)
     time.now_s += 50
     link.open()
     link.pace(1000)
     assert abs(time.now_s - 151.0) < 1e-9
-    free = Link(0.0, time.clock, time.sleep)
+    free = PacedLink(0.0, time.clock, time.sleep)
     free.open()
     free.pace(1 << 40)
     assert abs(time.now_s - 151.0) < 1e-9

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from services.worker.pie import memory as module
+from services.worker.pie.core.copies import Runs, runs_of, set_of
+from services.worker.pie.core.sizes import Partition, device_slots
+from services.worker.pie.core.swap import Direction, SwapController, Transfer
 from services.worker.pie.memory import BlockShape, LayerMemory
-from services.worker.pie.partition import Partition
-from services.worker.pie.runs import Runs, runs_of, set_of
-from services.worker.pie.sizes import device_slots
-from services.worker.pie.swap import Direction, SwapController, Transfer
 
 SHAPE = BlockShape(kv_heads=2, head_dim=3, value_dim=5, block_tokens=4, dtype=torch.float32)
 CPU = torch.device("cpu")

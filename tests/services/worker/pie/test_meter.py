@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.worker.pie.meter import SwapMeter, fixed_share
-from services.worker.pie.swap import Direction, SwapController
+from services.worker.pie.core.meter import SwapMeter, fixed_share
+from services.worker.pie.core.swap import Direction, SwapController
 
 
 def test_a_window_holds_what_was_since_the_last() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.pie.partition import Partition
+from services.worker.pie.core.sizes import Partition
 
 
 @given(arena_blocks=st.integers(12, 400), slots=st.integers(2, 12), to=st.integers(2, 12))

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.pie.pool import ElasticPool
+from services.worker.pie.core.pool import ElasticPool
 
 
 def test_low_blocks_are_given_out_first() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.pie.runs import count, first_blocks, pieces, runs_of, set_of
+from services.worker.pie.core.copies import count, first_blocks, pieces, runs_of, set_of
 
 BLOCKS = st.sets(st.integers(0, 60)).map(sorted)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.pie import sizes
+from services.worker.pie.core import sizes
 
 
 def test_the_papers_nine_layers() -> None:

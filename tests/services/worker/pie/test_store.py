@@ -9,9 +9,9 @@ import torch
 
 from services.worker.pie import memory
 from services.worker.pie.copier import InlineCopier, ThreadCopier
-from services.worker.pie.link import Link
+from services.worker.pie.core.swap import Direction, SwapController
+from services.worker.pie.paced_link import PacedLink
 from services.worker.pie.store import LayerStore
-from services.worker.pie.swap import Direction, SwapController
 from shared.clock import monotonic_s
 from shared.errors import InternalError
 from tests.services.worker.pie.test_memory import SHAPE, make_memory
@@ -21,7 +21,7 @@ LAYERS, BLOCKS = 6, 8
 
 def make_store(fifo_layers: int, bandwidth: float) -> LayerStore:
     layers = make_memory(LAYERS, BLOCKS, fifo_layers)
-    links = {direction: Link(bandwidth, monotonic_s, time.sleep) for direction in Direction}
+    links = {direction: PacedLink(bandwidth, monotonic_s, time.sleep) for direction in Direction}
     copier = ThreadCopier(layers, links, monotonic_s)
     store = LayerStore(SwapController(LAYERS, fifo_layers), layers, copier, monotonic_s, wait_timeout_s=20.0)
     store.attach(lambda: list(range(BLOCKS)))
@@ -150,7 +150,7 @@ def test_no_layer_is_computed_without_its_kv_whatever_changes(
 
 def test_without_overlap_a_copy_is_over_before_anything_goes_on() -> None:
     layers = make_memory(LAYERS, BLOCKS, 4)
-    links = {direction: Link(0.0, monotonic_s, time.sleep) for direction in Direction}
+    links = {direction: PacedLink(0.0, monotonic_s, time.sleep) for direction in Direction}
     copier = InlineCopier(layers, links, monotonic_s)
     store = LayerStore(SwapController(LAYERS, 4), layers, copier, monotonic_s, wait_timeout_s=1.0)
     store.attach(lambda: list(range(BLOCKS)))

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from services.worker.pie.core.sizes import Partition, device_slots
+from services.worker.pie.core.swap import SwapController
 from services.worker.pie.memory import BlockShape, LayerMemory
-from services.worker.pie.partition import Partition
-from services.worker.pie.sizes import device_slots
 from services.worker.pie.store import LayerStore
 from services.worker.pie.streams import StreamCopier
-from services.worker.pie.swap import SwapController
 from shared.clock import monotonic_s
 from shared.errors import InternalError
 

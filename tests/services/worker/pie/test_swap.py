@@ -7,8 +7,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.worker.pie.sizes import expansion, higher, lower, most_fifo_layers
-from services.worker.pie.swap import Direction, Relocation, SwapController, Transfer
+from services.worker.pie.core.sizes import expansion, higher, lower, most_fifo_layers
+from services.worker.pie.core.swap import Direction, SlotMove, SwapController, Transfer
 from sim.pie.timeline import Pace, Timeline
 
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -91,7 +91,7 @@ class Bytes:
         else:
             self.host[transfer.host_slot] = self.device[transfer.device_slot]
 
-    def relocate(self, moved: Relocation) -> None:
+    def relocate(self, moved: SlotMove) -> None:
         self.device[moved.to_slot] = self.device[moved.from_slot]
 
 

@@ -2,22 +2,22 @@
 
 import pytest
 
-from services.worker.pie.table import MappingTable, Place
+from services.worker.pie.core.table import LayerPlace, MappingTable
 
 
 def test_a_destination_is_taken_first_and_the_source_is_free_when_the_copy_is_complete() -> None:
     table = MappingTable(5)
     entry = table.begin_leaving(2, 1.0)
-    assert (entry.place, entry.device_slot, entry.host_slot) == (Place.LEAVING, 2, 0)
+    assert (entry.place, entry.device_slot, entry.host_slot) == (LayerPlace.LEAVING, 2, 0)
     assert not table.is_present(2) and table.free_slots == 0
     table.end_leaving(2, 2.0)
     assert (entry.place, entry.device_slot, entry.since_s) == (
-        Place.HOST,
+        LayerPlace.HOST,
         None,
         2.0,
     ) and table.free_slots == 1
     table.begin_arriving(2, 3.0)
-    assert (entry.place, table.free_slots) == (Place.ARRIVING, 0) and not table.is_present(2)
+    assert (entry.place, table.free_slots) == (LayerPlace.ARRIVING, 0) and not table.is_present(2)
     table.end_arriving(2, 4.0)
     assert table.is_present(2) and entry.host_slot is None
     table.check_integrity()
@@ -25,7 +25,7 @@ def test_a_destination_is_taken_first_and_the_source_is_free_when_the_copy_is_co
 
 def test_what_is_elsewhere_cannot_be_moved() -> None:
     table = MappingTable(5, 3)
-    assert table.layers_at(Place.HOST) == [4] and table.slots == 4
+    assert table.layers_at(LayerPlace.HOST) == [4] and table.slots == 4
     for move in (table.begin_leaving, table.end_arriving):
         with pytest.raises(ValueError, match="layer 4 is host"):
             move(4, 0.0)

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from services.worker.bulk.base import Link, Peer
-from services.worker.bulk.plane import Neighbour, Plane
-from services.worker.bulk.tcp import TcpTransport
-from services.worker.dist.plane import BulkPlane
+from services.worker.core.steps import StepCore
 from services.worker.door import Door
-from services.worker.kv.settings import PrefixCacheConfig
+from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import Records
-from services.worker.steps import StepCore
-from services.worker.transfer.ledge import Ledge
-from services.worker.transfer.settings import TransferConfig
-from services.worker.transfer.source import Source
-from services.worker.transfer.target import Target
+from services.worker.peers.attention.plane import BulkPlane
+from services.worker.peers.migration.ledge import Ledge
+from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.migration.source import BlockSource
+from services.worker.peers.migration.target import Target
+from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.plane import PeerAddress, Plane
+from services.worker.peers.transport.tcp import TcpTransport
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, PrefixRig, make_engine
 
 LONGEST_S = 10.0
@@ -60,13 +60,13 @@ class Dialler:
     def __init__(self, plane: Plane, others: dict[str, Plane]) -> None:
         self.plane, self.others = plane, others
 
-    async def dial(self, worker_id: str, incarnation: int) -> Link:
+    async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
         other = self.others[worker_id]
 
         async def issue() -> bytes:
             return other.desk.issue(self.plane.own, valid_for_s=5.0)
 
-        to = Neighbour(Peer(worker_id, incarnation), "here", other.addresses)
+        to = PeerAddress(Peer(worker_id, incarnation), "here", other.addresses)
         return await self.plane.connect(to, issue, deadline_s=2.0)
 
 
@@ -75,7 +75,7 @@ class Side:
     """One worker."""
 
     rig: PrefixRig
-    source: Source
+    source: BlockSource
     target: Target
     plane: Plane
     door: EngineDoor
@@ -104,7 +104,7 @@ def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
         door = EngineDoor()
         ledge = Ledge(door, store.cache)
         records = Records(rig.engine.pools)
-        source = Source(ledge, records, store.fingerprint)
+        source = BlockSource(ledge, records, store.fingerprint)
         for kind, receiver in source.receivers.items():
             plane.desk.serve(kind, receiver)
         dialler = cast(BulkPlane, Dialler(plane, planes))

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from services.worker.kv.settings import PrefixCacheConfig
-from services.worker.transfer.ledge import Ledge
+from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.peers.migration.ledge import Ledge
 from shared.blocks import chain, root
 from shared.messages.sequence import pack_tokens
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from services.worker.bulk.base import Link
-from services.worker.kv.tiers.checksum import checksum
-from services.worker.kv.tiers.records import Row
-from services.worker.transfer.settings import TransferConfig
+from services.worker.kv.tiers.records import RecordRow, checksum
+from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.transport.base import PeerLink
 from shared.errors import DeadlineExceeded, KvasirError, ModelMismatch
 from shared.messages.moves import PullBlocks
 from shared.messages.sequence import pack_tokens
@@ -58,12 +57,12 @@ async def test_a_corrupted_block_is_refused_and_those_before_it_stay(monkeypatch
         giver.rig.serve([PROMPT])
         verified = 0
 
-        def wrong_from_the_third_on(row: Row, name: bytes, fingerprint: bytes) -> int:
+        def wrong_from_the_third_on(row: RecordRow, name: bytes, fingerprint: bytes) -> int:
             nonlocal verified
             verified += 1
             return checksum(row, name, fingerprint) ^ (verified > 2)
 
-        monkeypatch.setattr("services.worker.transfer.target.checksum", wrong_from_the_third_on)
+        monkeypatch.setattr("services.worker.peers.migration.target.checksum", wrong_from_the_third_on)
         pulled = await taker.target.pull(order(PROMPT))
         assert pulled.held_tokens == 8 and taker.target.refused_blocks == 2
         taker.integrity()
@@ -117,7 +116,7 @@ async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
         cache = taker.rig.store.cache  # type: ignore[union-attr]
         write = taker.target._records.write
 
-        def arrive(rows: Sequence[Row], blocks: Sequence[int]) -> None:
+        def arrive(rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
             write(rows, blocks)
             taker.door.begin_long_step()
 
@@ -140,7 +139,7 @@ async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
 async def test_a_source_whose_engine_is_in_a_long_step_holds_nothing_for_who_went_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.worker.transfer.source._HOLD_S", 0.1)
+    monkeypatch.setattr("services.worker.peers.migration.source._HOLD_S", 0.1)
     with pair() as (giver, taker):
         giver.rig.serve([PROMPT])
         cache = giver.rig.store.cache  # type: ignore[union-attr]
@@ -157,9 +156,9 @@ async def test_a_probe_given_up_leaves_no_thread_on_the_link(monkeypatch: pytest
     """Its thread went on with the link, and the next fetch used it at the same time."""
     with pair(TransferConfig(batch_blocks=2, answer_s=0.3)) as (giver, taker):
         giver.rig.serve([PROMPT])
-        may_go_on, links = threading.Event(), list[Link]()
+        may_go_on, links = threading.Event(), list[PeerLink]()
 
-        def slow(link: Link) -> None:
+        def slow(link: PeerLink) -> None:
             links.append(link)
             may_go_on.wait(5.0)
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.ecoserve.jobs import Stage
+from services.scheduler.policy.ecoserve.jobs import JobStage
 from services.scheduler.policy.ecoserve.planner import DecoupledPolicy
 from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, predicted
@@ -22,7 +22,7 @@ def test_adopted_ones_go_on_where_the_worker_stands() -> None:
     policy.on_adopted(Task(("over", 0), 8, 2, 2.0, generated_tokens=2), Holding(9, 3, decoding=True), 0.0)
     policy.check_integrity()
     stages = {job.task.key[0]: job.stage for job in policy._jobs.values()}
-    assert stages == {"partly": Stage.PROMPT, "decodes": Stage.GENERATION, "over": Stage.COMPLETE}
+    assert stages == {"partly": JobStage.PROMPT, "decodes": JobStage.GENERATION, "over": JobStage.COMPLETE}
     batch = policy.plan(0.0)
     assert batch is not None
     assert [(item.key[0], item.first_token, item.end_token) for item in batch.prefills] == [("partly", 4, 12)]
@@ -108,7 +108,7 @@ def test_the_books_balance_after_any_events(events: list[tuple[str, int, int]]) 
             policy.on_adopted(task, Holding(1 + size, 12, decoding=True), now_s)
         elif event == "end":
             policy.on_ended(key, now_s)
-        elif event == "short" and job is not None and job.stage in (Stage.RUNNING, Stage.COMPLETE):
+        elif event == "short" and job is not None and job.stage in (JobStage.RUNNING, JobStage.COMPLETE):
             policy.on_short(key, min(1, job.generated_tokens - 1), now_s)
         elif event == "predict":
             policy.on_predicted(key, predicted(size), now_s)

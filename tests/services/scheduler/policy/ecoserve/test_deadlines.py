@@ -3,11 +3,11 @@
 import pytest
 
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.ecoserve.deadlines import Speeds
+from services.scheduler.policy.ecoserve.job_table import WorkerSpeeds
 
 
 def test_the_first_measurement_counts_whole_later_ones_are_smoothed() -> None:
-    speeds = Speeds()
+    speeds = WorkerSpeeds()
     speeds.on_measured(0.0, 0.0)
     before = speeds.work_s(100, 100)
     speeds.on_measured(1000.0, 0.010)
@@ -17,7 +17,7 @@ def test_the_first_measurement_counts_whole_later_ones_are_smoothed() -> None:
 
 
 def test_a_deadline_is_the_scale_times_the_work_unless_the_task_has_its_own() -> None:
-    speeds = Speeds()
+    speeds = WorkerSpeeds()
     speeds.on_measured(1000.0, 0.010)
     task = Task(("a", 0), 500, 100, 7.0)
     assert speeds.deadline_s(task, 50, 2.0) == pytest.approx(7 + 2 * (0.5 + 0.5))

@@ -11,7 +11,7 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.jobs import Stage
+from services.scheduler.policy.ecoserve.jobs import JobStage
 from services.scheduler.policy.ecoserve.planner import DecoupledPolicy
 from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import (
@@ -168,7 +168,7 @@ def test_where_nothing_fits_the_oldest_holder_is_pinned_and_others_give_up(
     waiting(policy, ("a", 16, 12, 9.0), ("b", 16, 12, 9.0))
     batch = batch_of(policy)
     assert [item.key[0] for item in batch.preemptions] == ["b"] and decoding(batch) == ["a"]
-    assert policy._jobs[("b", 0)].stage is Stage.PROMPT
+    assert policy._jobs[("b", 0)].stage is JobStage.PROMPT
 
 
 def test_without_aging_a_long_prompt_starves_behind_short_ones_and_with_it_does_not() -> None:

@@ -5,7 +5,7 @@ import pytest
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.ecoserve.jobs import Job
 from services.scheduler.policy.ecoserve.options import EcoOptions
-from services.scheduler.policy.ecoserve.turns import AgingTurns
+from services.scheduler.policy.ecoserve.queues import AgingTurns
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.25, 25), (0.5, 50), (1.0, 100)])

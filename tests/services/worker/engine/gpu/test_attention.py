@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine import layout
 from services.worker.engine.gpu.attention import attend_paged, write_kv
-from services.worker.engine.gpu.spans import Heads, Spans, pack
+from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.paged import merge
 
 ONE, MANY = 1, 1 << 16
@@ -25,7 +25,7 @@ ONE, MANY = 1, 1 << 16
 SOME = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def packed(made: Problem, multiprocessors: int = ONE, **partial: list[int]) -> Spans:
+def packed(made: Problem, multiprocessors: int = ONE, **partial: list[int]) -> DeviceSpans:
     heads = Heads(made.query.shape[1] // made.k_pool.shape[1], made.k_pool.shape[1])
     arrays: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in partial.items()}
     spans = replace(layout.pack(made.spans, made.k_pool.shape[3]), **arrays)

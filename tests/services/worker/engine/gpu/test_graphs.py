@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.gpu.graphs import DecodeArrays, DecodeGraphs, Limits, batch_sizes
+from services.worker.engine.gpu.graphs import DecodeArrays, DecodeGraphs, GraphLimits, batch_sizes
 from services.worker.engine.gpu.spans import MOST_TILE_KEYS
 from services.worker.engine.layout import Span, pack
 from services.worker.engine.paged import Shape
 from tests.services.worker.engine.gpu.capturing import capture_for
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM, BLOCK_TOKENS, BLOCKS = 11, 32, 4, 2, 16, 4, 24
-LIMITS = Limits(max_batch=6, max_blocks=4)
+LIMITS = GraphLimits(max_batch=6, max_blocks=4)
 
 
 def backend_for(device: torch.device) -> TritonBackend:
@@ -109,7 +109,7 @@ def test_capturing_and_padding_write_nothing(device: torch.device) -> None:
 def test_no_number_of_an_earlier_step_is_left_where_block_ids_are_read(device: torch.device) -> None:
     """A tile is read whole, beyond the end of a table: lengths of a larger batch there would be taken for
     blocks, of which there are not as many."""
-    arrays = DecodeArrays(Limits(max_batch=6, max_blocks=40), device)
+    arrays = DecodeArrays(GraphLimits(max_batch=6, max_blocks=40), device)
     for lengths in ([150] * 6, [3], [150] * 4, [3, 5]):
         step = [Span(length, 1, [row] * (length // BLOCK_TOKENS + 1)) for row, length in enumerate(lengths)]
         packed = pack(step, BLOCK_TOKENS)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
 from services.worker.engine.gpu.attention import gated
 from services.worker.engine.gpu.backend import TritonBackend
-from services.worker.engine.gpu.graphs import DecodeGraphs, Limits
+from services.worker.engine.gpu.graphs import DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.llama import CudaLlama, is_computable, with_graphs
 from services.worker.engine.layout import Span, pack
 from tests.services.worker.engine.gpu.capturing import capture_for
@@ -138,7 +138,7 @@ def test_a_trained_model_writes_what_transformers_would(device: torch.device) ->
     module = copy.deepcopy(original).to(device)
     backend = backend_for(module, block_tokens=16)
     llama = CudaLlama(module, backend, max_positions=128)
-    forward = DecodeGraphs(llama, backend, Limits(max_batch=2, max_blocks=8), capture_for(device))
+    forward = DecodeGraphs(llama, backend, GraphLimits(max_batch=2, max_blocks=8), capture_for(device))
     forward.capture_all()
     prompts = [tokenizer(prompt).input_ids for prompt in ("What is rain?", "Hello!")]
     sequences, done = [list(prompt) for prompt in prompts], [0, 0]

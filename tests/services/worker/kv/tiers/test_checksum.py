@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.worker.kv.tiers.checksum import checksum
+from services.worker.kv.tiers.records import checksum
 
 ROW = np.arange(256, dtype=np.uint8)
 

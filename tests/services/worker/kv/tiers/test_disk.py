@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.worker.kv.mover import StoredBlock
-from services.worker.kv.tiers.checksum import checksum
+from services.worker.kv.core.tier_copier import StoredBlock
 from services.worker.kv.tiers.disk import DiskTier, open_disk
-from services.worker.kv.tiers.records import Row
+from services.worker.kv.tiers.records import RecordRow, checksum
 from services.worker.kv.tiers.slotfile import Geometry
 
 GEOMETRY = Geometry(b"fingerprint 0001", 10_000, 4)
@@ -24,7 +23,7 @@ OTHERS = {
 }
 
 
-def record(number: int) -> tuple[StoredBlock, Row]:
+def record(number: int) -> tuple[StoredBlock, RecordRow]:
     """Block `number` of a chain, in the slot of that number."""
     row = np.random.default_rng(number).integers(0, 256, GEOMETRY.record_bytes, dtype=np.uint8)
     return StoredBlock(_name(number), _name(number - 1) if number else b"", number, number), row

@@ -11,16 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.cache import PrefixCache, Tiers
-from services.worker.kv.gate import CostGate
-from services.worker.kv.mover import Load, Store, StoredBlock
-from services.worker.kv.pool import BlockPool
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
+from services.worker.kv.tiers.copier import CopyDone, Throttles, TierMover
 from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.mover import Done, Throttles, TierMover
-from services.worker.kv.tiers.records import Records, Row
+from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.slotfile import Geometry
-from services.worker.kv.tree import Tier
 from shared.blocks import BlockHash, chain, root
 
 FINGERPRINT = b"model 0123456789"
@@ -40,7 +40,7 @@ class Machine:
         self.geometry = Geometry(FINGERPRINT, self.records.record_bytes, disk)
         self.disk = open_disk(path, self.geometry)
         assert self.disk is not None
-        self.done: SimpleQueue[Done] = SimpleQueue()
+        self.done: SimpleQueue[CopyDone] = SimpleQueue()
         self.open = 0
         self.mover = TierMover(self.records, self.host, self.disk, self.done.put, throttles, most_open=8)
         self.cache = PrefixCache(BlockPool(device, 2), Tiers(host, disk, "lru"), self.mover, CostGate())
@@ -50,7 +50,7 @@ class Machine:
         """What the engine would compute."""
         self.records.write([self.bytes_of(name)], [block])
 
-    def bytes_of(self, name: BlockHash) -> Row:
+    def bytes_of(self, name: BlockHash) -> RecordRow:
         seed = int.from_bytes(name, "little")
         return np.random.default_rng(seed).integers(0, 256, self.records.record_bytes, dtype=np.uint8)
 

@@ -1,0 +1,88 @@
+"""What a stream asks its shell to do. Pure data."""
+
+from dataclasses import dataclass
+
+from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.sequence import SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTiming:
+    """How long a stream waits for what, in seconds of the shell's clock."""
+
+    frame_timeout_s: float = 3.0
+    """No sign of life for this long: audit by submitting again under the same attempt."""
+    fetch_grace_s: float = 0.25
+    """A heartbeat may overtake the frames it counts by this much."""
+    retry_s: float = 0.2
+    """Between tries of a submission or fetch that failed."""
+    give_up_s: float = 60.0
+    """No sign of life from anyone for this long: the stream fails."""
+    max_internal_errors: int = 3
+    """Of the scheduler, or of the engines that tried it."""
+    max_kv_losses: int = 5
+    """Of KV that other workers lent, in a row without a new token."""
+
+
+WorkerStart = tuple[str, int]
+"""(worker id, incarnation): one run of a worker's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Send the scheduler the prompt and the tokens held, under `attempt`; report back with `serial`."""
+
+    attempt: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Ask the worker for the tokens from `first_index` on."""
+
+    worker: WorkerStart
+    ref: SequenceRef
+    first_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the worker that it may forget this end."""
+
+    worker_id: str
+    ref: SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Tell the worker, where one is known, to end this attempt and lower ones; the scheduler too if that
+    is all.
+    """
+
+    ref: SequenceRef
+    worker_id: str | None
+    is_final: bool = True
+    """False when a higher attempt goes on: the scheduler learns that from its submission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Tell the worker that takes the sequence over what the former one has computed since."""
+
+    worker_id: str
+    ref: SequenceRef
+    first_index: int
+    tokens: tuple[int, ...]
+
+
+StreamEffect = Submit | Fetch | Acknowledge | Cancel | Extend
+StreamEffects = tuple[StreamEffect, ...]
+
+
+def disown(report: SequenceReport, worker: WorkerStart, *, goes_on: bool) -> Acknowledge | Cancel:
+    """What to tell a worker that lists a sequence, or (`goes_on`) a stale attempt of one, that nobody
+    waits for.
+    """
+    if report.state is SequenceState.ENDED:
+        return Acknowledge(worker[0], report.ref)
+    return Cancel(report.ref, worker[0], is_final=not goes_on)

@@ -1,0 +1,125 @@
+"""What the gateway knows of the others from their heartbeats.
+
+Pure: no bus, no clock; `now_s` is passed in.
+"""
+
+from dataclasses import dataclass
+
+from services.gateway.core.effects import WorkerStart
+from shared.incarnations import Incarnations
+from shared.messages.reports import SchedulerAnnounced, WorkerReported
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker as its last heartbeat described it."""
+
+    start: WorkerStart
+    model: str
+    max_context_tokens: int
+    heard_s: float
+
+
+class WorkerTable:
+    """The workers heard of lately, and the context the model can be offered."""
+
+    def __init__(self, model: str, timeout_s: float) -> None:
+        self._model = model
+        self._timeout_s = timeout_s
+        self._workers: dict[str, WorkerView] = {}
+        self._last_context_tokens: int | None = None
+        self._incarnations = Incarnations(timeout_s)
+
+    def on_report(self, report: WorkerReported, now_s: float) -> WorkerStart | None:
+        """Takes a heartbeat in. Returns the run of that worker which this one's start has ended, if any."""
+        start = (report.worker_id, report.incarnation)
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+            return None
+        known = self._workers.get(report.worker_id)
+        self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens, now_s)
+        if report.model == self._model:
+            self._last_context_tokens = self._most_context() or self._last_context_tokens
+        return known.start if known is not None and known.start != start else None
+
+    def on_lost(self, start: WorkerStart) -> None:
+        """The scheduler has given that run up. Another heartbeat of it brings it back."""
+        known = self._workers.get(start[0])
+        if known is not None and known.start == start:
+            del self._workers[start[0]]
+            self._last_context_tokens = self.context_tokens
+
+    def on_tick(self, now_s: float) -> list[WorkerStart]:
+        """The workers that have been silent too long; they are forgotten."""
+        lost = [view.start for view in self._workers.values() if now_s - view.heard_s > self._timeout_s]
+        for worker_id, _ in lost:
+            del self._workers[worker_id]
+        self._last_context_tokens = self.context_tokens
+        return lost
+
+    @property
+    def serving(self) -> int:
+        """How many workers serve the model."""
+        return sum(view.model == self._model for view in self._workers.values())
+
+    @property
+    def absence(self) -> str:
+        """Why nobody serves the model, in words; to be asked when nobody does."""
+        others = sorted({(view.start[0], view.model) for view in self._workers.values()})
+        told = ", ".join(f"{worker_id} serves {model!r}" for worker_id, model in others)
+        advice = f"; {told}: give gateway and workers the same served_name" if told else ""
+        return f"no worker serves {self._model!r}{advice}"
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Longest prompt + answer any worker can hold, or could when last one was there; None before the
+        first.
+        """
+        return self._most_context() or self._last_context_tokens
+
+    def rows(self, now_s: float) -> list[dict[str, object]]:
+        """For people to read."""
+        return [
+            {
+                "worker": view.start[0],
+                "model": view.model,
+                "max_context_tokens": view.max_context_tokens,
+                "heard_s_ago": round(now_s - view.heard_s, 2),
+            }
+            for view in self._workers.values()
+        ]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the table contradicts itself."""
+        assert all(view.start[0] == worker_id for worker_id, view in self._workers.items())
+        assert self.serving <= len(self._workers)
+
+    def _most_context(self) -> int:
+        views = self._workers.values()
+        return max((view.max_context_tokens for view in views if view.model == self._model), default=0)
+
+
+class SchedulerView:
+    """The scheduler in charge, as far as is known here."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._incarnation = 0
+        self._epoch = -1
+        self._heard_s: float | None = None
+        self.scheduler_id: str | None = None
+
+    def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
+        """True when this is another scheduler than before: what is running has to be submitted to it.
+
+        One of an earlier epoch is not listened to for as long as the later one is heard of.
+        """
+        if event.epoch < self._epoch and self.is_present(now_s):
+            return False
+        is_new = (event.scheduler_id, event.incarnation) != (self.scheduler_id, self._incarnation)
+        self.scheduler_id, self._incarnation, self._epoch = event.scheduler_id, event.incarnation, event.epoch
+        self._heard_s = now_s
+        return is_new
+
+    def is_present(self, now_s: float) -> bool:
+        """Heard of lately."""
+        return self._heard_s is not None and now_s - self._heard_s <= self._timeout_s

@@ -1,0 +1,198 @@
+"""The answer to one completion request: wait for admission, then stream it or send it whole.
+
+An ASGI response. It watches the connection from the start, so that a client who leaves frees its blocks at
+once. What goes wrong before the headers are out is a plain HTTP error, after it an error event. Knows nothing
+of the bus.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.config import GatewayConfig
+from services.gateway.core.alignment import PlacedToken
+from services.gateway.deadline import Deadline
+from services.gateway.exchange import Exchange, admitted
+from services.gateway.http.body import ClientGone
+from services.gateway.http.request_log import RequestRecord
+from services.gateway.http.sse import LANE, EventStream
+from services.gateway.openai.admission import AdmittedRequest
+from services.gateway.openai.replies import (
+    DONE,
+    FinishedChoice,
+    Letterhead,
+    Usage,
+    chat_logprobs,
+    error_event,
+    text_logprobs,
+)
+from services.gateway.sessions import Sessions
+from services.gateway.text.choice_text import ChoiceText, TextPiece
+from shared.errors import KvasirError
+
+SALT_BYTES = 16
+
+
+def salt_of(tenant: str, cache_salt: str) -> bytes:
+    """Of a request: `tenant` is the digest of its key, `cache_salt` what it asks for."""
+    digest = blake2b(digest_size=SALT_BYTES)
+    for part in (tenant, cache_salt):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+class Delivery(Response):
+    """Made by the route once the job is accepted; does everything else when it is called."""
+
+    def __init__(
+        self,
+        desk: Sessions,
+        job: AdmittedRequest,
+        letterhead: Letterhead,
+        record: RequestRecord,
+        deadline: Deadline,
+        config: GatewayConfig,
+    ) -> None:
+        super().__init__()
+        self._desk = desk
+        self._job = job
+        self._letterhead = letterhead
+        self._record = record
+        self._deadline = deadline
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises KvasirError as long as nothing has been sent."""
+        lane = scope.get(LANE)
+        salt = salt_of(self._record.tenant, self._job.cache_salt)
+        exchange = self._desk.open(self._job, self._record.request_id, self._deadline, salt)
+        answers = self._desk.answers(exchange, self._job)
+        watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
+        remaining_s = self._deadline.remaining_s()
+        loop = asyncio.get_running_loop()
+        timer = None if remaining_s is None else loop.call_later(remaining_s, exchange.expire)
+        try:
+            await admitted(exchange, self._config.admit_timeout_s)
+            if self._job.stream:
+                await self._stream(exchange, answers, EventStream(send, self._config.sse_keep_alive_s, lane))
+            else:
+                await self._whole(exchange, answers, send)
+        except ClientGone:
+            self._record.is_gone = True
+        finally:
+            exchange.on_news = None
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+            self._desk.close(exchange)
+            self._desk.note_answered(answers, self._record)
+
+    async def _whole(self, exchange: Exchange, answers: list[ChoiceText], send: Send) -> None:
+        texts = [""] * len(answers)
+        tokens: list[list[PlacedToken]] = [[] for _ in answers]
+        while True:
+            for piece, answer in self._read(exchange, answers):
+                texts[answer.index] += piece.text
+                tokens[answer.index].extend(piece.tokens)
+            if not _pending(answers):
+                break
+            await exchange.wait()
+        choices = [
+            FinishedChoice(a.index, texts[a.index], str(a.finish_reason), self._logprobs(tokens[a.index]))
+            for a in answers
+        ]
+        body = self._letterhead.whole(choices, self._usage(answers))
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, exchange: Exchange, answers: list[ChoiceText], out: EventStream) -> None:
+        begun: set[int] = set()
+        exchange.on_news = lambda: self._push(exchange, answers, out, begun)
+        try:
+            while True:
+                if events := self._events(exchange, answers, begun):
+                    await out.write(events)
+                elif any(answer.stream.tokens for answer in answers):
+                    await out.begin()
+                if not _pending(answers):
+                    break
+                await out.wait(exchange)
+            usage = self._letterhead.usage_event(self._usage(answers)) if self._job.include_usage else b""
+            tail = usage
+        except KvasirError as error:
+            if not out.has_begun:
+                raise
+            self._record.error = error
+            tail = error_event(error)
+        await out.write(tail + DONE, is_last=True)
+
+    def _push(self, exchange: Exchange, answers: list[ChoiceText], out: EventStream, begun: set[int]) -> bool:
+        """Write what has just arrived without waking a task for it; False when there is more to it than
+        that.
+        """
+        if not out.can_push or not all(answer.stream.is_open for answer in answers):
+            return False
+        if events := self._events(exchange, answers, begun):
+            out.push(events)
+        return all(answer.finish_reason is None for answer in answers)
+
+    def _events(self, exchange: Exchange, answers: list[ChoiceText], begun: set[int]) -> bytes:
+        events: list[bytes] = []
+        for answer in answers:
+            if answer.stream.tokens and answer.index not in begun:
+                begun.add(answer.index)
+                events.append(self._letterhead.role_event(answer.index))
+        for piece, answer in self._read(exchange, answers):
+            reason = None if piece.finish_reason is None else str(piece.finish_reason)
+            logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+            events.append(self._letterhead.text_event(answer.index, piece.text, reason, logprobs))
+        return b"".join(events)
+
+    def _read(self, exchange: Exchange, answers: list[ChoiceText]) -> list[tuple[TextPiece, ChoiceText]]:
+        """What has become readable; a choice that a stop string has ended is finished at the desk."""
+        pieces: list[tuple[TextPiece, ChoiceText]] = []
+        for answer, sequence in zip(answers, exchange.sequences, strict=True):
+            if (piece := answer.read()) is not None:
+                pieces.append((piece, answer))
+                if piece.finish_reason is not None and answer.is_cut:
+                    self._desk.finish(sequence, answer.completion_tokens)
+        if pieces:
+            self._record.note_first_token()
+        return pieces
+
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
+        """As this kind of answer has them; None when they are not asked for."""
+        if (top := self._job.top_logprobs) is None:
+            return None
+        write = chat_logprobs if self._job.kind == "chat" else text_logprobs
+        return write(tokens, self._desk.vocabulary, top)
+
+    def _usage(self, answers: list[ChoiceText]) -> Usage:
+        prompt_tokens = sum(len(prompt) for prompt in self._job.prompts)
+        firsts = answers[:: self._job.n]
+        cached = sum(
+            min(answer.stream.cached_tokens, len(prompt))
+            for answer, prompt in zip(firsts, self._job.prompts, strict=True)
+        )
+        return Usage(prompt_tokens, sum(answer.completion_tokens for answer in answers), cached)
+
+
+def _pending(answers: list[ChoiceText]) -> bool:
+    return any(answer.finish_reason is None for answer in answers)
+
+
+async def _watch(receive: Receive, exchange: Exchange) -> None:
+    """Until the client is gone; what it sends before that does not matter any more."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    exchange.leave()

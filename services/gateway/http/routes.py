@@ -1,0 +1,206 @@
+"""The HTTP routes.
+
+Each reads its request, asks the service, and answers; errors are raised, never written here.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.config import GatewayConfig
+from services.gateway.deadline import HEADER, deadline_of
+from services.gateway.errors import HttpError, error_response, unknown_model
+from services.gateway.http.body import ClientGone, read_body
+from services.gateway.http.completion_response import Delivery
+from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD
+from services.gateway.http.request_log import RequestRecord
+from services.gateway.openai.admission import Acceptance
+from services.gateway.openai.replies import Letterhead, ReplyKind, model_body
+from services.gateway.openai.tokenize import Tokenization
+from services.gateway.sessions import Sessions
+from shared import metrics
+from shared.clock import unix_s
+from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder
+
+RouteHandler = Callable[[Request], Awaitable[Response]]
+
+
+class Shortcut:
+    """Wraps the application: a POST to one of the paths goes to its handler, everything else on."""
+
+    def __init__(self, app: ASGIApp, posts: Mapping[str, RouteHandler]) -> None:
+        self._app = app
+        self._posts = posts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._posts.get(scope["path"]) if scope["method"] == "POST" else None
+        if handler is None:
+            return await self._app(scope, receive, send)
+        try:
+            response = await handler(Request(scope, receive))
+        except ClientGone:
+            scope[RECORD].is_gone = True
+            response = Response(status_code=CLIENT_GONE_STATUS)
+        await response(scope, receive, send)
+
+
+VERSION = "0.1.0"
+
+
+def make_app(desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> ASGIApp:
+    """The application behind `Edge`. It has no pages of its own: no schema, no docs."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    completions = _completions(desk, acceptance, config)
+    for path, handler in completions.items():
+        app.add_route(path, handler, methods=["POST"])
+    _add_tokenization(app, desk, acceptance, config)
+    _add_models(app, desk, config)
+    _add_probes(app, desk)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": VERSION})
+
+    _handle_errors(app)
+    return Shortcut(app, completions)
+
+
+def make_operator_app(desk: Sessions) -> ASGIApp:
+    """What the operator's listener serves, behind an `Edge` of its own."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    _add_probes(app, desk)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    _handle_errors(app)
+    return app
+
+
+def _completions(desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> dict[str, RouteHandler]:
+    async def complete(kind: ReplyKind, request: Request) -> Response:
+        record: RequestRecord = request.scope[RECORD]
+        body = await _body(request, config)
+        deadline = deadline_of(
+            request.headers.get(HEADER),
+            config.request_timeout_s,
+            config.max_request_timeout_s,
+            record.began_s,
+        )
+        accept = acceptance.chat if kind == "chat" else acceptance.text
+        async with deadline.enforced():
+            job = await accept(body, lambda: desk.context_tokens(config.admit_timeout_s))
+        desk.note_accepted(job, record)
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
+        letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
+        return Delivery(desk, job, letterhead, record, deadline, config)
+
+    async def chat_completions(request: Request) -> Response:
+        return await complete("chat", request)
+
+    async def completions(request: Request) -> Response:
+        return await complete("text", request)
+
+    return {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+
+
+def _add_models(app: FastAPI, desk: Sessions, config: GatewayConfig) -> None:
+    began_s = int(unix_s())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        entry = model_body(config.served_name, began_s, desk.workers.context_tokens)
+        return _json({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        if model_id != config.served_name:
+            raise unknown_model(model_id, config.served_name)
+        return _json(model_body(config.served_name, began_s, desk.workers.context_tokens))
+
+
+def _add_probes(app: FastAPI, desk: Sessions) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reasons = desk.unready_reasons()
+        if reasons:
+            raise NoResponder("not ready: " + "; ".join(reasons))
+        return _json({"status": "ready"})
+
+
+def _add_tokenization(app: FastAPI, desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> None:
+    tokenization = Tokenization(
+        config.served_name, acceptance.codec, acceptance.threads, desk.vocabulary, config.max_messages
+    )
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await _body(request, config)
+        limit = await desk.context_tokens(config.admit_timeout_s)
+        return _written(await tokenization.tokenize(body, limit))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return _written(await tokenization.detokenize(await _body(request, config)))
+
+
+async def _body(request: Request, config: GatewayConfig) -> bytes:
+    """Raises as `read_body` does."""
+    length = request.headers.get("content-length")
+    return await read_body(
+        request.receive, length, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s
+    )
+
+
+def _json(content: object) -> Response:
+    return _written(orjson.dumps(content))
+
+
+def _written(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def on_kvasir_error(request: Request, error: Exception) -> Response:
+        known = error if isinstance(error, KvasirError) else InternalError(str(error))
+        request.scope[RECORD].error = known
+        return error_response(known)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        known = _known(error, request) if isinstance(error, HTTPException) else InternalError(str(error))
+        request.scope[RECORD].error = known
+        headers = error.headers if isinstance(error, HTTPException) else None
+        return error_response(known, headers)
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        return await on_kvasir_error(request, InvalidRequest(str(error)))
+
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        request.scope[RECORD].is_gone = True
+        return Response(status_code=CLIENT_GONE_STATUS)
+
+    app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(KvasirError, on_kvasir_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(Exception, on_kvasir_error)
+
+
+def _known(error: HTTPException, request: Request) -> KvasirError:
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return HttpError(404, f"there is nothing at {where}", error_code="unknown_url")
+    if error.status_code == 405:
+        return HttpError(405, f"{where} is not allowed", error_code="method_not_allowed")
+    return HttpError(error.status_code, str(error.detail), error_code="http_error")

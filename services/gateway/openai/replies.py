@@ -1,0 +1,172 @@
+"""Bodies of successful answers, as OpenAI's schema has them.
+
+Optional fields are left out; required ones may be null. Knows texts and counts; nothing of sequences or of
+how an answer came about.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from services.gateway.core.alignment import PlacedToken
+from services.gateway.errors import body_of
+from services.gateway.text.vocabulary import Vocabulary
+from shared.errors import KvasirError
+
+LOWEST = -9999.0
+"""What OpenAI and vLLM write for a token that is next to impossible."""
+
+
+def chat_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: int) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat: each token with its `top` likeliest alternatives."""
+    content = []
+    for item in placed:
+        likeliest = [_entry(token, value, vocabulary) for token, value in item.logprobs.top[:top]]
+        chosen = _entry(item.token, item.logprobs.chosen, vocabulary)
+        content.append({**chosen, "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: int) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion: parallel lists; the chosen token is always in `top_logprobs`."""
+    return {
+        "tokens": [vocabulary.text(item.token) for item in placed],
+        "token_logprobs": [finite(item.logprobs.chosen) for item in placed],
+        "top_logprobs": [_by_text(item, vocabulary, top) for item in placed],
+        "text_offset": [item.offset for item in placed],
+    }
+
+
+def finite(value: float) -> float:
+    """`value`, or `LOWEST` where it is lower, infinite or no number."""
+    return max(value, LOWEST) if math.isfinite(value) else LOWEST
+
+
+def _entry(token: int, value: float, vocabulary: Vocabulary) -> dict[str, Any]:
+    data = vocabulary.bytes_of(token)
+    return {"token": vocabulary.text(token), "logprob": finite(value), "bytes": list(data)}
+
+
+def _by_text(item: PlacedToken, vocabulary: Vocabulary, top: int) -> dict[str, float]:
+    """By text, the likeliest first. Of two ids with one text the likelier counts, or the chosen one."""
+    found: dict[str, float] = {}
+    for token, value in item.logprobs.top[:top]:
+        found.setdefault(vocabulary.text(token), finite(value))
+    found[vocabulary.text(item.token)] = finite(item.logprobs.chosen)
+    return found
+
+
+DONE = b"data: [DONE]\n\n"
+
+ReplyKind = Literal["chat", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; `completion_tokens` counts each choice up to and including what ended
+    it.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Letterhead:
+    """What all bodies of one answer share."""
+
+    kind: ReplyKind
+    id: str
+    created: int
+    model: str
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
+    """What stands before and after the text of a piece, by choice: most events differ in nothing else."""
+
+    def role_event(self, index: int) -> bytes:
+        """The first delta of a chat choice; a text choice has none."""
+        if self.kind == "text":
+            return b""
+        return self._event([_chat_delta(index, {"role": "assistant", "content": ""}, None)])
+
+    def text_event(
+        self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        """A piece of one choice; the last one carries the reason."""
+        if text and finish_reason is None and logprobs is None:
+            before, after = self._frames.get(index) or self._frame(index)
+            return before + orjson.dumps(text) + after
+        if self.kind == "text":
+            return self._event(
+                [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}]
+            )
+        choice = _chat_delta(index, {"content": text} if text else {}, finish_reason)
+        return self._event([choice if logprobs is None else {**choice, "logprobs": logprobs}])
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """An event around an empty text: nothing after that is an empty string, too."""
+        if self.kind == "text":
+            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        else:
+            choice = _chat_delta(index, {"content": ""}, None)
+        before, after = self._event([choice]).rsplit(b'""', 1)
+        self._frames[index] = before, after
+        return before, after
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """What `stream_options.include_usage` asks for, after all choices."""
+        return self._event([], usage=usage.body())
+
+    def whole(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        return orjson.dumps(self._body("", [self._choice(choice) for choice in choices], usage=usage.body()))
+
+    def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": choice.index}
+        if self.kind == "text":
+            body["text"] = choice.text
+        else:
+            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        return body | {"logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return b"data: " + orjson.dumps(self._body(".chunk", choices, **more)) + b"\n\n"
+
+    def _body(self, suffix: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        name = "text_completion" if self.kind == "text" else f"chat.completion{suffix}"
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+
+def error_event(error: KvasirError) -> bytes:
+    """What a stream that has begun ends with when its answer is not complete; `DONE` follows it, too."""
+    return b"data: " + orjson.dumps(body_of(error)) + b"\n\n"
+
+
+def model_body(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
+    """One entry of /v1/models."""
+    body: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "kvasir"}
+    return body if max_model_len is None else body | {"max_model_len": max_model_len}
+
+
+def _chat_delta(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish_reason}

@@ -1,0 +1,211 @@
+"""Request bodies of the two completion endpoints, as OpenAI's clients send them.
+
+Types and ranges only; what is asked for but not supported is in `features`. Unknown fields are kept in
+`model_extra`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
+
+from services.gateway.errors import UnsupportedFeature
+from shared.errors import InvalidRequest
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 128
+MAX_CACHE_SALT_CHARS = 1024
+MAX_REPETITION_PENALTY = 100.0
+"""And its inverse is the least: beyond, logits in half precision become infinite."""
+_UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
+
+TokenId = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _stops(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_STOPS:
+        raise ValueError(f"at most {MAX_STOPS} stop strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _content(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+        return value
+    raise ValueError("should be a string or a list of content parts")
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _prompts(value: Any) -> list[Any]:
+    """By hand: a union of lists would collect an error for each of a million tokens in each wrong branch."""
+    prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(
+            "should be a string, a list of strings, a list of token ids, or a list of such lists"
+        )
+    if not (all(isinstance(p, str) for p in prompts) or all(_is_tokens(p) for p in prompts)):
+        raise ValueError("should be all strings, or all lists of token ids")
+    return prompts
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class CompletionFields(BaseModel):
+    """What both endpoints have. None is the same as absent, as in OpenAI's schema."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[list[StopString] | None, BeforeValidator(_stops)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
+
+
+class RequestMessage(BaseModel):
+    """One message of a chat. `content` is a string or a list of typed parts."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class ChatRequest(CompletionFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[RequestMessage], FailFast()] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many of the likeliest tokens are asked for with each token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TextRequest(CompletionFields):
+    """POST /v1/completions. Each prompt is a text or a list of token ids."""
+
+    prompt: Annotated[Any, PlainValidator(_prompts)]
+    """A list of texts or of lists of token ids, whichever of the four forms the client used."""
+    best_of: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        return cast(list[str | list[int]], self.prompt)
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """As that of a chat."""
+        return self.logprobs
+
+
+CompletionRequest = ChatRequest | TextRequest
+R = TypeVar("R", bound=CompletionFields)
+M = TypeVar("M", bound=BaseModel)
+
+
+def parse(schema: type[R], body: Mapping[str, Any]) -> R:
+    """The request in `body`.
+
+    Raises InvalidRequest whose `param` is the path of the first field that is wrong.
+    """
+    request = validated(schema, body)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options goes with stream: true only", param="stream_options")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs goes with logprobs: true only", param="top_logprobs")
+    return request
+
+
+def validated(schema: type[M], body: Mapping[str, Any]) -> M:
+    """`body` as a `schema`. Raises as `parse` does."""
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        path = _path(first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"{path}: {reason}", param=path) from None
+
+
+def template_messages(messages: list[RequestMessage]) -> list[dict[str, str]]:
+    """Messages as templates take them: texts only, parts joined by newlines, `developer` called `system`.
+
+    Raises UnsupportedFeature for tools, audio and parts that are not text.
+    """
+    return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def _template_message(message: RequestMessage, path: str) -> dict[str, str]:
+    if message.role in ("tool", "function"):
+        raise UnsupportedFeature(f"messages of role {message.role} are not supported", param=f"{path}.role")
+    for field in ("tool_calls", "function_call", "audio"):
+        if getattr(message, field):
+            raise UnsupportedFeature(f"{field} in a message is not supported", param=f"{path}.{field}")
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
+    role = "system" if message.role == "developer" else message.role
+    rendered = {"role": role, "content": _text(message.content, f"{path}.content")}
+    return rendered | ({"name": message.name} if message.name is not None else {})
+
+
+def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        if part.get("type") not in ("text", "refusal"):
+            raise UnsupportedFeature(
+                "content parts other than text are not supported", param=f"{path}[{at}].type"
+            )
+        text = part.get(part["type"])
+        if not isinstance(text, str):
+            raise InvalidRequest("a text part needs a string `text`", param=f"{path}[{at}].text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`, without pydantic's names for the branches of a union."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not path:
+            path = part
+        elif not _UNION_BRANCH.fullmatch(part):
+            path += f".{part}"
+    return path

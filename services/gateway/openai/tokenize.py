@@ -1,0 +1,118 @@
+"""POST /tokenize and POST /detokenize, in vLLM's shapes: a text or a chat to token ids, and ids to a text.
+
+Knows the codec; nothing of sequences. Special tokens are shown in a text made from ids.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from services.gateway.errors import UnsupportedFeature, unknown_model
+from services.gateway.http.body import parse_chat, parse_object
+from services.gateway.openai import schemas
+from services.gateway.openai.unsupported import refuse_unsupported
+from services.gateway.text.tokenizer import Codec, TokenizerThreads
+from services.gateway.text.vocabulary import Vocabulary
+from shared.errors import InvalidRequest
+
+MAX_DETOKENIZED_TOKENS = 131_072
+"""At once: decoding holds the interpreter lock, a tenth of a second for so many."""
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+
+
+class TokenizeText(_Fields):
+    """What /v1/completions would make of `prompt`."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(_Fields):
+    """What /v1/chat/completions would make of `messages`."""
+
+    messages: Annotated[list[schemas.RequestMessage], FailFast()] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    return_token_strs: bool | None = None
+
+
+class DetokenizeTokens(_Fields):
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()] = Field(
+        max_length=MAX_DETOKENIZED_TOKENS
+    )
+
+
+class Tokenization:
+    """Serves one model, named or not."""
+
+    def __init__(
+        self,
+        served_name: str,
+        codec: Codec,
+        threads: TokenizerThreads,
+        vocabulary: Vocabulary,
+        max_messages: int,
+    ) -> None:
+        self._served_name = served_name
+        self._codec = codec
+        self._threads = threads
+        self._vocabulary = vocabulary
+        self._max_messages = max_messages
+
+    async def tokenize(self, body: bytes, max_model_len: int) -> bytes:
+        """`{count, max_model_len, tokens, token_strs}` as JSON.
+
+        Raises InvalidRequest and its kinds, Overloaded.
+        """
+        fields = await self._threads.read(lambda: parse_chat(body, self._max_messages), len(body))
+        return await self._threads.encode(lambda: self._tokenized(fields, max_model_len), len(body))
+
+    async def detokenize(self, body: bytes) -> bytes:
+        """`{prompt}` as JSON. Raises as `tokenize` does."""
+        return await self._threads.read(lambda: self._detokenized(body), len(body))
+
+    def _tokenized(self, fields: Mapping[str, Any], max_model_len: int) -> bytes:
+        tokens = self._encode(fields)
+        wants_texts = fields.get("return_token_strs") is True
+        texts = [self._vocabulary.text(token) for token in tokens] if wants_texts else None
+        counts = {"count": len(tokens), "max_model_len": max_model_len}
+        return orjson.dumps({**counts, "tokens": tokens, "token_strs": texts})
+
+    def _detokenized(self, body: bytes) -> bytes:
+        request = schemas.validated(DetokenizeTokens, parse_object(body))
+        self._check(request)
+        return orjson.dumps({"prompt": self._decode(request.tokens)})
+
+    def _decode(self, tokens: list[int]) -> str:
+        if max(tokens, default=0) >= self._codec.vocab_size:
+            raise InvalidRequest(f"token ids are from 0 to {self._codec.vocab_size - 1}", param="tokens")
+        text: str = self._codec.tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def _encode(self, body: Mapping[str, Any]) -> list[int]:
+        if "messages" not in body:
+            text = schemas.validated(TokenizeText, body)
+            self._check(text)
+            return self._codec.encode_text(text.prompt, add_special_tokens=text.add_special_tokens)
+        if body.get("prompt") is not None:
+            raise InvalidRequest("prompt and messages exclude each other", param="prompt")
+        chat = schemas.validated(TokenizeChat, body)
+        self._check(chat)
+        if chat.add_special_tokens:
+            text_of_refusal = "add_special_tokens with messages is not supported: the chat template adds them"
+            raise UnsupportedFeature(text_of_refusal, param="add_special_tokens")
+        messages = schemas.template_messages(chat.messages)
+        return self._codec.encode_chat(messages, add_generation_prompt=chat.add_generation_prompt)
+
+    def _check(self, request: _Fields) -> None:
+        if request.model not in (None, self._served_name):
+            raise unknown_model(request.model or "", self._served_name)
+        refuse_unsupported(request.model_extra or {})

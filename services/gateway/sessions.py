@@ -1,0 +1,275 @@
+"""Every request this gateway has accepted and not answered yet.
+
+Where the HTTP side opens and closes exchanges and the bus side delivers what happened to them. Knows no HTTP;
+what streams ask for goes to `dispatch`.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextvars import copy_context
+from secrets import token_bytes
+
+from services.gateway.config import GatewayConfig
+from services.gateway.core.effects import StreamEffects, StreamTiming, WorkerStart, disown
+from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.core.stream import Stream, StreamPhase
+from services.gateway.counters import Counters
+from services.gateway.deadline import NONE, Deadline
+from services.gateway.dispatch import Dispatch
+from services.gateway.errors import ShuttingDown
+from services.gateway.exchange import Exchange, OpenChoice
+from services.gateway.http.request_log import RequestRecord
+from services.gateway.openai.admission import AdmittedRequest
+from services.gateway.text.choice_text import ChoiceText
+from services.gateway.text.tokenizer import Codec
+from services.gateway.text.vocabulary import Vocabulary
+from shared import log, subjects
+from shared.bus import Bus
+from shared.clock import Clock, monotonic_s
+from shared.errors import NoResponder, Overloaded
+from shared.messages.moves import MovePrepared
+from shared.messages.reports import (
+    SchedulerAnnounced,
+    SequenceFinished,
+    SequenceReport,
+    WorkerLost,
+    WorkerReported,
+)
+from shared.messages.sequence import FinishReason, SequenceKey, pack_tokens
+from shared.messages.tokens import TokenDelta
+
+_logger = log.get_logger("gateway.desk")
+
+
+class Sessions:
+    """One per process. Commands run as tasks of the group it is given."""
+
+    def __init__(
+        self, config: GatewayConfig, bus: Bus, codec: Codec, tasks: asyncio.TaskGroup, now_s: Clock
+    ) -> None:
+        self._config = config
+        self._bus = bus
+        self._codec = codec
+        self._now_s = now_s
+        self._open: dict[SequenceKey, OpenChoice] = {}
+        self._worker_seen = asyncio.Event()
+        self._is_draining = self._is_ended = False
+        self._secret = token_bytes(32)
+        self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
+        self.vocabulary = Vocabulary(codec.tokenizer)
+        self.counters = Counters()
+        self.workers = WorkerTable(config.served_name, config.worker_timeout_s)
+        self.scheduler = SchedulerView(config.scheduler_timeout_s)
+        self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
+
+    @property
+    def active(self) -> int:
+        """Sequences in progress."""
+        return len(self._open)
+
+    # --- for the HTTP side
+
+    async def context_tokens(self, timeout_s: float) -> int:
+        """Longest prompt + answer. Raises NoResponder when no worker for the model has shown up in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (limit := self.workers.context_tokens) is None:
+                    self._worker_seen.clear()
+                    await self._worker_seen.wait()
+        except TimeoutError:
+            raise NoResponder(self.workers.absence, retry_after_s=2.0) from None
+        return limit
+
+    def unready_reasons(self) -> list[str]:
+        """What is missing before a request can be answered; empty when nothing is."""
+        checks = {
+            "the server is shutting down": not self._is_draining,
+            "not connected to the bus": self._bus.connected,
+            "no scheduler has announced itself": self.scheduler.is_present(self._now_s()),
+            self.workers.absence: self.workers.serving > 0,
+        }
+        return [reason for reason, holds in checks.items() if not holds]
+
+    def note_accepted(self, job: AdmittedRequest, record: RequestRecord) -> None:
+        """The request is valid and tokenized."""
+        record.accepted_s = monotonic_s()
+        record.stream = job.stream
+        record.prompt_tokens = sum(len(prompt) for prompt in job.prompts)
+        record.unknown_fields = job.unknown_fields
+        self.counters.unknown_fields.inc(len(job.unknown_fields))
+        self.counters.prompt_tokens.inc(record.prompt_tokens)
+
+    def note_answered(self, answers: list[ChoiceText], record: RequestRecord) -> None:
+        """The answer is over, whichever way."""
+        record.note_answers(answers)
+        self.counters.output_tokens.inc(record.completion_tokens or 0)
+        if record.accepted_s is not None:
+            self.counters.request_s.observe(monotonic_s() - record.accepted_s)
+            if record.first_token_s is not None:
+                self.counters.first_token_s.observe(record.first_token_s - record.accepted_s)
+
+    def open(
+        self, job: AdmittedRequest, request_id: str, deadline: Deadline = NONE, salt: bytes = b""
+    ) -> Exchange:
+        """Submit the job's sequences. Raises Overloaded when that would be too many at once, ShuttingDown.
+
+        Stored prefixes are shared among requests of one `salt`.
+        """
+        if self._is_ended:
+            raise ShuttingDown
+        if len(self._open) + len(job.prompts) * job.n > self._config.max_active_sequences:
+            raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
+        exchange = Exchange(deadline=deadline)
+        now_s = self._now_s()
+        for at, (prompt, sampling) in enumerate(zip(job.prompts, job.samplings, strict=True)):
+            packed = pack_tokens(prompt)
+            sequence_id = request_id if at == 0 else f"{request_id}-{at}"
+            for choice in range(job.n):
+                stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
+                exchange.sequences.append(
+                    OpenChoice(stream, packed, sampling, exchange, now_s, copy_context(), salt)
+                )
+        for sequence in exchange.sequences:
+            self._open[sequence.stream.key] = sequence
+            self.apply(sequence, sequence.stream.submit(now_s))
+        return exchange
+
+    def answers(self, exchange: Exchange, job: AdmittedRequest) -> list[ChoiceText]:
+        """A reader for each sequence, in order."""
+        return [
+            ChoiceText(
+                index,
+                sequence.stream,
+                self._codec.tokenizer,
+                job.stops,
+                sequence.sampling.end_token_ids,
+                with_logprobs=job.top_logprobs is not None,
+            )
+            for index, sequence in enumerate(exchange.sequences)
+        ]
+
+    def finish(self, sequence: OpenChoice, output_tokens: int) -> None:
+        """A stop string has ended this one: cancel the rest. If it was still running, this is its end."""
+        if sequence.stream.is_open:
+            self.apply(sequence, sequence.stream.cancel())
+            self._tell_finished(sequence, output_tokens, FinishReason.STOP)
+
+    def close(self, exchange: Exchange) -> None:
+        """Nobody reads any more: cancel what is still running."""
+        for sequence in exchange.sequences:
+            self.apply(sequence, sequence.stream.cancel())
+
+    def drain(self) -> None:
+        """This process is about to end: not ready for more; what runs goes on."""
+        self._is_draining = True
+
+    def end(self) -> None:
+        """What still runs ends now, with ShuttingDown, and nothing begins any more."""
+        self._is_draining = self._is_ended = True
+        left = {id(sequence.exchange): sequence.exchange for sequence in self._open.values()}
+        if left:
+            log.canonical(_logger, "answers ended by the shutdown", exchanges=len(left))
+        for exchange in left.values():
+            exchange.fail(ShuttingDown())
+
+    # --- for the bus side
+
+    def on_delta(self, delta: TokenDelta, worker: WorkerStart, now_s: float) -> None:
+        """Tokens of one sequence."""
+        sequence = self._open.get((delta.request_id, delta.choice))
+        if sequence is None or not sequence.stream.reads(delta.attempt):
+            self.counters.stale_deltas.inc()
+            return
+        self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
+
+    def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:
+        """A heartbeat: signs of life, gaps, and sequences that nobody waits for."""
+        worker = (report.worker_id, report.incarnation)
+        ended_run = self.workers.on_report(report, now_s)
+        self._worker_seen.set()
+        if ended_run is not None:
+            self.lose(ended_run, {}, now_s)
+        for listed in report.sequences:
+            if listed.gateway_id == self._bus.instance:
+                self._on_listed(listed, worker, now_s)
+
+    def on_scheduler_announced(self, event: SchedulerAnnounced, now_s: float) -> None:
+        """A new scheduler knows nothing: give it everything that runs, under the attempts it runs under."""
+        if self.scheduler.on_announced(event, now_s):
+            found = {"scheduler": event.scheduler_id, "epoch": event.epoch, "resubmitted": len(self._open)}
+            log.canonical(_logger, "scheduler announced", **found)
+            for sequence in list(self._open.values()):
+                self.apply(sequence, sequence.stream.submit(now_s))
+
+    def on_worker_lost(self, event: WorkerLost, now_s: float) -> None:
+        """The scheduler has given a worker up; it says which attempts it had sent it."""
+        worker = (event.worker_id, event.incarnation)
+        self.workers.on_lost(worker)
+        self.lose(worker, {ref.key: ref.attempt for ref in event.refs}, now_s)
+
+    def on_prepared(self, event: MovePrepared, now_s: float) -> None:
+        """The scheduler has another worker ready for one of our sequences, or of another gateway's."""
+        sequence = self._open.get(event.ref.key)
+        if sequence is not None:
+            self.apply(
+                sequence, sequence.stream.on_prepared(event.ref, now_s, event.target, event.open_tokens)
+            )
+
+    def lose(self, worker: WorkerStart, attempts: Mapping[SequenceKey, int], now_s: float) -> None:
+        """That run of a worker is over; `attempts` are those its scheduler says it had sent it."""
+        handed_over = 0
+        for key, sequence in list(self._open.items()):
+            effects = sequence.stream.on_worker_lost(worker, attempts.get(key), now_s)
+            handed_over += bool(effects)
+            self.apply(sequence, effects)
+        log.canonical(
+            _logger, "worker gone", worker=worker[0], incarnation=worker[1], handed_over=handed_over
+        )
+
+    def on_absence(self, now_s: float) -> None:
+        """This process was stopped, or off the bus, for longer than others wait for a gateway."""
+        for sequence in list(self._open.values()):
+            self.apply(sequence, sequence.stream.on_absence(now_s))
+
+    def on_tick(self, now_s: float) -> None:
+        """To be called about ten times a second."""
+        for worker in self.workers.on_tick(now_s):
+            self.lose(worker, {}, now_s)
+        for sequence in list(self._open.values()):
+            if effects := sequence.stream.on_tick(now_s):
+                self.apply(sequence, effects)
+        self.counters.active.set(len(self._open))
+        self.counters.workers.set(self.workers.serving)
+
+    def apply(self, sequence: OpenChoice, effects: StreamEffects) -> None:
+        """Carry the effects out, retire the sequence if it is over, wake its reader if there is news."""
+        for effect in effects:
+            self.dispatch.carry_out(sequence, effect)
+        if not sequence.stream.is_open and self._open.pop(sequence.stream.key, None) is not None:
+            self._retire(sequence)
+        if sequence.has_news():
+            sequence.exchange.notify()
+
+    def _on_listed(self, listed: SequenceReport, worker: WorkerStart, now_s: float) -> None:
+        sequence = self._open.get(listed.ref.key)
+        if sequence is None:
+            self.dispatch.tell(disown(listed, worker, goes_on=False))
+        else:
+            self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
+
+    def _retire(self, sequence: OpenChoice) -> None:
+        stream = sequence.stream
+        for cause, count in stream.handovers.items():
+            self.counters.handovers.labels(cause).inc(count)
+        if stream.phase is StreamPhase.ENDED and stream.finish_reason is not None:
+            self._tell_finished(sequence, len(stream.tokens), stream.finish_reason)
+
+    def _tell_finished(self, sequence: OpenChoice, output_tokens: int, reason: FinishReason) -> None:
+        event = SequenceFinished(
+            ref=sequence.stream.ref,
+            prompt=sequence.prompt,
+            output_tokens=output_tokens,
+            finish_reason=reason,
+            max_tokens=sequence.sampling.max_tokens,
+        )
+        self.dispatch.outbox.put(subjects.GATEWAY_FINISHED, event)

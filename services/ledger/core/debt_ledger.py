@@ -1,0 +1,300 @@
+"""The global debt ledger: who has how much memory and who owes whom, as the last heartbeats said.
+
+Loosely coherent on purpose: it is rebuilt from one round of heartbeats and nothing else is needed. It knows
+no bus and no clock; `now_s` is passed in. Amounts are tokens here (workers' blocks may differ in size).
+Source: papers/001 §4.4 (gManager); `algorithms.md` §4.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sortedcontainers import SortedKeyList
+
+from shared.incarnations import Incarnations
+from shared.messages.lending import KvTier
+from shared.messages.reports import WorkerReported
+
+_POSITIVE = (0, "")
+"""Above every key of a worker that has something left, below all others."""
+
+
+class Ranking:
+    """Worker ids by what they have left to lend, most first, then by id; by host as well."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, tuple[int, str]] = {}
+        self._hosts: dict[str, str] = {}
+        self._all = _line()
+        self._at: dict[str, SortedKeyList] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def put(self, worker_id: str, host: str, left: int) -> None:
+        """Enters a worker, or moves it to its new place. `left` may be negative."""
+        key = (-left, worker_id)
+        if self._keys.get(worker_id) == key and self._hosts[worker_id] == host:
+            return
+        self.remove(worker_id)
+        self._keys[worker_id], self._hosts[worker_id] = key, host
+        self._all.add(key)
+        if host:
+            self._at.setdefault(host, _line()).add(key)
+
+    def remove(self, worker_id: str) -> None:
+        """Forgets a worker, if it is there."""
+        key = self._keys.pop(worker_id, None)
+        if key is None:
+            return
+        self._all.remove(key)
+        host = self._hosts.pop(worker_id)
+        if host:
+            self._at[host].remove(key)
+            if not self._at[host]:
+                del self._at[host]
+
+    def best(self, host: str) -> Iterator[str]:
+        """Neighbours at `host` that have something left, others that have, then those without, likewise."""
+        yield from self.within(host, has_left=True)
+        yield from self.within(host, has_left=False)
+
+    def within(self, host: str, *, has_left: bool) -> Iterator[str]:
+        """Neighbours, then others: those of them that have something left, or that have not."""
+        near = self._at.get(host) if host else None
+        bounds = {"max_key": _POSITIVE, "inclusive": (True, False)} if has_left else {"min_key": _POSITIVE}
+        if near is not None:
+            yield from (worker for _, worker in near.irange_key(**bounds))
+        for _, worker in self._all.irange_key(**bounds):
+            if near is None or self._hosts[worker] != host:
+                yield worker
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the orders disagree."""
+        assert list(self._all) == sorted(self._keys.values())
+        for host, line in self._at.items():
+            assert list(line) == sorted(key for w, key in self._keys.items() if self._hosts[w] == host)
+
+
+def _line() -> SortedKeyList:
+    return SortedKeyList(key=lambda key: key)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Tokens of a creditor that were pointed out to a debtor and are not in a heartbeat yet."""
+
+    debtor_id: str
+    tokens: int
+
+
+@dataclass
+class LendingOffer:
+    """What a worker would lend of one tier."""
+
+    free_tokens: int
+    promises: dict[str, Promise] = field(default_factory=dict)
+    refused: bool = False
+    """A debtor was turned down since this heartbeat."""
+
+    @property
+    def unpromised_tokens(self) -> int:
+        return self.free_tokens - sum(promise.tokens for promise in self.promises.values())
+
+
+@dataclass
+class Account:
+    """One worker's memory."""
+
+    worker_id: str
+    incarnation: int
+    seq: int
+    host: str
+    block_tokens: int
+    fingerprint: bytes
+    total_tokens: int
+    offers: dict[KvTier, LendingOffer]
+    """What it would lend: of the device what is free or evictable, within its cap, of the host what is kept
+    for that; borrowed memory does not count, nobody re-lends it."""
+    lent_tokens: int
+    borrowed_tokens: int
+    lent_to_tokens: dict[str, int]
+    borrowed_from_tokens: dict[str, int]
+    """Of devices' memory, as `lent_to_tokens`: what a settlement could bring home."""
+    host_lent_to_tokens: dict[str, int]
+    host_borrowed_from_tokens: dict[str, int]
+    heard_s: float
+
+    @property
+    def own_free_tokens(self) -> int:
+        """On its device."""
+        return self.offers[KvTier.DEVICE].free_tokens
+
+
+class Table:
+    """Accounts by worker id. A worker that is silent for `silence_s` is dropped."""
+
+    def __init__(self, *, silence_s: float = 2.0) -> None:
+        self.silence_s = silence_s
+        self._accounts: dict[str, Account] = {}
+        self._incarnations = Incarnations()
+        self._rankings = {tier: Ranking() for tier in KvTier}
+        self._pointed_to: dict[str, tuple[str, KvTier]] = {}
+        """Debtor → creditor, and tier of it, that has a promise for it."""
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def get(self, worker_id: str) -> Account | None:
+        return self._accounts.get(worker_id)
+
+    def promises_of(self, worker_id: str, tier: KvTier = KvTier.DEVICE) -> dict[str, Promise]:
+        """What of a worker is pointed out to whom."""
+        account = self._accounts.get(worker_id)
+        return {} if account is None else dict(account.offers[tier].promises)
+
+    def best(self, host: str) -> Iterator[tuple[Account, KvTier]]:
+        """In the order in which they should be asked, and for what; the table must not change meanwhile.
+
+        Device memory before host memory, but what is promised to others already comes after both.
+        """
+        for has_left in (True, False):
+            for tier in (KvTier.DEVICE, KvTier.HOST):
+                for worker_id in self._rankings[tier].within(host, has_left=has_left):
+                    yield self._accounts[worker_id], tier
+
+    def on_reported(self, report: WorkerReported, now_s: float) -> None:
+        """Takes a heartbeat in; one that is older than what is known is ignored."""
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+            return
+        known = self._accounts.get(report.worker_id)
+        if known is not None and known.incarnation == report.incarnation and report.seq <= known.seq:
+            return
+        if known is not None:
+            self._forget_promises(*known.offers.values())
+        account = self._accounts[report.worker_id] = _account(report, now_s)
+        self._rank(account, *KvTier)
+
+    def on_refused(self, creditor_ids: tuple[str, ...], tier: KvTier = KvTier.DEVICE) -> None:
+        """These turned a debtor down; they are left out, for that tier, until their next heartbeat."""
+        for creditor_id in creditor_ids:
+            account = self._accounts.get(creditor_id)
+            if account is not None:
+                account.offers[tier].refused = True
+                self._forget_promises(account.offers[tier])
+                self._rank(account, tier)
+
+    def on_offered(self, creditor_id: str, debtor_id: str, tokens: int, tier: KvTier = KvTier.DEVICE) -> None:
+        """`tokens` of a creditor were pointed out to a debtor: taken, until the creditor's next heartbeat.
+
+        What the debtor was pointed to before did not serve it.
+        """
+        self.withdraw_offer(debtor_id)
+        account = self._accounts.get(creditor_id)
+        if account is not None and not account.offers[tier].refused and creditor_id != debtor_id:
+            account.offers[tier].promises[debtor_id] = Promise(debtor_id, tokens)
+            self._pointed_to[debtor_id] = creditor_id, tier
+            self._rank(account, tier)
+
+    def withdraw_offer(self, debtor_id: str) -> None:
+        """The debtor asks again."""
+        pointed_to = self._pointed_to.pop(debtor_id, None)
+        if pointed_to is not None:
+            creditor_id, tier = pointed_to
+            account = self._accounts[creditor_id]
+            del account.offers[tier].promises[debtor_id]
+            self._rank(account, tier)
+
+    def on_tick(self, now_s: float) -> list[str]:
+        """Drops silent workers and returns their ids."""
+        silent = [a.worker_id for a in self._accounts.values() if now_s - a.heard_s > self.silence_s]
+        for worker_id in silent:
+            self._forget_promises(*self._accounts.pop(worker_id).offers.values())
+            for ranking in self._rankings.values():
+                ranking.remove(worker_id)
+        return silent
+
+    def debts(self) -> dict[tuple[str, str], int]:
+        """Tokens of devices' memory by (debtor, creditor), of living workers. Where the two disagree, one of
+        them has not heard of a change yet and the smaller amount is safe."""
+        found: dict[tuple[str, str], int] = {}
+        for debtor in self._accounts.values():
+            for creditor_id, tokens in debtor.borrowed_from_tokens.items():
+                creditor = self._accounts.get(creditor_id)
+                lent = 0 if creditor is None else creditor.lent_to_tokens.get(debtor.worker_id, 0)
+                if min(tokens, lent) > 0:
+                    found[debtor.worker_id, creditor_id] = min(tokens, lent)
+        return found
+
+    def block_tokens(self) -> dict[str, int]:
+        """By worker."""
+        return {account.worker_id: account.block_tokens for account in self._accounts.values()}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the table contradicts itself."""
+        promised = 0
+        for worker_id, account in self._accounts.items():
+            assert worker_id == account.worker_id
+            assert 0 <= account.own_free_tokens <= account.total_tokens
+            for tier, offer in account.offers.items():
+                assert worker_id not in offer.promises, "a worker was offered its own memory"
+                assert not (offer.refused and offer.promises)
+                promised += len(offer.promises)
+                assert all(self._pointed_to[debtor] == (worker_id, tier) for debtor in offer.promises)
+        assert promised == len(self._pointed_to), "a debtor is pointed to a promise that is not there"
+        for tier, ranking in self._rankings.items():
+            ranking.check_integrity()
+            offers = [account.offers[tier] for account in self._accounts.values()]
+            assert len(ranking) == sum(not offer.refused and offer.free_tokens > 0 for offer in offers)
+        net: dict[str, int] = {}
+        for (debtor_id, creditor_id), tokens in self.debts().items():
+            net[debtor_id] = net.get(debtor_id, 0) - tokens
+            net[creditor_id] = net.get(creditor_id, 0) + tokens
+        assert sum(net.values()) == 0 and set(net) <= set(self._accounts)
+
+    def _forget_promises(self, *offers: LendingOffer) -> None:
+        for offer in offers:
+            for debtor_id in offer.promises:
+                del self._pointed_to[debtor_id]
+            offer.promises.clear()
+
+    def _rank(self, account: Account, *tiers: KvTier) -> None:
+        for tier in tiers:
+            offer = account.offers[tier]
+            if offer.refused or offer.free_tokens <= 0:
+                self._rankings[tier].remove(account.worker_id)
+            else:
+                self._rankings[tier].put(account.worker_id, account.host, offer.unpromised_tokens)
+
+
+def _account(report: WorkerReported, now_s: float) -> Account:
+    size, capacity = report.block_tokens, report.capacity
+
+    def tokens(blocks: dict[str, int]) -> dict[str, int]:
+        return {peer: count * size for peer, count in blocks.items()}
+
+    own_free_blocks = min(capacity.plannable_blocks - capacity.borrowed_free_blocks, capacity.total_blocks)
+    if capacity.lendable_blocks is not None:
+        own_free_blocks = min(own_free_blocks, capacity.lendable_blocks)
+    return Account(
+        worker_id=report.worker_id,
+        incarnation=report.incarnation,
+        seq=report.seq,
+        host=report.host,
+        block_tokens=size,
+        fingerprint=report.fingerprint,
+        total_tokens=capacity.total_blocks * size,
+        offers={
+            KvTier.DEVICE: LendingOffer(max(0, own_free_blocks) * size),
+            KvTier.HOST: LendingOffer(capacity.host_lendable_blocks * size),
+        },
+        lent_tokens=(capacity.lent_blocks + capacity.host_lent_blocks) * size,
+        borrowed_tokens=capacity.borrowed_blocks * size,
+        lent_to_tokens=tokens(report.lent_to_blocks),
+        borrowed_from_tokens=tokens(report.borrowed_from_blocks),
+        host_lent_to_tokens=tokens(report.host_lent_to_blocks),
+        host_borrowed_from_tokens=tokens(report.host_borrowed_from_blocks),
+        heard_s=now_s,
+    )

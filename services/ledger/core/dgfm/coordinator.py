@@ -1,0 +1,199 @@
+"""Settles cycles of debts with the workers in them: freeze, copy, commit, unfreeze. Pure.
+
+In each round every debtor of the cycle first copies some of its blocks home into bounce buffers, while the
+originals stay valid; only when all have is anybody told to commit: use the copies, return the originals. What
+its own debtor returns is the space for the next round. A refusal, a silence or a death before that changes
+nothing; after it, whoever has committed has recalled its blocks, whoever has not, has not: a valid graph with
+smaller debts either way. A worker that hears nothing thaws by itself. Sends nothing itself; knows no block.
+Source: papers/001 §4.5; `algorithms.md` §4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.ledger.core.dgfm.plan import Settlement, settlements
+from shared.messages.lending import Settle, Settled, SettlePhase
+
+
+@dataclass(frozen=True, slots=True)
+class SettlementAsk:
+    """To be sent; its answer, or None for a silence, is due at `on_answer`."""
+
+    worker_id: str
+    message: Settle
+
+
+@dataclass(frozen=True, slots=True)
+class SettleRules:
+    """When cycles are settled."""
+
+    threshold_tokens: int = 128
+    """Less is not worth a swap (the paper's empirical minimum)."""
+    interval_s: float = 2.0
+    most_at_once: int = 64
+    """Cycles, which have no worker in common."""
+    valid_for_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Running:
+    """One settlement at work."""
+
+    name: str
+    cycle: Settlement
+    block_tokens: Mapping[str, int]
+    phase: SettlePhase = SettlePhase.FREEZE
+    round: int = 0
+    round_tokens: int = 0
+    left_tokens: int = 0
+    bounce_tokens: int = 0
+    settled_tokens: int = 0
+    answers: dict[str, Settled | None] = field(default_factory=dict)
+
+    @property
+    def is_answered(self) -> bool:
+        return len(self.answers) == len(self.cycle.members)
+
+
+class Coordinator:
+    """One ledger's. Several may be at work: a worker takes part in one settlement at a time and refuses
+    others."""
+
+    def __init__(self, prefix: str, rules: SettleRules | None = None) -> None:
+        """`prefix` makes the names of settlements unique."""
+        self._prefix = prefix
+        self._rules = rules or SettleRules()
+        self._running: dict[str, _Running] = {}
+        self._count = 0
+        self._next_s = 0.0
+        self.completed = 0
+        self.aborted = 0
+        self.last_end = ""
+        """After which step the last settlement ended, and each worker's (blocks, bounce blocks) to that."""
+        self.settled_tokens = 0
+        """By completed rounds, over all members of cycles."""
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def busy(self) -> set[str]:
+        """Workers that take part in a settlement now."""
+        return {member for one in self._running.values() for member in one.cycle.members}
+
+    def on_tick(
+        self, debts: Mapping[tuple[str, str], int], block_tokens: Mapping[str, int], now_s: float
+    ) -> list[SettlementAsk]:
+        """Starts what can be settled; `debts` in tokens by (debtor, creditor), of living workers."""
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + self._rules.interval_s
+        taken = self.busy()
+        asks: list[SettlementAsk] = []
+        for cycle in settlements(debts, self._rules.threshold_tokens):
+            if len(self._running) >= self._rules.most_at_once:
+                break
+            if taken.isdisjoint(cycle.members) and all(name in block_tokens for name in cycle.members):
+                taken.update(cycle.members)
+                asks += self._start(cycle, block_tokens)
+        return asks
+
+    def on_answer(self, asked: Settle, worker_id: str, answer: Settled | None) -> list[SettlementAsk]:
+        """What a worker said to a step, None where it was silent or refused altogether."""
+        one = self._running.get(asked.settlement)
+        is_due = one is not None and (one.phase, one.round) == (asked.phase, asked.round)
+        if one is None or not is_due or worker_id not in one.cycle.members:
+            return []
+        one.answers[worker_id] = answer
+        if not one.is_answered:
+            return []
+        return self._go_on(one)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when two settlements share a worker, or one has settled too much."""
+        members = [member for one in self._running.values() for member in one.cycle.members]
+        assert len(members) == len(set(members)), "a worker takes part twice"
+        assert len(self._running) <= self._rules.most_at_once
+        for name, one in self._running.items():
+            assert name == one.name and set(one.answers) <= set(one.cycle.members)
+            assert not one.is_answered, "all have answered and nothing came of it"
+            assert one.settled_tokens + one.left_tokens <= one.cycle.amount
+
+    def _start(self, cycle: Settlement, block_tokens: Mapping[str, int]) -> list[SettlementAsk]:
+        self._count += 1
+        name = f"{self._prefix}-{self._count}"
+        sizes = {member: block_tokens[member] for member in cycle.members}
+        one = self._running[name] = _Running(name, cycle, sizes, left_tokens=cycle.amount)
+        return self._ask_all(one, cycle.amount)
+
+    def _go_on(self, one: _Running) -> list[SettlementAsk]:
+        if one.phase is SettlePhase.UNFREEZE:
+            del self._running[one.name]
+            return []
+        least = self._least(one)
+        if one.phase is SettlePhase.FREEZE:
+            one.left_tokens = least
+            bounce = [answer.bounce_blocks if answer else 0 for answer in one.answers.values()]
+            one.bounce_tokens = min(bounce) * min(one.block_tokens.values())
+            if least < self._rules.threshold_tokens or one.bounce_tokens == 0:
+                return self._finish(one)
+            return self._copy(one)
+        if one.phase is SettlePhase.COPY:
+            if least < one.round_tokens:
+                return self._finish(one)
+            return self._enter(one, SettlePhase.COMMIT, one.round_tokens)
+        if least < one.round_tokens:
+            return self._finish(one)
+        one.settled_tokens += one.round_tokens
+        one.left_tokens -= one.round_tokens
+        one.round += 1
+        return self._copy(one) if one.left_tokens else self._finish(one)
+
+    def _copy(self, one: _Running) -> list[SettlementAsk]:
+        one.round_tokens = min(one.left_tokens, one.bounce_tokens)
+        return self._enter(one, SettlePhase.COPY, one.round_tokens)
+
+    def _finish(self, one: _Running) -> list[SettlementAsk]:
+        whole = one.left_tokens == 0 and one.settled_tokens > 0
+        self.completed += whole
+        self.aborted += not whole
+        said = {
+            name: answer and (answer.blocks, answer.bounce_blocks) for name, answer in one.answers.items()
+        }
+        self.last_end = f"{one.phase} {one.round}, {one.cycle.amount} tokens: {said}"
+        self.settled_tokens += one.settled_tokens * len(one.cycle.members)
+        return self._enter(one, SettlePhase.UNFREEZE, 0)
+
+    def _enter(self, one: _Running, phase: SettlePhase, tokens: int) -> list[SettlementAsk]:
+        one.phase = phase
+        one.answers = {}
+        return self._ask_all(one, tokens)
+
+    def _ask_all(self, one: _Running, tokens: int) -> list[SettlementAsk]:
+        creditor_of = dict(one.cycle.pairs())
+        debtor_of = {creditor: debtor for debtor, creditor in one.cycle.pairs()}
+        is_freeze = one.phase is SettlePhase.FREEZE
+        return [
+            SettlementAsk(
+                member,
+                Settle(
+                    settlement=one.name,
+                    phase=one.phase,
+                    round=one.round,
+                    creditor_id=creditor_of[member] if is_freeze else "",
+                    debtor_id=debtor_of[member] if is_freeze else "",
+                    blocks=tokens // one.block_tokens[member],
+                    valid_for_s=self._rules.valid_for_s,
+                ),
+            )
+            for member in one.cycle.members
+        ]
+
+    def _least(self, one: _Running) -> int:
+        """Tokens that every member's answer is good for, in whole blocks of the largest size."""
+        tokens = min(
+            (answer.blocks if answer is not None else 0) * one.block_tokens[member]
+            for member, answer in one.answers.items()
+        )
+        largest = max(one.block_tokens.values())
+        return tokens // largest * largest

@@ -1,0 +1,219 @@
+"""By KV or by tokens: the ways of an epoch's moves, from what workers measured (papers/000 §V).
+
+A worker reports how fast it fetches from each other one, how fast it prefills, how busy it is, and what it
+has waiting. From these come the boundaries of `policy/division.py`: bytes that a link carries and tokens that
+a target computes within an epoch, less what earlier moves still take. What fits neither waits, but a way that
+nothing uses takes one move of any size: else a large one would wait for ever. Pure; knows no bus.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from shared.messages.moves import MoveMode, SequenceMove
+from shared.messages.reports import SequenceState, WorkerReported
+from shared.messages.sequence import SequenceRef
+
+
+class Mode(StrEnum):
+    KV = "kv"
+    TOKENS = "tokens"
+    LATER = "later"
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One move, and what it weighs either way."""
+
+    name: str
+    source: str
+    target: str
+    kv_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """For one epoch, as measured. A link or worker that is not there has no room."""
+
+    link_bytes: Mapping[tuple[str, str], int]
+    prefill_tokens: Mapping[str, int]
+
+
+def divide(migrations: Iterable[Migration], boundaries: Boundaries) -> dict[str, Mode]:
+    """The mode of each, by name. Cheaper: what takes the smaller share of its boundary."""
+    links, workers = dict(boundaries.link_bytes), dict(boundaries.prefill_tokens)
+    modes: dict[str, Mode] = {}
+    for one in sorted(migrations, key=lambda each: (-each.kv_bytes, each.name)):
+        way = (one.source, one.target)
+        shares = {
+            Mode.KV: _share(one.kv_bytes, boundaries.link_bytes.get(way, 0)),
+            Mode.TOKENS: _share(one.tokens, boundaries.prefill_tokens.get(one.target, 0)),
+        }
+        fits = {
+            Mode.KV: one.kv_bytes <= links.get(way, 0),
+            Mode.TOKENS: one.tokens <= workers.get(one.target, 0),
+        }
+        able = [mode for mode in (Mode.KV, Mode.TOKENS) if fits[mode]]
+        mode = min(able, key=lambda each: shares[each], default=Mode.LATER)
+        modes[one.name] = mode
+        if mode is Mode.KV:
+            links[way] -= one.kv_bytes
+        elif mode is Mode.TOKENS:
+            workers[one.target] -= one.tokens
+    return modes
+
+
+def _share(amount: int, boundary: int) -> float:
+    return amount / boundary if boundary > 0 else float("inf")
+
+
+ModeChoice = Literal["adaptive", "kv", "tokens"]
+LEAST_IDLE_SHARE = 0.1
+"""Of a busy worker's time that a rehearsal gets in any case."""
+_FORGET_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """What moves from and to one worker cost, as it measured."""
+
+    block_tokens: int = 0
+    block_bytes: int = 0
+    """0: its blocks cannot be fetched."""
+    fingerprint: bytes = b""
+    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """By the worker they come from."""
+    prefill_tokens_per_s: float = 0.0
+    busy_share: float = 0.0
+    waiting_tokens: int = 0
+    """Of prompts there that are not computed yet."""
+
+    @classmethod
+    def of(cls, report: WorkerReported) -> "Carrier":
+        """From its heartbeat."""
+        unfinished = (SequenceState.WAITING, SequenceState.PREFILLING)
+        return cls(
+            block_tokens=report.block_tokens,
+            block_bytes=report.kv_block_bytes,
+            fingerprint=report.fingerprint,
+            link_bytes_per_s=report.link_bytes_per_s,
+            prefill_tokens_per_s=report.prefill_tokens_per_s,
+            busy_share=report.busy_share,
+            waiting_tokens=sum(
+                max(0, listed.prompt_tokens + listed.generated_tokens - listed.computed_tokens)
+                for listed in report.sequences
+                if listed.state in unfinished
+            ),
+        )
+
+    def prefill_tokens(self, epoch_s: float) -> int:
+        """That it could compute for others within an epoch."""
+        idle_share = max(LEAST_IDLE_SHARE, 1.0 - self.busy_share)
+        return max(0, int(self.prefill_tokens_per_s * epoch_s * idle_share) - self.waiting_tokens)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    migration: Migration
+    mode: MoveMode
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A move that is wanted."""
+
+    order: SequenceMove
+    source: str
+    tokens: int
+    """Prompt and answer so far."""
+
+
+class Ways:
+    """Remembers what is on its way. `on_over` for every move that ended, or that nobody took."""
+
+    def __init__(self, choice: ModeChoice, epoch_s: float) -> None:
+        self._choice = choice
+        self._epoch_s = epoch_s
+        self._under_way: dict[SequenceRef, _UnderWay] = {}
+        self.counts: dict[str, int] = {"kv": 0, "tokens": 0, "later": 0}
+
+    def divide(
+        self, wishes: Iterable[Wish], carriers: Mapping[str, Carrier], now_s: float
+    ) -> tuple[list[SequenceMove], list[SequenceMove]]:
+        """The orders to give now, each with its mode, and those for the next epoch."""
+        self._forget(now_s)
+        listed = {str(wish.order.ref): wish for wish in wishes}
+        migrations = {name: self._migration(name, wish, carriers) for name, wish in listed.items()}
+        boundaries = self._boundaries(migrations.values(), carriers)
+        modes = divide(migrations.values(), boundaries)
+        now: list[SequenceMove] = []
+        later: list[SequenceMove] = []
+        for name, wish in listed.items():
+            mode = self._mode(migrations[name], modes[name], carriers)
+            if mode is None:
+                later.append(wish.order)
+                self.counts["later"] += 1
+                continue
+            self._under_way[wish.order.ref] = _UnderWay(migrations[name], mode, now_s)
+            self.counts[str(mode)] += 1
+            order = SequenceMove(ref=wish.order.ref, target=wish.order.target, mode=mode)
+            now.append(order)
+        return now, later
+
+    def on_over(self, ref: SequenceRef) -> None:
+        """It has moved, or will not."""
+        self._under_way.pop(ref, None)
+
+    def _forget(self, now_s: float) -> None:
+        for ref, one in list(self._under_way.items()):
+            if now_s - one.since_s > _FORGET_S:
+                del self._under_way[ref]
+
+    def _migration(self, name: str, wish: Wish, carriers: Mapping[str, Carrier]) -> Migration:
+        source = carriers.get(wish.source, Carrier())
+        blocks = wish.tokens // source.block_tokens if source.block_tokens else 0
+        return Migration(
+            name, wish.source, wish.order.target, max(1, blocks * source.block_bytes), max(1, wish.tokens)
+        )
+
+    def _boundaries(self, migrations: Iterable[Migration], carriers: Mapping[str, Carrier]) -> Boundaries:
+        """Less what is under way."""
+        links: dict[tuple[str, str], int] = {}
+        prefill: dict[str, int] = {}
+        for one in migrations:
+            links[one.source, one.target] = self._link_bytes(one.source, one.target, carriers)
+            prefill[one.target] = carriers.get(one.target, Carrier()).prefill_tokens(self._epoch_s)
+        for busy in self._under_way.values():
+            way, target = (busy.migration.source, busy.migration.target), busy.migration.target
+            if busy.mode is MoveMode.KV and way in links:
+                links[way] = max(0, links[way] - busy.migration.kv_bytes)
+            elif busy.mode is MoveMode.TOKENS and target in prefill:
+                prefill[target] = max(0, prefill[target] - busy.migration.tokens)
+        return Boundaries(links, prefill)
+
+    def _link_bytes(self, source: str, target: str, carriers: Mapping[str, Carrier]) -> int:
+        giver, taker = carriers.get(source, Carrier()), carriers.get(target, Carrier())
+        if not giver.block_bytes or giver.fingerprint != taker.fingerprint:
+            return 0
+        return int(taker.link_bytes_per_s.get(source, 0.0) * self._epoch_s)
+
+    def _mode(self, one: Migration, mode: Mode, carriers: Mapping[str, Carrier]) -> MoveMode | None:
+        """None: later."""
+        if self._choice != "adaptive":
+            return MoveMode(self._choice)
+        if mode is not Mode.LATER:
+            return MoveMode(mode)
+        if any(busy.migration.target == one.target for busy in self._under_way.values()):
+            return None
+        return self._cheaper(one, carriers)
+
+    def _cheaper(self, one: Migration, carriers: Mapping[str, Carrier]) -> MoveMode:
+        """Whichever would be over first, were it alone; by tokens where nothing was measured."""
+        link = self._link_bytes(one.source, one.target, carriers)
+        tokens = carriers.get(one.target, Carrier()).prefill_tokens(self._epoch_s)
+        by_link = one.kv_bytes / link if link else float("inf")
+        by_tokens = one.tokens / tokens if tokens else float("inf")
+        return MoveMode.KV if by_link < by_tokens else MoveMode.TOKENS

@@ -1,0 +1,324 @@
+"""Drives a packing policy from what is heard: who runs where, who grew, who ended; orders what differs.
+
+The policy's books say where every sequence should be, heartbeats where it is. An order to move is the
+difference between the two, so that detours, returns and sequences that ended compose by themselves, and a
+move that failed is written into the books as it is. Soft state: one round of heartbeats rebuilds it.
+It knows no bus and no clock. Source: papers/000 §VI-C; `algorithms.md` §3.
+"""
+
+from collections.abc import Callable, Iterable
+
+from services.placement.core.fleet import FleetCapacity, Reservation, Resident
+from services.placement.core.packing_types import Counts, Known, PackingRules
+from services.placement.core.roster import Roll
+from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
+from shared.errors import InvalidRequest
+from shared.messages.commands import PlacementItem
+from shared.messages.moves import SequenceMove, SequenceMoved
+from shared.messages.plans import WorkerStepped
+from shared.messages.sequence import SequenceKey, SequenceRef
+
+GROWTH_BLOCKS = 1
+"""Counted beside what a sequence has, for what it generates until the next epoch."""
+_JUST_NOW_S = 1.0
+
+
+class Packer:
+    """`make` builds the policy for a capacity in blocks, which is the least of all workers'."""
+
+    def __init__(self, make: Callable[[int], PackingPolicy], rules: PackingRules | None = None) -> None:
+        self.rules = rules or PackingRules()
+        self.counts = Counts()
+        self._make = make
+        self._capacity = 0
+        self._policy: PackingPolicy | None = None
+        self._roll = Roll()
+        self._known: dict[SequenceKey, Known] = {}
+        self._wanting = 0
+        self._asked_s = float("-inf")
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Of each worker, as it is packed; 0 before the first is heard of."""
+        return self._capacity
+
+    def place(
+        self, items: Iterable[PlacementItem], excluded: frozenset[str], fleet: FleetCapacity, now_s: float
+    ) -> tuple[str | None, ...]:
+        """A worker for each item, or None: wait. Once one waits, so do all after it."""
+        self.sync(fleet, now_s)
+        answers: list[str | None] = []
+        self._wanting, self._asked_s = 0, now_s
+        for item in items:
+            is_able = any(worker.admits(item) for worker in fleet.workers.values())
+            chosen = self._place(item, excluded, fleet, now_s) if is_able and not self._wanting else None
+            self._wanting += is_able and chosen is None
+            answers.append(chosen)
+        return tuple(answers)
+
+    def wanting(self, now_s: float) -> int:
+        """Sequences that found no worker, when it was asked last; if that was just now."""
+        return self._wanting if now_s - self._asked_s <= _JUST_NOW_S else 0
+
+    def _place(
+        self, item: PlacementItem, excluded: frozenset[str], fleet: FleetCapacity, now_s: float
+    ) -> str | None:
+        policy = self._policy
+        if policy is None:
+            return None
+        key = item.ref.key
+        home = policy.worker_of(key)
+        if home in excluded:
+            self._forget(key)
+            home = None
+        worker = next(iter(fleet.workers.values()))
+        blocks = self._blocks(worker.blocks(item.size_tokens) + GROWTH_BLOCKS)
+        if home is None:
+            policy.allocate(key, blocks)
+            home = policy.worker_of(key)
+        if home is None:
+            return None
+        if home in excluded or home not in fleet.workers:
+            self._forget(key)
+            home = self._elsewhere(key, blocks, excluded, fleet)
+            if home is None:
+                return None
+        known = self._known.get(key)
+        calm_until_s = known.calm_until_s if known else float("-inf")
+        blocks = known.blocks if known else blocks
+        self._known[key] = Known(item.ref, blocks, now_s, calm_until_s=calm_until_s)
+        fleet.workers[home].reservations[key] = Reservation(item.ref.attempt, blocks, now_s)
+        return home
+
+    def _elsewhere(
+        self, key: SequenceKey, blocks: int, excluded: frozenset[str], fleet: FleetCapacity
+    ) -> str | None:
+        """The policy knows of no exclusions: an idle worker instead, or else the one with the most room."""
+        policy = self._policy
+        if policy is None:
+            return None
+        homes = ((policy.worker_of(other), known.blocks) for other, known in self._known.items())
+        able = [name for name in self.idle_workers(fleet) if name not in excluded]
+        able += [
+            name
+            for name in self._roll.emptiest(homes, self._capacity - blocks)
+            if name in fleet.workers and name not in excluded
+        ]
+        if not able:
+            return None
+        policy.adopt(key, blocks, able[0])
+        return policy.worker_of(key)
+
+    def sync(self, fleet: FleetCapacity, now_s: float) -> None:
+        """Workers that came, went or began anew."""
+        heard = self._roll.heard(fleet)
+        capacity = min(
+            (self.rules.capacity(fleet.workers[name].total_blocks) for name in heard), default=self._capacity
+        )
+        if capacity != self._capacity:
+            self._begin_anew(capacity)
+        for name, incarnation in list(self._roll.present.items()):
+            if heard.get(name) != incarnation:
+                self._drop_worker(name)
+        for name, incarnation in heard.items():
+            if name not in self._roll.present and self._policy is not None:
+                self._roll.present[name] = incarnation
+                self._policy.add_worker(name, fleet.workers[name].host)
+
+    def _begin_anew(self, capacity: int) -> None:
+        """Another capacity: other classes. The next epoch finds everything again."""
+        self._capacity, self._policy = capacity, self._make(capacity)
+        self._roll.present.clear()
+        self._known.clear()
+
+    def _drop_worker(self, name: str) -> None:
+        del self._roll.present[name]
+        if self._policy is not None:
+            for key in self._policy.remove_worker(name):
+                self._known.pop(key, None)  # type: ignore[call-overload]
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        """What ended gives its place up at once, be it that no heartbeat has shown it yet."""
+        attempts = {end.ref.key: end.ref.attempt for end in stepped.ended}
+        over = [
+            key for key in attempts if key in self._known and self._known[key].ref.attempt <= attempts[key]
+        ]
+        if over and self._policy is not None:
+            self._end(self._policy, over)
+
+    def on_epoch(self, fleet: FleetCapacity, now_s: float) -> tuple[SequenceMove, ...]:
+        """Brings the books up to date and says which moves they want."""
+        self.sync(fleet, now_s)
+        policy = self._policy
+        if policy is None:
+            return ()
+        seen = self._roll.seen(fleet)
+        self._follow(policy, seen, now_s)
+        ended = list(self._ends(seen, now_s))
+        if ended:
+            self._end(policy, ended)
+        for key, (worker_id, resident) in seen.items():
+            if key not in self._known:
+                self._adopt(policy, key, worker_id, resident, now_s)
+        self._note(policy.apply(list(self._growths(seen))))
+        return tuple(self._orders(policy, fleet, now_s))
+
+    def _follow(
+        self, policy: PackingPolicy, seen: dict[SequenceKey, tuple[str, Resident]], now_s: float
+    ) -> None:
+        """Where they are now. One that is elsewhere than the books say, and not because of a move of ours,
+        stays there."""
+        for key, (worker_id, resident) in seen.items():
+            known = self._known.get(key)
+            if known is None or resident.attempt < known.ref.attempt:
+                continue
+            was = known.worker_id
+            known.ref = SequenceRef(request_id=key[0], choice=key[1], attempt=resident.attempt)
+            known.heard_s, known.worker_id = now_s, worker_id
+            home = policy.worker_of(key)
+            if worker_id == home:
+                known.moving_s = None
+            elif was != worker_id and home is not None:
+                self._take_back(policy, key, known)
+
+    def _ends(self, seen: dict[SequenceKey, tuple[str, Resident]], now_s: float) -> Iterable[SequenceKey]:
+        for key, known in self._known.items():
+            waited_s = now_s - known.heard_s
+            patience_s = self.rules.patience_s if known.worker_id is None or known.moving_s else 0.0
+            if key not in seen and waited_s >= patience_s:
+                yield key
+
+    def _end(self, policy: PackingPolicy, ended: list[SequenceKey]) -> None:
+        for key in ended:
+            del self._known[key]
+        self._note(policy.apply([Operation(Action.END, key) for key in ended]))
+
+    def _growths(self, seen: dict[SequenceKey, tuple[str, Resident]]) -> Iterable[Operation]:
+        for key, (_, resident) in seen.items():
+            known = self._known.get(key)
+            blocks = self._blocks(_size(resident))
+            if known is not None and blocks > known.blocks:
+                known.blocks = blocks
+                yield Operation(Action.GROW, key, blocks)
+
+    def _adopt(
+        self, policy: PackingPolicy, key: SequenceKey, worker_id: str, resident: Resident, now_s: float
+    ) -> None:
+        ref = SequenceRef(request_id=key[0], choice=key[1], attempt=resident.attempt)
+        blocks = self._blocks(_size(resident))
+        try:
+            effects = policy.adopt(key, blocks, worker_id)
+        except InvalidRequest:
+            self.counts.strays += 1
+            return
+        self._note(effects)
+        if policy.worker_of(key) is not None:
+            self._known[key] = Known(ref, blocks, now_s, worker_id)
+
+    def _note(self, effects: PackingEffects) -> None:
+        """Displaced ones run on where they are, beyond the books, until a later epoch finds room."""
+        self.counts.strays += len(effects.displaced)
+        for key in (*effects.displaced, *effects.waiting):
+            self._known.pop(key, None)  # type: ignore[call-overload]
+
+    def _orders(self, policy: PackingPolicy, fleet: FleetCapacity, now_s: float) -> Iterable[SequenceMove]:
+        for key, known in self._known.items():
+            home = policy.worker_of(key)
+            if known.moving_s is not None and now_s - known.moving_s > self.rules.move_patience_s:
+                known.moving_s = None
+            is_free = known.moving_s is None and now_s >= known.calm_until_s
+            if not is_free or home is None or known.worker_id in (None, home) or home not in fleet.workers:
+                continue
+            known.moving_s = now_s
+            self.counts.ordered += 1
+            yield SequenceMove(ref=known.ref, target=home)
+
+    def on_postponed(self, order: SequenceMove) -> None:
+        """There is no way for it in this epoch: it comes again."""
+        known = self._known.get(order.ref.key)
+        if known is not None:
+            known.moving_s = None
+            self.counts.ordered -= 1
+
+    def on_refused(self, order: SequenceMove, now_s: float) -> None:
+        """The scheduler did not begin it."""
+        self._on_failed(order.ref, now_s)
+
+    def on_moved(self, moved: SequenceMoved, now_s: float) -> None:
+        """A move is over, be it one of ours or not."""
+        if moved.reason:
+            self._on_failed(moved.ref, now_s)
+            return
+        self.counts.moved += 1
+        known = self._known.get(moved.ref.key)
+        if known is not None and known.ref == moved.ref:
+            known.worker_id, known.moving_s, known.heard_s = moved.target, None, now_s
+        if known is not None:
+            known.calm_until_s = now_s + self.rules.calm_s
+
+    def _on_failed(self, ref: SequenceRef, now_s: float) -> None:
+        known = self._known.get(ref.key)
+        if known is None or known.moving_s is None or self._policy is None:
+            return
+        self.counts.failed += 1
+        known.moving_s, known.calm_until_s = None, now_s + self.rules.calm_s
+        self._take_back(self._policy, ref.key, known)
+
+    def _take_back(self, policy: PackingPolicy, key: SequenceKey, known: Known) -> None:
+        """The books follow the world."""
+        if known.worker_id is None or known.worker_id not in self._roll.present:
+            return
+        policy.end(key)
+        effects = policy.adopt(key, known.blocks, known.worker_id)
+        known.moving_s = None
+        self._note(effects)
+
+    def _forget(self, key: SequenceKey) -> None:
+        self._known.pop(key, None)
+        if self._policy is not None:
+            self._policy.end(key)
+
+    def idle_workers(self, fleet: FleetCapacity) -> list[str]:
+        """That serve nothing, by the books and by their own word."""
+        used = {self._policy.worker_of(key) for key in self._known} if self._policy else set()
+        return sorted(
+            name
+            for name in self._roll.present
+            if name in fleet.workers and name not in used and not fleet.workers[name].residents
+        )
+
+    def retire(self, worker_id: str, fleet: FleetCapacity) -> None:
+        """It gets nothing more in this incarnation: it is about to be stopped."""
+        self._roll.retire(worker_id, fleet)
+        if worker_id in self._roll.present:
+            self._drop_worker(worker_id)
+
+    def unretire(self, worker_id: str) -> None:
+        """It was not stopped after all."""
+        self._roll.unretire(worker_id)
+
+    def state_of(self, worker_id: str) -> str:
+        """For people: the class of its largest item, idle, draining, retired."""
+        categories = getattr(self._policy, "categories", None)
+        used = [key for key in self._known if self._policy and self._policy.worker_of(key) == worker_id]
+        if used and worker_id in self._roll.present:
+            return str(categories()[worker_id]) if categories is not None else "active"
+        residents = any(known.worker_id == worker_id for known in self._known.values())
+        return self._roll.state_of(worker_id, has_residents=residents)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books contradict themselves."""
+        if self._policy is None:
+            assert not self._known and not self._roll.present
+            return
+        self._policy.check_integrity()
+        for key in self._known:
+            assert self._policy.worker_of(key) in self._roll.present, f"{key} is known and has no place"
+
+    def _blocks(self, blocks: int) -> int:
+        least = -(-self._capacity // self.rules.most_sequences)
+        return max(1, least, min(blocks, self._capacity))
+
+
+def _size(resident: Resident) -> int:
+    return max(resident.allocated_blocks, resident.needed_blocks + GROWTH_BLOCKS)

@@ -1,0 +1,98 @@
+"""Counts of answer lengths by prompt length: the baseline that every other length model has to beat.
+
+Each prompt-length bucket keeps decayed counts of ended and of censored answers per length bin, and estimates
+the chance of ending in each bin the product-limit way (Kaplan and Meier 1958), so that answers cut by their
+limit push the tail up instead of piling up at the limit. A bucket with few samples leans on all prompts
+together, and those on a log-normal prior. It looks at nothing of the prompt but its length. Source:
+papers/003 §2.3, `algorithms.md` §2.
+"""
+
+import math
+
+import numpy as np
+
+from services.predictor.core import distribution
+from services.predictor.core.distribution import Floats, summarize
+from services.predictor.core.length_model import LengthSample, PredictedLength
+from shared.messages.sequence import TOKEN_BYTES
+
+
+class LengthCounts:
+    """Decayed counts of one prompt bucket: `ended` and `censored`, both [distribution.COUNT]."""
+
+    def __init__(self, window_samples: int) -> None:
+        self.ended: Floats = np.zeros(distribution.COUNT)
+        self.censored: Floats = np.zeros(distribution.COUNT)
+        self._keep = 1.0 - 1.0 / window_samples
+
+    def add(self, output_tokens: int, censored: bool) -> None:
+        self.ended *= self._keep
+        self.censored *= self._keep
+        (self.censored if censored else self.ended)[distribution.bin_of(output_tokens)] += 1.0
+
+    def mass(self, prior: Floats, prior_samples: float) -> Floats:
+        """Probability of each length bin, [COUNT], with `prior` counting as `prior_samples` answers."""
+        ended = self.ended + prior * prior_samples
+        at_risk = np.cumsum((ended + self.censored)[::-1])[::-1]
+        hazard = np.divide(ended, at_risk, out=np.zeros_like(ended), where=at_risk > 0)
+        hazard[-1] = 1.0  # every answer ends somewhere
+        survival = np.cumprod(1.0 - hazard)
+        result: Floats = np.diff(1.0 - survival, prepend=0.0)
+        return result
+
+
+def log_normal_mass(median_tokens: float, sigma: float) -> Floats:
+    """Probability of each bin under a log-normal law, [distribution.COUNT], summing to 1."""
+    z = (np.log(distribution.UPPER + 0.5) - math.log(median_tokens)) / (sigma * math.sqrt(2.0))
+    below = np.array([0.5 * (1.0 + math.erf(value)) for value in z])
+    below[-1] = 1.0
+    result: Floats = np.diff(below, prepend=0.0)
+    return result
+
+
+class HistogramModel:
+    """Length quantiles and conditional expectations from counts. Memory is fixed: buckets × bins."""
+
+    name = "histogram"
+
+    def __init__(
+        self,
+        *,
+        window_samples: int = 4000,
+        prior_samples: float = 4.0,
+        prior_median_tokens: float = 100.0,
+        prior_sigma: float = 1.0,
+        longest_prompt_tokens: int = 1 << 20,
+    ) -> None:
+        """After `window_samples` more an answer counts 1/e; the prior counts as `prior_samples` answers."""
+        self._prior_samples = prior_samples
+        self._prior = log_normal_mass(prior_median_tokens, prior_sigma)
+        self._everything = LengthCounts(window_samples)
+        self._buckets = [LengthCounts(window_samples) for _ in range(longest_prompt_tokens.bit_length() + 1)]
+        self._mass_by_bucket: dict[int, Floats] = {}
+        self._updates = 0
+
+    @property
+    def version(self) -> str:
+        return f"histogram-{self._updates}"
+
+    def _bucket(self, prompt: bytes) -> int:
+        return min((len(prompt) // TOKEN_BYTES).bit_length(), len(self._buckets) - 1)
+
+    def observe(self, sample: LengthSample) -> None:
+        self._everything.add(sample.output_tokens, sample.censored)
+        self._buckets[self._bucket(sample.prompt)].add(sample.output_tokens, sample.censored)
+        self._mass_by_bucket.clear()
+        self._updates += 1
+
+    def _mass(self, bucket: int) -> Floats:
+        mass = self._mass_by_bucket.get(bucket)
+        if mass is None:
+            overall = self._everything.mass(self._prior, self._prior_samples)
+            mass = self._buckets[bucket].mass(overall, self._prior_samples)
+            self._mass_by_bucket[bucket] = mass
+        return mass
+
+    def predict(self, prompt: bytes, *, max_tokens: int, generated_tokens: int = 0) -> PredictedLength:
+        mass = self._mass(self._bucket(prompt))
+        return summarize(mass, max_tokens=max_tokens, generated_tokens=generated_tokens)

@@ -1,0 +1,279 @@
+"""The scheduler's decisions: one method per event, each returning the effects to carry out, in order.
+
+Pure and deterministic: no clock, no bus. Its state is soft: a new core on an empty table finds everything
+again in heartbeats, snapshots and resubmissions. Batches are the policy's affair, workers' placement is
+placement's.
+"""
+
+from collections import Counter
+from typing import Any
+
+from services.scheduler.core.effects import Effect, StepDown
+from services.scheduler.core.fleet import Fleet
+from services.scheduler.core.intake import Admission, Intake
+from services.scheduler.core.moves import Moves
+from services.scheduler.core.pressure import PressureWatch
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import HELD, Sequence, kinds_of
+from services.scheduler.core.worker_pipeline import Sync
+from services.scheduler.oversized import OversizedWatch
+from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.standstill import Standstill
+from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
+from shared.messages.commands import CancelSequence, LengthPrediction
+from shared.messages.moves import BlocksPulled, SequenceMove
+from shared.messages.plans import BatchPlan, WorkerStepped
+from shared.messages.reports import GatewayReported, WorkerReported
+from shared.messages.sequence import SequenceRef, SequenceSpec
+from shared.messages.values import EPOCH_REACH
+
+_EXPIRE_INTERVAL_S = 1.0
+WANT_INTERVAL_S = 0.25
+LEAST_TERM_S = 10.0
+"""For which a worker's word alone does not end a term."""
+
+
+class SchedulerCore:
+    """One term of leadership. `epoch` is final once the first round of heartbeats is over
+    (`is_commanding`)."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        make_policy: PolicyFactory,
+        epoch: int,
+        now_s: float,
+        most_epoch: int = EPOCH_REACH,
+    ) -> None:
+        """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used."""
+        self._most_epoch = most_epoch
+        self._commands_since_s = float("inf")
+        self._rules = rules
+        self._roster = Roster(rules)
+        self._fleet = Fleet(self._roster, make_policy, epoch)
+        self._intake = Intake(self._roster)
+        self._moves = Moves(self._roster, rules.moves)
+        self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
+        self._oversized = OversizedWatch(self._roster, self._moves, rules.oversized)
+        self._standstill = Standstill(self._roster, now_s)
+        self._round_ends_s = now_s + rules.round_s
+        self._ticked_s = now_s
+        self._expired_s = now_s
+        self._wanted_s = now_s
+        self._deposed = False
+
+    @property
+    def epoch(self) -> int:
+        return self._fleet.epoch
+
+    @property
+    def is_commanding(self) -> bool:
+        return self._fleet.commanding
+
+    @property
+    def queued(self) -> int:
+        """Sequences that no worker holds yet."""
+        return sum(sequence.phase not in HELD for sequence in self._roster.sequences.values())
+
+    @property
+    def running(self) -> int:
+        return sum(sequence.phase in HELD for sequence in self._roster.sequences.values())
+
+    @property
+    def standstill_s(self) -> float:
+        """For so long work has waited where nothing moves; 0 where all is well."""
+        return self._standstill.still_s(self._ticked_s)
+
+    def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
+        """Raises what `Intake.on_submit` raises; then nothing has changed."""
+        admission, effects = self._intake.on_submit(spec, now_s)
+        sequence = self._roster.find(spec.ref)
+        target = None if sequence is None else self._moves.lane_for(sequence)
+        lane = target if sequence is None else target or self._roster.lane_without_choice(sequence)
+        if lane is None or sequence is None or self._deposed:
+            return admission, effects + self._ask_placement(now_s)
+        self._roster.place(sequence, lane, now_s, midway=target is not None)
+        told = self._roster.told_of(sequence, lane)
+        return admission, [*self._after(effects, now_s), told]
+
+    def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
+        """Raises InvalidRequest when it cannot be moved there."""
+        if self._deposed:
+            raise InvalidRequest("this scheduler was replaced", param="moves")
+        return self._after(self._moves.begin(order, now_s), now_s)
+
+    def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
+        """The answer to `AskTokens`; None when there was none."""
+        return self._after(self._moves.on_tokens(ref, tokens, now_s), now_s)
+
+    def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
+        """The answer to `AskPull`; None when there was none."""
+        return self._after(self._moves.on_pulled(ref, pulled, now_s), now_s)
+
+    def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
+        return self._after(self._intake.on_cancel(command, now_s), now_s)
+
+    def on_gateway_reported(self, event: GatewayReported, now_s: float) -> list[Effect]:
+        """A heartbeat of an incarnation that was replaced is ignored."""
+        try:
+            return self._after(self._intake.on_gateway_reported(event, now_s), now_s)
+        except UnavailableError:
+            return []
+
+    def on_worker_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
+        """One that obeys a later epoch: this scheduler was replaced, or its lease was lost and begun anew.
+
+        The first shows in the lease, too. For the second a term ends, but not one that has just begun: a
+        worker that claims ever later epochs costs the others little.
+        """
+        if report.epoch > self._most_epoch:
+            return []
+        if report.epoch >= self.epoch and not self.is_commanding:
+            self._fleet.epoch = report.epoch + 1
+        if report.epoch > self.epoch:
+            if now_s - self._commands_since_s < LEAST_TERM_S:
+                return []
+            return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
+        return self._after(self._fleet.on_reported(report, now_s), now_s)
+
+    def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
+        return self._after(self._fleet.on_stepped(event, now_s), now_s)
+
+    def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
+        effects = self._fleet.on_snapshot(snapshot, now_s)
+        for listed in snapshot.sequences:
+            self._intake.watch(listed.gateway_id, now_s)
+        return self._after(effects, now_s)
+
+    def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
+        """The plan is too large for the bus. (One that is merely lost on the way is noticed by itself.)"""
+        return self._after(self._fleet.on_plan_unsent(worker_id, plan, reason, now_s), now_s)
+
+    def on_snapshot_failed(self, worker_id: str, now_s: float) -> list[Effect]:
+        """No answer; it is asked again for as long as the worker is heard of."""
+        self._fleet.on_snapshot_failed(worker_id, now_s)
+        return []
+
+    def on_placed(
+        self, question: int, worker_ids: tuple[str | None, ...] | None, now_s: float
+    ) -> list[Effect]:
+        """Placement's answer, one worker or None per item; `worker_ids` is None when there was no answer."""
+        answered = worker_ids or ()
+        more = len(self._roster.backlog) > len(answered) and any(answered)
+        refs = self._roster.backlog.close(question, more=more, now_s=now_s)
+        effects: list[Effect] = []
+        for ref, worker_id in zip(refs, answered, strict=False):
+            sequence = self._roster.find(ref)
+            if sequence is not None and sequence in self._roster.backlog:
+                effects += self._place(sequence, worker_id, now_s)
+        return self._after(effects, now_s)
+
+    def _place(self, sequence: Sequence, worker_id: str | None, now_s: float) -> list[Effect]:
+        try:
+            self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
+        except ContextOverflow as error:
+            return [self._roster.give_up(sequence, error, now_s)]
+        lane = self._roster.lanes.get(worker_id or "")
+        in_step = lane is not None and lane.sync is Sync.IN_STEP
+        if in_step and lane is not None and sequence.limit_tokens <= lane.report.max_context_tokens:
+            self._roster.place(sequence, lane, now_s)
+        return []
+
+    def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
+        sequence = self._roster.find(ref)
+        if sequence is None:
+            return []
+        sequence.prediction = prediction
+        lane = self._roster.lanes.get(sequence.worker_id or "")
+        if lane is not None:
+            lane.predict(ref.key, prediction, now_s)
+        return self._after([], now_s)
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        """To be called every few hundredths of a second while connected, and only then."""
+        paused_s = now_s - self._ticked_s
+        self._ticked_s = now_s
+        if paused_s > self._rules.stall_s:
+            self._fleet.forgive(paused_s)
+            self._intake.forgive(paused_s)
+            self._standstill.forgive(paused_s)
+            self._round_ends_s += paused_s
+        effects: list[Effect] = []
+        if not self.is_commanding and now_s >= self._round_ends_s:
+            effects += self._fleet.command(self.epoch, now_s)
+            self._commands_since_s = now_s
+        effects += self._fleet.on_tick(now_s)
+        effects += self._intake.on_tick(now_s)
+        effects += self._pressure.on_tick(now_s)
+        effects += self._standstill.on_tick(now_s)
+        if now_s - self._expired_s > _EXPIRE_INTERVAL_S:
+            self._expired_s = now_s
+            self._roster.expire(now_s)
+        if now_s - self._wanted_s > WANT_INTERVAL_S and not self._deposed:
+            self._wanted_s = now_s
+            wants = self._roster.wanted()
+            effects += self._pressure.with_limits(wants, now_s)
+            effects += self._oversized.on_wants(wants, now_s)
+        return self._after(effects, now_s)
+
+    def _after(self, effects: list[Effect], now_s: float) -> list[Effect]:
+        """Whatever changed: plan where there is room, and ask for places. What it costs does not grow with
+        the workers to which nothing happened."""
+        if self._deposed:
+            return effects
+        effects += self._moves.advance(now_s)
+        for lane in self._roster.changed_lanes():
+            effects += lane.next_plans(now_s)
+        return effects + self._ask_placement(now_s)
+
+    def _ask_placement(self, now_s: float) -> list[Effect]:
+        lanes = self._roster.lanes
+        is_due = self._roster.backlog.is_due(now_s)
+        if not is_due or not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
+            return []
+        kinds = kinds_of(self._roster.reports())
+        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)
+        return [] if question is None else [question]
+
+    def _step_down(self, epoch: int, reason: str) -> list[Effect]:
+        self._deposed = True
+        return [StepDown(epoch, reason)]
+
+    def describe(self) -> dict[str, Any]:
+        """For people: counts, and one row per worker."""
+        phases: dict[str, int] = {}
+        for sequence in self._roster.sequences.values():
+            phases[str(sequence.phase)] = phases.get(str(sequence.phase), 0) + 1
+        lanes = self._roster.lanes.values()
+        are_refused = any(lane.refusal for lane in lanes)
+        workers = [
+            {
+                "worker": lane.worker_id,
+                "sync": str(lane.sync),
+                "outstanding_steps": lane.outstanding_steps,
+                "sequences": len(self._roster.of_worker(lane.worker_id)),
+                "free_blocks": lane.report.capacity.free_blocks,
+                "total_blocks": lane.report.capacity.total_blocks,
+                **({"refused": lane.refusal.message if lane.refusal else ""} if are_refused else {}),
+            }
+            for lane in lanes
+        ]
+        decisions = {f"relief_{rung}": count for rung, count in sorted(self._pressure.decisions.items())}
+        preempted: Counter[str] = Counter()
+        for lane in lanes:
+            preempted.update({f"preempted_{mode}": count for mode, count in lane.preempting.counts.items()})
+        moves = {**self._moves.describe(), **decisions, **preempted}
+        return {
+            "epoch": self.epoch,
+            "snapshots": self._fleet.snapshots,
+            "standstill_s": round(self.standstill_s, 1),
+            **phases,
+            **moves,
+            "workers": workers,
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when roster, backlog, lanes or a policy disagree."""
+        self._roster.check_integrity()
+        self._moves.check_integrity()

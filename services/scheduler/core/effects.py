@@ -1,0 +1,170 @@
+"""What the core wants done. It sends nothing itself; whoever drives it carries these out, in order."""
+
+from dataclasses import dataclass
+
+from services.scheduler.core.sequence import Phase
+from services.scheduler.policy.relief import Relief
+from shared.errors import ModelMismatch
+from shared.messages.commands import CancelSequence, PlacementItem
+from shared.messages.moves import MovePrepared, PullBlocks, SequenceMoved
+from shared.messages.plans import BatchPlan
+from shared.messages.reports import WorkerLost
+from shared.messages.sequence import FinishReason, SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    worker_id: str
+    plan: BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class AskPlacement:
+    """One question is open at a time; answer with `on_placed(question, …)`, None when there was no answer.
+
+    Number 0 asks nothing: the sequence is placed already, and placement's books should know of it.
+    """
+
+    question: int
+    items: tuple[PlacementItem, ...]
+    excluded_workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrediction:
+    """Answer with `on_predicted`, or not at all."""
+
+    ref: SequenceRef
+    prompt: bytes
+    max_tokens: int
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Answer with `on_snapshot` or `on_snapshot_failed`."""
+
+    worker_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAtWorker:
+    worker_id: str
+    command: CancelSequence
+
+
+@dataclass(frozen=True, slots=True)
+class WantKvAtWorker:
+    """A sequence of so many tokens waits there that the worker's KV, as it is, cannot hold; 0: none does."""
+
+    worker_id: str
+    tokens: int
+    may_borrow_ahead: bool = True
+    """False: not for what only runs short."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWorkerLost:
+    lost: WorkerLost
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseWorker:
+    """It gets no work as long as it is what it is and the others are what they are. For people to know."""
+
+    worker_id: str
+    error: ModelMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class AskTokens:
+    """Which tokens the answer has by now; answer with `on_tokens`, None when there was no answer."""
+
+    worker_id: str
+    ref: SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class AskPull:
+    """A target is to fetch blocks of a sequence that moves; answer with `on_pulled`, None when there was no
+    answer."""
+
+    worker_id: str
+    ref: SequenceRef
+    order: PullBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPrepared:
+    prepared: MovePrepared
+
+
+@dataclass(frozen=True, slots=True)
+class PublishMoved:
+    moved: SequenceMoved
+
+
+@dataclass(frozen=True, slots=True)
+class NoteRelief:
+    """What was decided where memory ran out, and the costs behind it; for the log."""
+
+    worker_id: str
+    relief: Relief
+
+
+@dataclass(frozen=True, slots=True)
+class NoteStandstill:
+    """Work waits and nothing moves; for the log."""
+
+    place: str
+    """A worker, or anywhere."""
+    waiting: int
+    """Sequences."""
+    still_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
+    anew."""
+
+    epoch: int
+    """The epoch heard."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLeft:
+    """A sequence is over for the scheduler; for the one line it logs about it."""
+
+    ref: SequenceRef
+    phase: Phase
+    finish_reason: FinishReason | None
+    worker_id: str | None
+    prompt_tokens: int
+    generated_tokens: int | None
+    queued_s: float
+    """From acceptance to its first planned chunk, or to the end if it never started."""
+    total_s: float
+
+
+Effect = (
+    SendPlan
+    | AskPlacement
+    | AskPrediction
+    | AskSnapshot
+    | CancelAtWorker
+    | WantKvAtWorker
+    | PublishWorkerLost
+    | RefuseWorker
+    | AskTokens
+    | AskPull
+    | PublishPrepared
+    | PublishMoved
+    | NoteRelief
+    | NoteStandstill
+    | StepDown
+    | SequenceLeft
+)

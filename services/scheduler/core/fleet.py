@@ -1,0 +1,239 @@
+"""The workers: heartbeats, loss, and the one way back into step (snapshot, adoption).
+
+Start of the scheduler, start or return of a worker, a gap in its reports, a skipped item and a lost plan
+are all the same to it: no plan until the worker has said what it holds. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from services.scheduler.core.adoption import adopt_snapshot
+from services.scheduler.core.effects import AskSnapshot, Effect, PublishWorkerLost, RefuseWorker
+from services.scheduler.core.outstanding import Trouble
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.sequence import HELD, Phase
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.policy.contract import PolicyFactory
+from shared.errors import InternalError, ModelMismatch
+from shared.incarnations import Incarnations
+from shared.messages.plans import BatchPlan, WorkerStepped
+from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
+from shared.messages.sequence import SequenceRef
+
+_SHOWN = 8
+"""Digits of a digest that a person is shown."""
+
+
+def prevailing(reports: Iterable[WorkerReported]) -> WorkerReported | None:
+    """One of those that serve what most serve; of equally many, with the lowest worker id."""
+    by_id = sorted(reports, key=lambda report: report.worker_id)
+    counts = Counter((report.model, report.weights) for report in by_id)
+    return max(by_id, key=lambda report: counts[(report.model, report.weights)], default=None)
+
+
+def mismatch(report: WorkerReported, accepted: Sequence[WorkerReported]) -> ModelMismatch | None:
+    """Why this worker cannot work beside those; None when it can."""
+    for other in accepted:
+        if report.model != other.model:
+            return ModelMismatch(
+                f"{report.worker_id} serves {report.model!r}, {other.worker_id} serves {other.model!r}; "
+                "give all workers of a stack the same model and served_name, or another stack",
+                param="served_name",
+            )
+        if report.weights and other.weights and report.weights != other.weights:
+            return ModelMismatch(
+                f"{report.worker_id} and {other.worker_id} both serve {report.model!r}, with different "
+                f"weights or configurations ({report.weights[:_SHOWN]}…, {other.weights[:_SHOWN]}…); load "
+                "the same files, in the same dtype, on all of them",
+                param="model",
+            )
+    return None
+
+
+_STRANGER_HEARTBEATS = 4
+
+
+class Fleet:
+    """Lanes come and go with heartbeats. `commanding` is False until a new scheduler has heard one round of
+    them."""
+
+    def __init__(self, roster: Roster, make_policy: PolicyFactory, epoch: int) -> None:
+        self.roster = roster
+        self.epoch = epoch
+        self.commanding = False
+        self.snapshots = 0
+        self._make_policy = make_policy
+        self._rules = roster.rules
+        self._incarnations = Incarnations()
+
+    def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+            return effects
+        lane = self.roster.lanes.get(report.worker_id)
+        if lane is not None and report.incarnation != lane.incarnation:
+            effects += self.lose(lane, now_s)
+            lane = None
+        if lane is None:
+            lane = self.roster.welcome(report, self.epoch, now_s)
+        lane.heard_s = now_s
+        if report.seq < lane.report.seq:
+            return effects
+        trouble = self._compare(lane, report, now_s)
+        lane.report = report
+        if lane.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:
+            effects += self._admit(lane, Trouble("worker heard of"), now_s)
+        elif trouble is not None:
+            effects += self._resync(lane, trouble, now_s)
+        return effects
+
+    def _compare(self, lane: WorkerPipeline, report: WorkerReported, now_s: float) -> Trouble | None:
+        if lane.policy is None:
+            return None
+        lane.resize(report, now_s)
+        lane.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
+        return lane.on_heartbeat(report, now_s) or self._strangers(lane, report)
+
+    def _strangers(self, lane: WorkerPipeline, report: WorkerReported) -> Trouble | None:
+        """Sequences that live there unbeknown to us would take blocks that plans count on."""
+        seen: dict[SequenceRef, int] = {}
+        for listed in report.sequences:
+            known = self.roster.find(listed.ref)
+            here = known is not None and known.worker_id == lane.worker_id and known.phase in HELD
+            if listed.state is not SequenceState.ENDED and not here:
+                seen[listed.ref] = lane.strangers.get(listed.ref, 0) + 1
+        lane.strangers = seen
+        if any(count >= _STRANGER_HEARTBEATS for count in seen.values()):
+            return Trouble("it holds sequences that are not known to be there")
+        return None
+
+    def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
+        lane = self.roster.lanes.get(event.worker_id)
+        if lane is None or lane.incarnation != event.incarnation:
+            return []
+        effects: list[Effect] = []
+        for end in event.ended:
+            sequence = self.roster.find(end.ref)
+            if sequence is not None and sequence.worker_id == event.worker_id and sequence.phase in HELD:
+                effects.append(
+                    self.roster.leave(
+                        sequence,
+                        Phase.ENDED,
+                        now_s,
+                        reason=end.finish_reason,
+                        generated_tokens=end.generated_tokens,
+                    )
+                )
+        trouble = lane.on_stepped(event, now_s)
+        if trouble is not None:
+            effects += self._resync(lane, trouble, now_s)
+        return effects
+
+    def command(self, epoch: int, now_s: float) -> list[Effect]:
+        """The first round of heartbeats is over: take every worker over."""
+        self.epoch, self.commanding = epoch, True
+        effects: list[Effect] = []
+        lanes = list(self.roster.lanes.values())
+        model = prevailing(lane.report for lane in lanes)
+        for lane in sorted(
+            lanes, key=lambda lane: mismatch(lane.report, [model] if model else []) is not None
+        ):
+            lane.epoch = epoch
+            effects += self._admit(lane, Trouble("new scheduler"), now_s)
+        return effects
+
+    def _admit(self, lane: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
+        """Into step, unless it serves something else than those that are; then what it holds is lost."""
+        accepted = [
+            other.report
+            for other in self.roster.lanes.values()
+            if other is not lane and other.sync in (Sync.ASKED, Sync.IN_STEP)
+        ]
+        error = mismatch(lane.report, accepted)
+        if error is None:
+            return self._resync(lane, trouble, now_s)
+        if lane.sync is Sync.REFUSED:
+            return []
+        lane.refuse(error)
+        held = [listed.ref for listed in lane.report.sequences if listed.state is not SequenceState.ENDED]
+        lost = WorkerLost(worker_id=lane.worker_id, incarnation=lane.incarnation, refs=tuple(held))
+        return [RefuseWorker(lane.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for lane in list(self.roster.lanes.values()):
+            hung = lane.sync is Sync.ASKED and now_s - lane.asked_s > self._rules.snapshot_patience_s
+            if hung or now_s - lane.heard_s > self._rules.worker_timeout_s:
+                effects += self.lose(lane, now_s)
+                continue
+            trouble = lane.on_tick(now_s)
+            if trouble is not None:
+                effects += self._resync(lane, trouble, now_s)
+            elif lane.ask_again_s is not None and now_s >= lane.ask_again_s:
+                lane.ask_again_s = None
+                effects.append(AskSnapshot(lane.worker_id, self.epoch, "asked again"))
+        return effects
+
+    def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
+        """A plan that cannot be sent as it is, now or later: its longest start is to blame."""
+        lane = self.roster.lanes.get(worker_id)
+        if lane is None or lane.sync is not Sync.IN_STEP:
+            return []
+        longest = max(plan.starts, key=lambda spec: len(spec.prompt) + len(spec.generated), default=None)
+        culprits = () if longest is None else (longest.ref,)
+        return self._resync(lane, Trouble(f"plan {plan.seq} was not sent: {reason}", culprits), now_s)
+
+    def forgive(self, paused_s: float) -> None:
+        """The scheduler itself did not listen for so long: nobody was silent."""
+        for lane in self.roster.lanes.values():
+            lane.heard_s += paused_s
+            lane.asked_s += paused_s
+        self._incarnations.forgive(paused_s)
+
+    def on_snapshot_failed(self, worker_id: str, now_s: float) -> None:
+        lane = self.roster.lanes.get(worker_id)
+        if lane is not None and lane.sync is Sync.ASKED:
+            lane.ask_again_s = now_s + self._rules.snapshot_retry_s
+
+    def lose(self, lane: WorkerPipeline, now_s: float) -> list[Effect]:
+        """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
+        self.roster.lose(lane, now_s)
+        effects: list[Effect] = []
+        refs = []
+        for sequence in self.roster.of_worker(lane.worker_id):
+            if sequence.phase is Phase.PLACED:
+                self.roster.take_back(sequence, now_s)
+            else:
+                refs.append(sequence.ref)
+                effects.append(self.roster.leave(sequence, Phase.LOST, now_s))
+        for key, (_, worker_id) in self.roster.ended.items():
+            if worker_id == lane.worker_id:
+                self.roster.ended.pop(key)
+        lost = WorkerLost(worker_id=lane.worker_id, incarnation=lane.incarnation, refs=tuple(refs))
+        return [*effects, PublishWorkerLost(lost)]
+
+    def _resync(self, lane: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
+        """Stop planning and ask what the worker holds; give up whatever keeps causing this."""
+        effects: list[Effect] = []
+        culprits = [
+            sequence
+            for ref in dict.fromkeys(trouble.culprits)
+            if (sequence := self.roster.find(ref)) is not None
+        ]
+        lane.lose_step(now_s)
+        for sequence in culprits:
+            sequence.faults += 1
+            if sequence.faults > self._rules.max_faults:
+                error = InternalError(f"{sequence.ref} was given up: {lane.worker_id}: {trouble.reason}")
+                effects.append(self.roster.give_up(sequence, error, now_s))
+        self.snapshots += 1
+        return [*effects, AskSnapshot(lane.worker_id, self.epoch, trouble.reason)]
+
+    def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
+        """The worker said what it holds: in step again, with a policy that knows it."""
+        lane = self.roster.lanes.get(snapshot.worker_id)
+        if lane is None or lane.sync is not Sync.ASKED or lane.incarnation != snapshot.incarnation:
+            return []
+        lane.heard_s = now_s
+        effects = adopt_snapshot(self.roster, lane, snapshot, self._make_policy, now_s)
+        return effects

@@ -1,0 +1,167 @@
+"""What gateways ask for: submissions, cancels, and their own signs of life. Pure.
+
+Submissions are idempotent: an attempt that is known, over or cancelled is left as it is; a higher one
+replaces it.
+"""
+
+from dataclasses import dataclass
+
+from services.scheduler.core.effects import AskPrediction, Effect
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.sequence import HELD, Phase, Sequence
+from shared.errors import ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, UnavailableError
+from shared.incarnations import SILENCE_S, Incarnations
+from shared.messages.commands import CancelSequence
+from shared.messages.reports import GatewayReported
+from shared.messages.sequence import FinishReason, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The answer to a submission."""
+
+    known: bool
+    worker_id: str | None = None
+
+
+class Intake:
+    """Admits sequences into the roster, and ends them when nobody reads them any more."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self._rules = roster.rules
+        self._gateways: dict[str, tuple[int, float]] = {}
+        """Incarnation, and when it was last heard."""
+        self._incarnations = Incarnations()
+
+    def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
+        """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, InternalError when it was
+        given up, or UnavailableError for a start of a gateway that was replaced."""
+        effects = self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
+        known = self.roster.sequences.get(spec.ref.key)
+        if known is not None and known.ref.attempt >= spec.ref.attempt:
+            return Admission(known=True, worker_id=known.worker_id), effects + self._fill_in(known, spec)
+        if self._is_over(spec, now_s):
+            return Admission(known=True), effects
+        self._check(spec, now_s)
+        if known is not None:
+            effects.append(self.roster.leave(known, Phase.REPLACED, now_s, lingers=spec.open_tokens > 0))
+        sequence = Sequence.from_spec(spec, now_s)
+        self.roster.add(sequence)
+        return Admission(known=False), [*effects, _question(sequence, spec)]
+
+    def _fill_in(self, known: Sequence, spec: SequenceSpec) -> list[Effect]:
+        """What an adopted sequence lacked."""
+        if known.spec is not None or known.ref != spec.ref:
+            return []
+        known.spec, known.gateway_incarnation = spec, spec.gateway_incarnation
+        return [_question(known, spec)]
+
+    def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
+        """Cancelled (the cancel may have overtaken the submission), or ended with its tokens kept at a
+        worker."""
+        cancelled = self.roster.tombstones.get(spec.ref.key, now_s)
+        ended = self.roster.ended.get(spec.ref.key, now_s)
+        return (cancelled is not None and spec.ref.attempt <= cancelled) or (
+            ended is not None and spec.ref.attempt <= ended[0]
+        )
+
+    def _check(self, spec: SequenceSpec, now_s: float) -> None:
+        self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
+        given_up = self.roster.dropped.get(spec.ref.key, now_s)
+        if given_up is not None:
+            attempt, error = given_up
+            if spec.ref.attempt <= attempt or isinstance(error, ContextOverflow):
+                raise error.with_traceback(None)
+        if not spec.prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if spec.generated_tokens >= spec.sampling.max_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {spec.sampling.max_tokens} and {spec.generated_tokens} tokens are there",
+                param="max_tokens",
+            )
+        if len(spec.prompt) + len(spec.generated) > self._rules.max_start_bytes:
+            raise MessageTooLarge(
+                f"{len(spec.prompt) + len(spec.generated)} bytes of token ids are more than the"
+                f" {self._rules.max_start_bytes} that one start may have",
+                param="prompt",
+            )
+        if self.roster.is_full(resumed=spec.ref.attempt > 1 or bool(spec.generated)):
+            raise Overloaded(f"{self._rules.max_queued} sequences wait already", retry_after_s=1.0)
+
+    def check_context(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises ContextOverflow when no worker known could ever hold prompt and answer."""
+        limit = self.roster.longest_context_tokens()
+        if limit is not None and prompt_tokens + max_tokens > limit:
+            raise ContextOverflow(
+                f"This model's maximum context length is {limit} tokens. However, you requested"
+                f" {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the"
+                " completion). Please reduce the length of the messages or completion.",
+                param="messages",
+            )
+
+    def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
+        """This attempt and every lower one; remembered for a while, for a submission that it overtook."""
+        before = self.roster.tombstones.get(command.ref.key, now_s) or 0
+        known = self.roster.sequences.get(command.ref.key)
+        effects: list[Effect] = []
+        if known is not None and known.ref.attempt <= command.ref.attempt:
+            effects = self.roster.cancel(known, command.reason, now_s)
+        self.roster.tombstones.put(command.ref.key, max(before, command.ref.attempt), now_s)
+        return effects
+
+    def on_gateway_reported(self, event: GatewayReported, now_s: float) -> list[Effect]:
+        return self._hear(event.gateway_id, event.incarnation, now_s)
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for gateway_id, (_, heard_s) in list(self._gateways.items()):
+            if now_s - heard_s > self._rules.gateway_timeout_s:
+                del self._gateways[gateway_id]
+                effects += self._forget_waiting(gateway_id, now_s)
+        return effects
+
+    def forgive(self, paused_s: float) -> None:
+        """The scheduler itself did not listen for so long: nobody was silent."""
+        self._gateways = {
+            name: (number, heard + paused_s) for name, (number, heard) in self._gateways.items()
+        }
+        self._incarnations.forgive(paused_s)
+
+    def watch(self, gateway_id: str, now_s: float) -> None:
+        """Sequences of this gateway were adopted: it has to show itself from now on."""
+        self._gateways.setdefault(gateway_id, (0, now_s))
+
+    def _hear(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
+        known, _ = self._gateways.get(gateway_id, (0, now_s))
+        if not self._incarnations.hear(gateway_id, incarnation, now_s):
+            raise UnavailableError(
+                f"another start of {gateway_id} has replaced this one", retry_after_s=SILENCE_S
+            )
+        self._gateways[gateway_id] = (incarnation, now_s)
+        if known in (0, incarnation):
+            return []
+        return self._end_all_but(gateway_id, incarnation, now_s)
+
+    def _end_all_but(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
+        """Sequences of earlier incarnations have no reader, and never will have."""
+        effects: list[Effect] = []
+        for sequence in list(self.roster.sequences.values()):
+            if sequence.gateway_id == gateway_id and sequence.gateway_incarnation not in (0, incarnation):
+                effects += self.roster.cancel(sequence, FinishReason.GATEWAY_LOST, now_s)
+        return effects
+
+    def _forget_waiting(self, gateway_id: str, now_s: float) -> list[Effect]:
+        """The gateway is silent. It may only be frozen: no tombstone, so that it can submit again.
+
+        What a worker holds is that worker's to end, which listens to gateways itself.
+        """
+        return [
+            self.roster.leave(sequence, Phase.CANCELLED, now_s, reason=FinishReason.GATEWAY_LOST)
+            for sequence in list(self.roster.sequences.values())
+            if sequence.gateway_id == gateway_id and sequence.phase not in HELD
+        ]
+
+
+def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
+    return AskPrediction(sequence.ref, spec.prompt, sequence.max_tokens, sequence.generated_tokens)

@@ -1,0 +1,380 @@
+"""Live migration: running sequences from their workers to others, their readers none the wiser. Pure.
+
+A move has three stages. *Asking*: the source says which tokens it has by now. *Rehearsing*: the target
+computes them as a sequence that nobody reads, or *pulling*: it fetches their blocks over the bulk plane; the
+source goes on meanwhile, and what it adds is prepared again until little is missing. *Switching*: the
+gateway, which owns the request, is told and hands it over under a higher attempt, as it does after a failure;
+the target finds the blocks. Until the gateway does so nothing has changed, so a move may be given up at any
+time, and one whose blocks cannot be fetched goes on by tokens. docs/migration.md; papers/000 §V.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.scheduler.core.effects import AskPull, AskTokens, Effect, PublishMoved, PublishPrepared
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import MoveRules
+from services.scheduler.core.sequence import HELD, Phase, Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from shared.errors import InvalidRequest
+from shared.messages.moves import (
+    BlocksPulled,
+    MoveMode,
+    MovePrepared,
+    PullBlocks,
+    SequenceMove,
+    SequenceMoved,
+)
+from shared.messages.sequence import (
+    TOKEN_BYTES,
+    Sampling,
+    SequenceKey,
+    SequenceRef,
+    SequenceSpec,
+    pack_tokens,
+)
+
+_MOST_NAME_CHARS = 160
+"""Of a request's id, with room for the number of a rehearsal."""
+
+
+class MoveStage(StrEnum):
+    ASKING = "asking"
+    PULLING = "pulling"
+    REHEARSING = "rehearsing"
+    SWITCHING = "switching"
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """One of them."""
+
+    ref: SequenceRef
+    """The attempt that moves."""
+    source: str
+    target: str
+    mode: MoveMode
+    began_s: float
+    deadline_s: float
+    stage: MoveStage = MoveStage.ASKING
+    rounds: int = 0
+    """Rehearsals, or times that blocks were fetched."""
+    rehearsal: SequenceRef | None = None
+    rehearsed_tokens: int = 0
+    """That the target has, in blocks or on their way there."""
+    moved_bytes: int = 0
+    fallback: str = ""
+    """Why KV is not fetched any more."""
+    prepared_s: float = 0.0
+
+    def note_pull(self, pulled: BlocksPulled) -> bool:
+        """What the target fetched. False when that was no step ahead."""
+        is_ahead = pulled.held_tokens > self.rehearsed_tokens
+        self.rehearsed_tokens = max(self.rehearsed_tokens, pulled.held_tokens)
+        self.moved_bytes += pulled.fetched_bytes
+        return is_ahead
+
+    def fall_back(self, reason: str) -> None:
+        """By tokens from now on; what was fetched is found there."""
+        self.mode, self.fallback = MoveMode.TOKENS, reason
+        self.rehearsed_tokens = self.rounds = 0
+
+    def over(self, reason: str, now_s: float) -> SequenceMoved:
+        """What is said about it at its end; it failed when there is a `reason`."""
+        prepared_s = self.prepared_s if self.stage is MoveStage.SWITCHING else now_s
+        return SequenceMoved(
+            ref=self.ref,
+            source=self.source,
+            target=self.target,
+            mode=self.mode,
+            reason=reason,
+            rounds=self.rounds,
+            rehearsed_tokens=self.rehearsed_tokens,
+            moved_bytes=self.moved_bytes,
+            fallback=self.fallback,
+            prepare_s=prepared_s - self.began_s,
+            switch_s=now_s - prepared_s,
+        )
+
+
+def rehearsal_of(move: Move, spec: SequenceSpec, tokens: tuple[int, ...], number: int) -> SequenceSpec:
+    """Prompt and answer so far, as a sequence of its own."""
+    ref = SequenceRef(
+        request_id=f"{move.ref.request_id[:_MOST_NAME_CHARS]}~{number}", choice=move.ref.choice, attempt=1
+    )
+    return SequenceSpec(
+        ref=ref,
+        gateway_id=spec.gateway_id,
+        gateway_incarnation=spec.gateway_incarnation,
+        prompt=spec.prompt + pack_tokens(tokens),
+        sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
+        waited_s=0.0,
+        cache_salt=spec.cache_salt,
+        rehearsal=True,
+    )
+
+
+def pull_of(
+    move: Move, spec: SequenceSpec, tokens: tuple[int, ...], incarnation: int, valid_for_s: float
+) -> PullBlocks:
+    """All but the newest token, which has no KV yet."""
+    packed = spec.prompt + pack_tokens(tokens)
+    return PullBlocks(
+        source=move.source,
+        source_incarnation=incarnation,
+        tokens=packed[:-TOKEN_BYTES],
+        cache_salt=spec.cache_salt,
+        valid_for_s=valid_for_s,
+    )
+
+
+def owed_tokens(sequence: Sequence) -> int:
+    """What has to be computed of it before it goes on."""
+    return sequence.prompt_tokens + sequence.generated_tokens
+
+
+_FOLLOWS_S = 1.0
+"""So long a resubmission is sent after its move, when the source died before the switch."""
+
+
+class Moves:
+    """At most one for each sequence. Whoever drives it calls `advance` after every event."""
+
+    def __init__(self, roster: Roster, rules: MoveRules) -> None:
+        self._roster = roster
+        self._rules = rules
+        self._moves: dict[SequenceKey, Move] = {}
+        self._numbers = 0
+        self.done = 0
+        self.failed = 0
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def begin(self, order: SequenceMove, now_s: float) -> list[Effect]:
+        """Raises InvalidRequest saying why it cannot be."""
+        sequence = self._roster.find(order.ref)
+        refusal = self._refusal(order, sequence)
+        if refusal or sequence is None or sequence.worker_id is None:
+            raise InvalidRequest(refusal, param="moves")
+        deadline_s = now_s + self._rules.deadline_s
+        move = Move(order.ref, sequence.worker_id, order.target, order.mode, now_s, deadline_s)
+        self._moves[sequence.key] = move
+        if not self._can_rehearse(move):
+            move.mode = MoveMode.TOKENS
+            return self._switch_cold(move, sequence, now_s)
+        if move.mode is MoveMode.KV and (obstacle := self._obstacle(move)):
+            move.fall_back(obstacle)
+        return [AskTokens(move.source, move.ref)]
+
+    def on_tokens(self, ref: SequenceRef, tokens: tuple[int, ...] | None, now_s: float) -> list[Effect]:
+        """The source's answer: the answer so far, or None when there was no answer."""
+        move = self._moves.get(ref.key)
+        if move is None or move.ref != ref or move.stage is not MoveStage.ASKING:
+            return []
+        sequence = self._roster.find(ref)
+        if tokens is None or sequence is None or sequence.spec is None:
+            return self._end(move, "the source did not say which tokens it has", now_s)
+        size_tokens = sequence.prompt_tokens + len(tokens)
+        if self._is_close(move, size_tokens) or move.rounds >= self._rules.most_rounds:
+            lane = self._roster.lanes.get(move.target)
+            if lane is None or not self._fits(lane, size_tokens, move):
+                return self._end(move, f"{move.target} has no room any more", now_s)
+            return self._switch(move, now_s)
+        if move.mode is MoveMode.KV:
+            return self._pull(move, sequence.spec, tokens, now_s)
+        return self._rehearse(move, sequence.spec, tokens, now_s)
+
+    def on_pulled(self, ref: SequenceRef, pulled: BlocksPulled | None, now_s: float) -> list[Effect]:
+        """The target's answer; None when it could fetch nothing."""
+        move = self._moves.get(ref.key)
+        if move is None or move.ref != ref or move.stage is not MoveStage.PULLING:
+            return []
+        if pulled is None or not move.note_pull(pulled):
+            move.fall_back(
+                "the blocks could not be fetched" if pulled is None else "no more could be fetched"
+            )
+        move.stage = MoveStage.ASKING
+        return [AskTokens(move.source, move.ref)]
+
+    def advance(self, now_s: float) -> list[Effect]:
+        """Whatever became of the sequences and workers concerned."""
+        effects: list[Effect] = []
+        for move in list(self._moves.values()):
+            effects += self._advance(move, now_s)
+        return effects
+
+    def lane_for(self, sequence: Sequence) -> WorkerPipeline | None:
+        """Where a higher attempt of a sequence that moves goes, also when the source died first."""
+        move = self._moves.get(sequence.key)
+        if move is None or sequence.ref.attempt <= move.ref.attempt:
+            return None
+        lane = self._roster.lanes.get(move.target)
+        is_able = lane is not None and lane.sync is Sync.IN_STEP
+        return lane if is_able and sequence in self._roster.backlog else None
+
+    def is_moving(self, key: SequenceKey) -> bool:
+        return key in self._moves
+
+    def describe(self) -> dict[str, int]:
+        """For people."""
+        return {"moving": len(self._moves), "moved": self.done, "moves_failed": self.failed}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a move contradicts itself."""
+        for key, move in self._moves.items():
+            assert move.ref.key == key and move.source != move.target
+            assert (move.rehearsal is not None) == (move.stage is MoveStage.REHEARSING)
+            assert move.rounds <= self._rules.most_rounds
+
+    def _refusal(self, order: SequenceMove, sequence: Sequence | None) -> str:
+        """Why not; empty: it can."""
+        lane = self._roster.lanes.get(order.target)
+        if sequence is None or sequence.phase not in HELD:
+            return f"{order.ref} does not run"
+        if sequence.key in self._moves:
+            return f"{order.ref} moves already"
+        if sequence.spec is None or sequence.spec.rehearsal:
+            return f"{order.ref} is not known well enough to be moved"
+        if sequence.spec.sampling.top_logprobs is not None:
+            return f"{order.ref} gives log-probabilities, which do not travel"
+        if len(self._moves) >= self._rules.most_at_once:
+            return f"{len(self._moves)} sequences are on the move already"
+        if lane is None or lane.sync is not Sync.IN_STEP or order.target == sequence.worker_id:
+            return f"{order.target} cannot take it"
+        if sequence.limit_tokens > lane.report.max_context_tokens:
+            return f"{order.ref} may grow larger than {order.target}"
+        if sequence.limit_tokens * TOKEN_BYTES > self._roster.rules.max_start_bytes:
+            return f"{order.ref} may grow larger than one message"
+        return ""
+
+    def _can_rehearse(self, move: Move) -> bool:
+        """Only where blocks outlive their sequences; else the target computes everything at the switch."""
+        lane = self._roster.lanes.get(move.target)
+        return lane is not None and lane.report.caches_prefixes
+
+    def _obstacle(self, move: Move) -> str:
+        """Why the target cannot fetch blocks of the source; empty: it can."""
+        lanes = self._roster.lanes
+        source, target = lanes[move.source].report, lanes[move.target].report
+        if source.fingerprint != target.fingerprint:
+            return "their blocks are of different kinds"
+        if not (source.kv_block_bytes and target.kv_block_bytes):
+            return "no bulk plane leads there"
+        return ""
+
+    def _is_close(self, move: Move, size_tokens: int) -> bool:
+        """What is missing can be computed within the switch."""
+        missing_tokens = size_tokens - move.rehearsed_tokens
+        if move.mode is MoveMode.KV:
+            lane = self._roster.lanes.get(move.target)
+            return move.rounds > 0 and lane is not None and missing_tokens <= lane.report.block_tokens
+        return move.rounds > 0 and missing_tokens <= self._rules.last_tokens
+
+    def _pull(self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float) -> list[Effect]:
+        target, source = self._roster.lanes.get(move.target), self._roster.lanes.get(move.source)
+        count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
+        if target is None or source is None or not self._fits(target, count, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        move.stage = MoveStage.PULLING
+        move.rounds += 1
+        order = pull_of(move, spec, tokens, source.report.incarnation, move.deadline_s - now_s)
+        return [AskPull(move.target, move.ref, order)]
+
+    def _rehearse(
+        self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float
+    ) -> list[Effect]:
+        lane = self._roster.lanes.get(move.target)
+        count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
+        if lane is None or lane.sync is not Sync.IN_STEP or not self._fits(lane, count, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        self._numbers += 1
+        sequence = Sequence.from_spec(rehearsal_of(move, spec, tokens, self._numbers), now_s)
+        self._roster.add(sequence)
+        self._roster.place(sequence, lane, now_s)
+        move.stage, move.rehearsal = MoveStage.REHEARSING, sequence.ref
+        move.rounds += 1
+        move.rehearsed_tokens = count
+        return []
+
+    def _fits(self, lane: WorkerPipeline, tokens: int, move: Move) -> bool:
+        """Beside what it has, what was placed there and not begun, and what else is on its way."""
+        size = lane.report.block_tokens
+        owed = [
+            owed_tokens(sequence)
+            for sequence in self._roster.of_worker(lane.worker_id)
+            if sequence.phase in (Phase.PLACED, Phase.WAITING)
+        ]
+        owed += [
+            other.rehearsed_tokens
+            for other in self._moves.values()
+            if other is not move and other.target == lane.worker_id
+        ]
+        blocks = sum(-(-count // size) for count in (*owed, tokens)) + 1
+        return blocks <= lane.report.capacity.plannable_blocks and tokens < lane.report.max_context_tokens
+
+    def _advance(self, move: Move, now_s: float) -> list[Effect]:
+        sequence = self._roster.sequences.get(move.ref.key)
+        if (
+            move.stage is MoveStage.SWITCHING
+            and sequence is not None
+            and sequence.ref.attempt > move.ref.attempt
+        ):
+            if sequence.worker_id == move.target and sequence.confirmed:
+                return self._end(move, "", now_s)
+            if sequence.worker_id not in (None, move.target):
+                return self._end(move, "it was placed elsewhere", now_s)
+        if sequence is None or sequence.ref.attempt > move.ref.attempt or sequence.worker_id != move.source:
+            return self._without_source(move, sequence, now_s)
+        if now_s > move.deadline_s:
+            return self._end(move, f"not over after {self._rules.deadline_s:g} s, {move.stage}", now_s)
+        if move.target not in self._roster.lanes:
+            return self._end(move, f"{move.target} is gone", now_s)
+        if move.stage is MoveStage.REHEARSING and move.rehearsal is not None:
+            return self._after_rehearsal(move, move.rehearsal, now_s)
+        return []
+
+    def _without_source(self, move: Move, sequence: Sequence | None, now_s: float) -> list[Effect]:
+        """It left the source: its own end, a death, or the switch itself, which takes a moment."""
+        if move.stage is MoveStage.SWITCHING:
+            return self._end(move, "it did not arrive", now_s) if now_s > move.deadline_s else []
+        if sequence is None and self._roster.ended.get(move.ref.key, now_s) is not None:
+            return self._end(move, "it ended before", now_s)
+        effects = self._stop_rehearsal(move, now_s)
+        move.stage, move.prepared_s, move.deadline_s = MoveStage.SWITCHING, now_s, now_s + _FOLLOWS_S
+        return effects
+
+    def _after_rehearsal(self, move: Move, rehearsal: SequenceRef, now_s: float) -> list[Effect]:
+        if self._roster.find(rehearsal) is not None:
+            return []
+        move.rehearsal = None
+        if self._roster.ended.get(rehearsal.key, now_s) is None:
+            move.stage = MoveStage.ASKING
+            return self._end(move, f"{move.target} did not rehearse it", now_s)
+        move.stage = MoveStage.ASKING
+        return [AskTokens(move.source, move.ref)]
+
+    def _switch_cold(self, move: Move, sequence: Sequence, now_s: float) -> list[Effect]:
+        """Nothing can be prepared there: the pause is a whole prefill."""
+        lane = self._roster.lanes[move.target]
+        if not self._fits(lane, sequence.prompt_tokens + sequence.generated_tokens, move):
+            return self._end(move, f"{move.target} has no room", now_s)
+        return self._switch(move, now_s)
+
+    def _switch(self, move: Move, now_s: float) -> list[Effect]:
+        move.stage, move.prepared_s = MoveStage.SWITCHING, now_s
+        move.deadline_s = now_s + self._rules.switch_s
+        open_tokens = self._rules.open_tokens if move.rounds else 0
+        return [PublishPrepared(MovePrepared(ref=move.ref, target=move.target, open_tokens=open_tokens))]
+
+    def _stop_rehearsal(self, move: Move, now_s: float) -> list[Effect]:
+        rehearsal = None if move.rehearsal is None else self._roster.find(move.rehearsal)
+        move.rehearsal = None
+        return [] if rehearsal is None else [self._roster.leave(rehearsal, Phase.CANCELLED, now_s)]
+
+    def _end(self, move: Move, reason: str, now_s: float) -> list[Effect]:
+        effects = self._stop_rehearsal(move, now_s)
+        del self._moves[move.ref.key]
+        self.done += not reason
+        self.failed += bool(reason)
+        return [*effects, PublishMoved(move.over(reason, now_s))]

@@ -1,0 +1,150 @@
+"""The plans that a worker has, or will have in a moment, and whether its reports match them. Pure.
+
+A worker's step reports are numbered; so are plans. Anything that breaks either numbering, a plan given up,
+an item skipped for no reason known here: each is a `Trouble`, which says that projection and worker have
+parted.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.scheduler.core.rules import Rules
+from services.scheduler.policy.contract import PlannedBatch
+from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
+from shared.messages.reports import WorkerReported
+from shared.messages.sequence import SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """`culprits` are the sequences that caused it, as far as that can be said."""
+
+    reason: str
+    culprits: tuple[SequenceRef, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class SentPlan:
+    """A plan that is not known to be over."""
+
+    batch: PlannedBatch
+    plan: BatchPlan
+    sent_s: float
+    steps_done: int = 0
+
+    @property
+    def seq(self) -> int:
+        return self.plan.seq
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Nothing but decodes in it: it may end between any two steps, or never run."""
+        return self.batch.decodes_only and not self.plan.drops
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one report says: a plan that ran a step, plans that are over."""
+
+    ran: SentPlan | None = None
+    over: tuple[SentPlan, ...] = ()
+
+
+class OutstandingPlans:
+    """From one snapshot of a worker to the next trouble; `stepped_seq` is the snapshot's."""
+
+    def __init__(self, rules: Rules, epoch: int, stepped_seq: int, now_s: float) -> None:
+        self._rules = rules
+        self._epoch = epoch
+        self._stepped_seq = stepped_seq
+        self._plans: deque[SentPlan] = deque()
+        self._progress_s = now_s
+        self._behind: tuple[int, float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def steps(self) -> int:
+        """Not reported as run."""
+        return sum(sent.batch.steps - sent.steps_done for sent in self._plans)
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether what is outstanding is long, and may end between any two steps."""
+        return self.steps > self._rules.outstanding_steps and self.is_pliable
+
+    @property
+    def is_pliable(self) -> bool:
+        """Whether all that is outstanding may end between any two steps."""
+        return all(sent.can_be_cut for sent in self._plans)
+
+    @property
+    def is_cut(self) -> bool:
+        """A superseding plan is out, and how far the plans before it got is not reported yet."""
+        return len(self._plans) > 1 and any(sent.plan.supersedes for sent in list(self._plans)[1:])
+
+    def add(self, batch: PlannedBatch, plan: BatchPlan, now_s: float) -> None:
+        if not self._plans:
+            self._progress_s = now_s
+        self._plans.append(SentPlan(batch, plan, now_s))
+
+    def on_stepped(
+        self, event: WorkerStepped, is_over: Callable[[SequenceRef], bool], now_s: float
+    ) -> Progress | Trouble:
+        """`is_over` tells whether it is known that a sequence does not run there any more."""
+        if event.seq <= self._stepped_seq:
+            return Progress()
+        if event.seq != self._stepped_seq + 1:
+            return Trouble(f"step reports {self._stepped_seq + 1} to {event.seq - 1} are missing")
+        self._stepped_seq = event.seq
+        sent = next((sent for sent in self._plans if sent.seq == event.plan_seq), None)
+        if sent is None or event.epoch != self._epoch:
+            return Progress()
+        superseded = event.outcome is StepOutcome.SUPERSEDED and sent.can_be_cut
+        if event.outcome is not StepOutcome.RAN and not superseded:
+            return Trouble(f"plan {event.plan_seq} was given up: {event.outcome}")
+        skipped = [item for item in event.skipped if not is_over(item.ref)]
+        if skipped:
+            reasons = ", ".join(sorted({str(item.reason) for item in skipped}))
+            return Trouble(f"skipped as {reasons}", tuple(item.ref for item in skipped))
+        return self._advance(sent, event, now_s)
+
+    def _advance(self, sent: SentPlan, event: WorkerStepped, now_s: float) -> Progress | Trouble:
+        over: list[SentPlan] = []
+        while self._plans[0] is not sent:
+            if not self._plans[0].can_be_cut:
+                return Trouble(f"plan {self._plans[0].seq} was passed over")
+            over.append(self._plans.popleft())
+        sent.steps_done = event.steps_done
+        self._progress_s = now_s
+        if event.plan_over:
+            over.append(self._plans.popleft())
+        return Progress(sent if event.outcome is StepOutcome.RAN else None, tuple(over))
+
+    def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
+        """Compare what the heartbeat counts with what arrived and with what was sent."""
+        if report.stepped_seq <= self._stepped_seq:
+            self._behind = None
+        elif self._behind is None or self._stepped_seq >= self._behind[0]:
+            self._behind = (report.stepped_seq, now_s)
+        elif now_s - self._behind[1] > self._rules.report_grace_s:
+            return Trouble(f"step reports up to {self._behind[0]} were lost")
+        newest = self._plans[-1] if self._plans else None
+        unseen = newest is not None and report.epoch == self._epoch and report.plan_seq < newest.seq
+        if unseen and newest is not None and now_s - newest.sent_s > self._rules.plan_grace_s:
+            return Trouble(f"plan {newest.seq} never reached the worker")
+        return None
+
+    def on_tick(self, now_s: float) -> Trouble | None:
+        """Outstanding plans must move: a worker whose engine hangs still sends heartbeats."""
+        patience_s = self._rules.snapshot_patience_s + self._rules.valid_for_s
+        if self._plans and now_s - self._progress_s > patience_s:
+            return Trouble(f"no step of plan {self._plans[0].seq} in {patience_s:g} s")
+        return None
+
+    def check_integrity(self) -> None:
+        seqs = [sent.seq for sent in self._plans]
+        assert not seqs or seqs == list(range(seqs[0], seqs[0] + len(seqs))), f"plans out of order: {seqs}"
+        assert all(sent.steps_done <= sent.batch.steps for sent in self._plans)

@@ -1,0 +1,209 @@
+"""Watches workers whose memory runs out and takes the next rung of the ladder (`policy/relief.py`). Pure.
+
+Migration is done from here, and borrowing ahead of need is kept from workers for whom something else is
+cheaper; the other rungs belong to whoever has the blocks (the worker evicts, a batching policy preempts), and
+do as they did. What is weighed is what workers report: a rung whose cost nobody measures yet is not offered,
+nor forbidden. Every decision is an effect, with its costs, for the log. `algorithms.md` §7.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from services.scheduler.core.effects import Effect, NoteRelief, WantKvAtWorker
+from services.scheduler.core.moves import Moves
+from services.scheduler.core.preemption import speeds_of
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import ReliefRules
+from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.policy.relief import (
+    BY_KV,
+    MemoryPressure,
+    Neighbour,
+    Relief,
+    ReliefSpeeds,
+    Rung,
+    Victim,
+    next_relief,
+)
+from shared.errors import InvalidRequest
+from shared.messages.moves import MoveMode, SequenceMove
+from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
+
+
+class PressureWatch:
+    """One decision for each worker in need, at most every `interval_s`."""
+
+    def __init__(self, roster: Roster, moves: Moves, rules: ReliefRules) -> None:
+        self._roster = roster
+        self._moves = moves
+        self._rules = rules
+        self._next_s: dict[str, float] = {}
+        self._thrifty_until_s: dict[str, float] = {}
+        """By worker that is to borrow nothing ahead of need."""
+        self.decisions: dict[str, int] = {}
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        """Decides where it is time to."""
+        effects: list[Effect] = []
+        if not self._rules.enabled:
+            return effects
+        for lane in self._roster.lanes.values():
+            if now_s >= self._next_s.get(lane.worker_id, now_s):
+                effects += self._relieve(lane, now_s)
+        return effects
+
+    def with_limits(self, wants: list[WantKvAtWorker], now_s: float) -> list[WantKvAtWorker]:
+        """These, and that others may not borrow for what only runs short."""
+        self._thrifty_until_s = {
+            worker_id: until_s
+            for worker_id, until_s in self._thrifty_until_s.items()
+            if now_s < until_s and worker_id in self._roster.lanes
+        }
+        nobody = self._rules.enabled and Rung.BORROW in self._rules.switched_off
+        thrifty = self._roster.lanes.keys() if nobody else self._thrifty_until_s.keys()
+        told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in thrifty}
+        told |= {want.worker_id: want for want in wants}
+        return [replace(want, may_borrow_ahead=want.worker_id not in thrifty) for want in told.values()]
+
+    def _relieve(self, lane: WorkerPipeline, now_s: float) -> list[Effect]:
+        decoding = [
+            listed
+            for listed in lane.report.sequences
+            if listed.state is SequenceState.DECODING and listed.gateway_id
+        ]
+        plannable_blocks = lane.report.capacity.plannable_blocks  # evictable ones included: they go unasked
+        needed_blocks = len(decoding) * self._growth_blocks(lane) - plannable_blocks
+        if lane.sync is not Sync.IN_STEP or needed_blocks <= 0 or len(decoding) < 2:
+            return []
+        self._next_s[lane.worker_id] = now_s + self._rules.interval_s
+        target = self._roomiest(lane)
+        victim = self._victim(lane)
+        relief = next_relief(
+            self._pressure(lane, decoding, needed_blocks, target, victim), self._rules.switched_off
+        )
+        rung = "wait" if relief.chosen is None else str(relief.chosen.rung)
+        self.decisions[rung] = self.decisions.get(rung, 0) + 1
+        if _is_borrowing_dearer(relief):
+            self._thrifty_until_s[lane.worker_id] = now_s + self._rules.hold_s
+        effects: list[Effect] = [NoteRelief(lane.worker_id, relief)]
+        is_move = relief.chosen is not None and relief.chosen.rung is Rung.MIGRATE
+        if is_move and target is not None and victim is not None:
+            is_cheap = relief.chosen is not None and relief.chosen.reason == BY_KV
+            mode = MoveMode.KV if is_cheap else MoveMode.TOKENS
+            order = SequenceMove(ref=victim[0].ref, target=target.worker_id, mode=mode)
+            try:
+                effects += self._moves.begin(order, now_s)
+            except InvalidRequest:
+                self.decisions["refused"] = self.decisions.get("refused", 0) + 1
+        return effects
+
+    def _growth_blocks(self, lane: WorkerPipeline) -> int:
+        """Of each that decodes, within the time that relief takes to come."""
+        step_s, size = lane.report.decode_step_s, lane.report.block_tokens
+        steps = self._rules.ahead_s / step_s if step_s > 0 else 1.0
+        return max(1, round(steps / size))
+
+    def _pressure(
+        self,
+        lane: WorkerPipeline,
+        decoding: list[SequenceReport],
+        needed_blocks: int,
+        target: WorkerPipeline | None,
+        victim: tuple[Sequence, SequenceReport] | None,
+    ) -> MemoryPressure:
+        report = lane.report
+        ends = sorted(self._ends_within(decoding))
+        within, freed = ends[0] if ends else (None, 0)
+        return MemoryPressure(
+            needed_blocks=needed_blocks,
+            block_tokens=report.block_tokens,
+            running=len(decoding),
+            horizon_steps=self._rules.horizon_steps if within is None else within,
+            speeds=_speeds(report, target),
+            host_tier_blocks=report.swap_room_blocks,
+            growable_blocks=0 if report.expand_stall_s is None else report.capacity.growable_blocks,
+            neighbour=self._neighbour(report, target),
+            victim=None
+            if victim is None
+            else Victim(
+                blocks=victim[1].allocated_blocks,
+                tokens=victim[1].prompt_tokens + victim[1].generated_tokens,
+                remaining_tokens=self._remaining_tokens(victim[1]),
+            ),
+            frees_within_steps=within,
+            frees_blocks=freed,
+        )
+
+    def _ends_within(self, decoding: list[SequenceReport]) -> Iterator[tuple[int, int]]:
+        """Steps until each of them ends, as far as that was predicted, and the blocks it has."""
+        for listed in decoding:
+            sequence = self._roster.find(listed.ref)
+            if sequence is not None and sequence.prediction is not None:
+                yield max(1, self._remaining_tokens(listed)), listed.allocated_blocks
+
+    def _remaining_tokens(self, listed: SequenceReport) -> int:
+        """Predicted, or as many as it may have. One that outlived its prediction is taken to be half way."""
+        most = listed.max_tokens - listed.generated_tokens
+        sequence = self._roster.find(listed.ref)
+        if sequence is None or sequence.prediction is None:
+            return most
+        left = sequence.prediction.rl_tokens - listed.generated_tokens
+        return min(most, left if left > 0 else listed.generated_tokens)
+
+    def _victim(self, lane: WorkerPipeline) -> tuple[Sequence, SequenceReport] | None:
+        """The last to have come of those that can be moved."""
+        found = [
+            (sequence, listed)
+            for listed in lane.report.sequences
+            if (sequence := self._roster.find(listed.ref)) is not None
+            and sequence.phase is Phase.DECODING
+            and sequence.worker_id == lane.worker_id
+            and not self._moves.is_moving(sequence.key)
+        ]
+        return max(found, key=lambda pair: pair[0].order, default=None)
+
+    def _roomiest(self, lane: WorkerPipeline) -> WorkerPipeline | None:
+        others = [
+            other for other in self._roster.lanes.values() if other is not lane and other.sync is Sync.IN_STEP
+        ]
+        return max(others, key=lambda other: (self._room(other), other.worker_id), default=None)
+
+    def _room(self, lane: WorkerPipeline) -> int:
+        """Blocks for one more until it ends, beside what those there will grow by; none where somebody waits
+        for blocks."""
+        here = self._roster.of_worker(lane.worker_id)
+        if any(sequence.phase in (Phase.PLACED, Phase.WAITING) for sequence in here):
+            return 0
+        size = lane.report.block_tokens
+        growth = sum(self._remaining_tokens(listed) // size + 1 for listed in _running(lane.report))
+        return max(0, lane.report.capacity.plannable_blocks - growth)
+
+    def _neighbour(self, report: WorkerReported, target: WorkerPipeline | None) -> Neighbour:
+        if target is None:
+            return Neighbour()
+        is_linked = bool(report.kv_block_bytes) and report.fingerprint == target.report.fingerprint
+        return Neighbour(
+            lendable_blocks=target.report.capacity.loanable_blocks,
+            room_blocks=self._room(target),
+            is_linked=is_linked,
+        )
+
+
+def _is_borrowing_dearer(relief: Relief) -> bool:
+    """Than what was chosen. What it costs is not known before somebody has borrowed."""
+    is_offered = any(offer.rung is Rung.BORROW for offer in relief.offers)
+    return is_offered and relief.chosen is not None and relief.chosen.rung is not Rung.BORROW
+
+
+def _speeds(report: WorkerReported, target: WorkerPipeline | None) -> ReliefSpeeds:
+    """As both workers measured; what nobody measured is 0."""
+    speeds = speeds_of(report)
+    if target is None or not report.kv_block_bytes:
+        return speeds
+    bytes_per_s = target.report.link_bytes_per_s.get(report.worker_id, 0.0)
+    return replace(speeds, link_blocks_per_s=bytes_per_s / report.kv_block_bytes)
+
+
+def _running(report: WorkerReported) -> list[SequenceReport]:
+    return [listed for listed in report.sequences if listed.state is not SequenceState.ENDED]

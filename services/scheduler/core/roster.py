@@ -1,0 +1,291 @@
+"""Every sequence the scheduler knows, where it is, and what left lately. The one place where sequences come
+and go.
+
+Knows workers only as lanes. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from services.scheduler.core.backlog import Backlog
+from services.scheduler.core.effects import CancelAtWorker, Effect, SequenceLeft, WantKvAtWorker
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import HELD, Phase, Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from shared.errors import KvasirError
+from shared.messages.commands import CancelSequence
+from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
+from shared.ttl_map import RecentMap
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One sequence's need of its worker."""
+
+    order: tuple[float, SequenceKey]
+    worker_id: str
+    blocks: int
+    """All in all, those that the worker has among them."""
+
+
+def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) -> list[Claim]:
+    """At most one for each worker, oldest first. The oldest of all is always among them."""
+    chosen: dict[str, Claim] = {}
+    for claim in sorted(claims, key=lambda one: one.order):
+        together = {**chosen, claim.worker_id: _larger(claim, chosen.get(claim.worker_id))}
+        if not chosen or _fit(together, capacities):
+            chosen = together
+        else:
+            break  # younger and smaller ones would take what this one waits for
+    return list(chosen.values())
+
+
+def is_deprived(blocks: int, capacity: Capacity) -> bool:
+    """A sequence of so many blocks is larger than the worker's own KV, as far as that is not lent."""
+    return blocks > capacity.total_blocks - capacity.borrowed_blocks
+
+
+def _larger(claim: Claim, other: Claim | None) -> Claim:
+    return claim if other is None or claim.blocks > other.blocks else other
+
+
+def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> bool:
+    missing = sum(
+        max(0, claim.blocks - capacities[name].total_blocks + capacities[name].borrowed_blocks)
+        for name, claim in claims.items()
+    )
+    lenders = (capacity for name, capacity in capacities.items() if name not in claims)
+    return missing <= sum(capacity.most_lent_blocks for capacity in lenders)
+
+
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+_LIMIT = 65_536
+"""Entries of each memory of what is over."""
+
+
+class Roster:
+    """Sequences by key, lanes by worker, the backlog between them."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.sequences: dict[SequenceKey, Sequence] = {}
+        self.lanes: dict[str, WorkerPipeline] = {}
+        self._changed: dict[str, WorkerPipeline] = {}
+        self._welcomed = 0
+        self.backlog = Backlog(rules)
+        self.tombstones: RecentMap[SequenceKey, int] = RecentMap(rules.tombstone_s, _LIMIT)
+        """Highest cancelled attempt."""
+        self.ended: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.ended_s, _LIMIT)
+        """Attempt that ended, and the worker that keeps its tokens."""
+        self.dropped: RecentMap[SequenceKey, tuple[int, KvasirError]] = RecentMap(rules.tombstone_s, _LIMIT)
+        """Attempt that was given up, and why."""
+        self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
+        """Incarnation; until it is heard again."""
+
+    def find(self, ref: SequenceRef) -> Sequence | None:
+        """The sequence, if this very attempt of it is known."""
+        sequence = self.sequences.get(ref.key)
+        return sequence if sequence is not None and sequence.ref.attempt == ref.attempt else None
+
+    def of_worker(self, worker_id: str) -> list[Sequence]:
+        return [sequence for sequence in self.sequences.values() if sequence.worker_id == worker_id]
+
+    def welcome(self, report: WorkerReported, epoch: int, now_s: float) -> WorkerPipeline:
+        """A lane for this incarnation of a worker, which has none."""
+        self._welcomed += 1
+        lane = self.lanes[report.worker_id] = WorkerPipeline(
+            worker_id=report.worker_id,
+            incarnation=report.incarnation,
+            epoch=epoch,
+            rules=self.rules,
+            sequences=self.sequences,
+            report=report,
+            heard_s=now_s,
+            number=self._welcomed,
+            changed=self._changed,
+        )
+        self.lost_workers.pop(report.worker_id)
+        return lane
+
+    def lose(self, lane: WorkerPipeline, now_s: float) -> None:
+        """The lane is gone; its sequences are the caller's affair."""
+        del self.lanes[lane.worker_id]
+        self._changed.pop(lane.worker_id, None)
+        self.lost_workers.put(lane.worker_id, lane.incarnation, now_s)
+
+    def changed_lanes(self) -> list[WorkerPipeline]:
+        """Those to which something happened since they planned last, in the order in which they came."""
+        return sorted(self._changed.values(), key=lambda lane: lane.number)
+
+    def is_full(self, *, resumed: bool) -> bool:
+        """Whether as many sequences wait as may; those that were accepted before have room of their own."""
+        limit = self.rules.max_queued * (2 if resumed else 1)
+        if len(self.sequences) < limit:
+            return False
+        return sum(sequence.phase not in HELD for sequence in self.sequences.values()) >= limit
+
+    def closed_workers(self) -> tuple[str, ...]:
+        """Workers that nothing can be placed on now, although placement may think so."""
+        unready = [name for name, lane in self.lanes.items() if lane.sync is not Sync.IN_STEP]
+        return tuple(sorted([*unready, *(name for name, _ in self.lost_workers.items())]))
+
+    def longest_context_tokens(self) -> int | None:
+        """Of any worker known; None when none is."""
+        return max((report.max_context_tokens for report in self.reports()), default=None)
+
+    def reports(self) -> list[WorkerReported]:
+        """The latest of every worker that is not refused."""
+        return [lane.report for lane in self.lanes.values() if lane.sync is not Sync.REFUSED]
+
+    def lane_without_choice(self, sequence: Sequence) -> WorkerPipeline | None:
+        """The one worker there is, when nothing else waits and it has room for the limits of all there are.
+
+        Then placement could only name that one.
+        """
+        count, batch = len(self.sequences), self.rules.settings.max_batch_sequences
+        if len(self.lanes) != 1 or len(self.backlog) != 1 or sequence not in self.backlog or count > batch:
+            return None
+        (lane,) = self.lanes.values()
+        report = lane.report
+        if lane.sync is not Sync.IN_STEP or sequence.limit_tokens > report.max_context_tokens:
+            return None
+        blocks = sum(-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values())
+        return lane if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence without a worker. Whatever attempt was known before has left."""
+        assert sequence.key not in self.sequences
+        self.sequences[sequence.key] = sequence
+        self.backlog.add(sequence)
+
+    def adopt(self, sequence: Sequence, lane: WorkerPipeline, phase: Phase, now_s: float) -> None:
+        """Found at this lane's worker: new, queued, already known to be there, or meant for another
+        worker."""
+        known = self.sequences.setdefault(sequence.key, sequence) is sequence
+        assert known, "another attempt is known"
+        if sequence.worker_id is None and sequence in self.backlog:
+            self.backlog.remove(sequence)
+        elif sequence.worker_id not in (None, lane.worker_id):
+            held = sequence.phase in HELD
+            other = self._forget_at_lane(sequence, now_s)
+            if other is not None and held:
+                other.drop(sequence.ref)
+        sequence.move_to(phase)
+        sequence.worker_id, sequence.confirmed = lane.worker_id, True
+
+    def place(self, sequence: Sequence, lane: WorkerPipeline, now_s: float, *, midway: bool = False) -> None:
+        """From the backlog to a worker's policy. `midway`: as the target of its migration."""
+        self.backlog.remove(sequence)
+        sequence.move_to(Phase.PLACED)
+        sequence.worker_id = lane.worker_id
+        lane.arrive(sequence, now_s, midway=midway)
+
+    def told_of(self, sequence: Sequence, lane: WorkerPipeline) -> Effect:
+        """For placement's books: the sequence is at this lane's worker, which nobody asked about."""
+        others = tuple(name for name in self.lanes if name != lane.worker_id)
+        return self.backlog.tell(sequence, (*self.closed_workers(), *others))
+
+    def wanted(self) -> list[WantKvAtWorker]:
+        """Which workers are to gather KV now, for a sequence that is too long for their own."""
+        capacities = {report.worker_id: report.capacity for report in self.reports()}
+        claims: list[Claim] = []
+        for sequence in self.sequences.values():
+            lane = self.lanes.get(sequence.worker_id or "")
+            if lane is None or lane.worker_id not in capacities:
+                continue
+            blocks = -(-sequence.limit_tokens // lane.report.block_tokens)
+            if is_deprived(blocks, lane.report.capacity):
+                claims.append(Claim(sequence.order, lane.worker_id, blocks))
+        chosen = who_may_borrow(claims, capacities)
+        return [
+            WantKvAtWorker(claim.worker_id, claim.blocks * self.lanes[claim.worker_id].report.block_tokens)
+            for claim in chosen
+        ]
+
+    def take_back(self, sequence: Sequence, now_s: float) -> None:
+        """From a worker that never heard of it to the backlog."""
+        self._forget_at_lane(sequence, now_s)
+        sequence.move_to(Phase.QUEUED)
+        sequence.worker_id, sequence.confirmed = None, False
+        self.backlog.add(sequence)
+
+    def leave(
+        self,
+        sequence: Sequence,
+        phase: Phase,
+        now_s: float,
+        *,
+        reason: FinishReason | None = None,
+        generated_tokens: int | None = None,
+        lingers: bool = False,
+    ) -> SequenceLeft:
+        """It is over. What a worker still holds of it is dropped there with the next plan, or lingers."""
+        if sequence.phase is Phase.QUEUED:
+            self.backlog.remove(sequence)
+        elif sequence.worker_id is not None:
+            held = sequence.phase in HELD
+            is_whole = reason in _OWN_ENDS and not (sequence.spec is not None and sequence.spec.rehearsal)
+            answer_tokens = generated_tokens if is_whole else None
+            lane = self._forget_at_lane(sequence, now_s, answer_tokens, lingers=lingers and held)
+            if lingers and held and lane is not None:
+                lane.linger(sequence.ref, now_s)
+            elif lane is not None and held and phase not in (Phase.ENDED, Phase.LOST):
+                lane.drop(sequence.ref)
+        sequence.move_to(phase)
+        del self.sequences[sequence.key]
+        if phase is Phase.ENDED and sequence.worker_id is not None:
+            self.ended.put(sequence.key, (sequence.ref.attempt, sequence.worker_id), now_s)
+        self.backlog.poke()
+        return SequenceLeft(
+            ref=sequence.ref,
+            phase=phase,
+            finish_reason=reason,
+            worker_id=sequence.worker_id,
+            prompt_tokens=sequence.prompt_tokens,
+            generated_tokens=generated_tokens,
+            queued_s=(now_s if sequence.started_s is None else sequence.started_s) - sequence.accepted_s,
+            total_s=now_s - sequence.accepted_s,
+        )
+
+    def cancel(self, sequence: Sequence, reason: FinishReason, now_s: float) -> list[Effect]:
+        """End it on behalf of its gateway, at its worker too; whoever sees the attempt again takes it for
+        cancelled."""
+        self.tombstones.put(sequence.key, sequence.ref.attempt, now_s)
+        held_by = sequence.worker_id if sequence.phase in HELD else None
+        effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason=reason)]
+        if held_by is not None:
+            effects.append(CancelAtWorker(held_by, CancelSequence(ref=sequence.ref, reason=reason)))
+        return effects
+
+    def give_up(self, sequence: Sequence, why: KvasirError, now_s: float) -> SequenceLeft:
+        """It can run nowhere. The gateway learns why when it submits the sequence again."""
+        self.dropped.put(sequence.key, (sequence.ref.attempt, why), now_s)
+        return self.leave(sequence, Phase.DROPPED, now_s, reason=FinishReason.ERROR)
+
+    def expire(self, now_s: float) -> None:
+        self.tombstones.expire(now_s)
+        self.ended.expire(now_s)
+        self.dropped.expire(now_s)
+        self.lost_workers.expire(now_s)
+
+    def check_integrity(self) -> None:
+        self.backlog.check_integrity()
+        queued = [sequence for sequence in self.sequences.values() if sequence.phase is Phase.QUEUED]
+        assert {sequence.key for sequence in queued} == {sequence.key for sequence in self.backlog}
+        for key, sequence in self.sequences.items():
+            assert sequence.key == key
+            assert (sequence.worker_id is None) == (sequence.phase is Phase.QUEUED)
+            assert sequence.worker_id is None or sequence.worker_id in self.lanes
+            assert sequence.phase in HELD or sequence.spec is not None
+        for worker_id, lane in self.lanes.items():
+            assert lane.worker_id == worker_id
+            lane.check_integrity()
+
+    def _forget_at_lane(
+        self, sequence: Sequence, now_s: float, answer_tokens: int | None = None, *, lingers: bool = False
+    ) -> WorkerPipeline | None:
+        lane = self.lanes.get(sequence.worker_id or "")
+        if not lingers and lane is not None and lane.sync is Sync.IN_STEP:
+            lane.end(sequence.key, now_s, answer_tokens)
+        return lane

@@ -1,0 +1,349 @@
+"""One worker's lane: a policy that decides, the plans it made, and whether they are still in step with the
+worker.
+
+Plans are made ahead: while fewer than `outstanding_steps` steps are left (of short ones: fewer than last for
+`ahead_s`), the policy is asked for the next batch; only the step with which that comes about is reported. An
+arrival that can start cuts a long plan short. The one cure for any `Trouble` is a resync: no plan until the
+worker's snapshot has been adopted. Pure; knows one worker and nothing of placement.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import ceil
+
+from services.scheduler.core.effects import AskPrediction, Effect, NoteRelief, SendPlan
+from services.scheduler.core.outstanding import OutstandingPlans, Progress, SentPlan, Trouble
+from services.scheduler.core.preemption import Preempting
+from services.scheduler.core.rules import Rules
+from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.policy.contract import BatchPolicy, PlannedBatch
+from shared.errors import ModelMismatch
+from shared.messages.commands import LengthPrediction
+from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk, WorkerStepped
+from shared.messages.reports import SequenceState, WorkerReported
+from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
+
+MAX_OUTSTANDING_PLANS = 4
+_LINGER_S = 0.06
+"""So long an attempt runs on that was replaced by one that is to catch up with it."""
+_SMOOTH_REPORTS = 16
+"""So many reports without trouble clear the names of those that caused the last one."""
+
+
+class Sync(StrEnum):
+    UNSYNCED = "unsynced"
+    """Heard of; no snapshot asked yet."""
+    ASKED = "asked"
+    IN_STEP = "in_step"
+    REFUSED = "refused"
+    """It serves something else than the others."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerPipeline:
+    """One incarnation of one worker. `sequences` is the roster's table; only phases are changed in it."""
+
+    worker_id: str
+    incarnation: int
+    epoch: int
+    rules: Rules
+    sequences: Mapping[SequenceKey, Sequence]
+    report: WorkerReported
+    """The latest."""
+    heard_s: float
+    number: int = 0
+    """The larger, the later it came."""
+    changed: dict[str, "WorkerPipeline"] = field(default_factory=dict)
+    """The roster's: lanes to which something happened since they planned last."""
+    sync: Sync = Sync.UNSYNCED
+    asked_s: float = 0.0
+    """When the resync began."""
+    ask_again_s: float | None = None
+    """When to repeat the question for a snapshot; None while it is open."""
+    policy: BatchPolicy | None = None
+    """None unless in step."""
+    refusal: ModelMismatch | None = None
+    """Why it is refused."""
+    planned_s: float = 0.0
+    """When something was last planned there."""
+    strangers: dict[SequenceRef, int] = field(default_factory=dict)
+    """Alive there by so many heartbeats, yet not known to be there."""
+    preempting: Preempting = field(default_factory=Preempting)
+    _outstanding: OutstandingPlans = field(init=False)
+    _plan_seq: int = field(default=0, init=False)
+    _drops: dict[SequenceRef, None] = field(default_factory=dict, init=False)
+    _lingering: dict[SequenceKey, tuple[SequenceRef, float]] = field(default_factory=dict, init=False)
+    """Attempts that were replaced and run on until then: their readers change over meanwhile."""
+    _urgent: bool = field(default=False, init=False)
+    _midway: bool = field(default=False, init=False)
+    _smooth_reports: int = field(default=0, init=False)
+    _last_keys: tuple[SequenceKey, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.heard_s)
+
+    def touch(self) -> None:
+        """Something happened that may let it plan."""
+        self.changed[self.worker_id] = self
+
+    @property
+    def outstanding_steps(self) -> int:
+        return self._outstanding.steps
+
+    def begin(self, policy: BatchPolicy, snapshot: WorkerReported, now_s: float) -> None:
+        """In step again: plans are numbered from 1, reports go on after the snapshot's."""
+        self._clear(now_s, snapshot.stepped_seq)
+        self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
+
+    def lose_step(self, now_s: float) -> None:
+        """A snapshot is asked for; the policy's projection is void."""
+        self._clear(now_s, 0)
+        if self.sync is not Sync.ASKED:
+            self.asked_s = now_s
+        self.sync, self.ask_again_s, self.refusal = Sync.ASKED, None, None
+
+    def refuse(self, error: ModelMismatch) -> None:
+        """No work for it; a snapshot may be asked for when the others are gone."""
+        self.sync, self.refusal = Sync.REFUSED, error
+
+    def _clear(self, now_s: float, stepped_seq: int) -> None:
+        self._outstanding = OutstandingPlans(self.rules, self.epoch, stepped_seq, now_s)
+        self.policy, self._urgent, self._midway = None, False, False
+        self._plan_seq = self._smooth_reports = 0
+        self._drops.clear()
+        self._lingering.clear()
+        self.strangers.clear()
+        self.touch()
+
+    def resize(self, report: WorkerReported, now_s: float) -> None:
+        """Follow the pool; what moves with every allocation (free, evictable) is the policy's own account."""
+        capacity_blocks = planned_capacity_blocks(report)
+        if self.policy is not None and capacity_blocks != planned_capacity_blocks(self.report):
+            self.policy.on_resized(capacity_blocks, now_s)
+
+    def arrive(self, sequence: Sequence, now_s: float, *, midway: bool = False) -> None:
+        """A sequence that the worker does not hold; a long plan may be cut short for it, and any that may
+        be where a reader waits midway in its answer."""
+        if self.policy is not None:
+            self._settle(sequence.key, now_s)
+            self.policy.on_arrival(sequence.task(is_open=True), now_s)
+            self._urgent = True
+            self._midway = self._midway or midway
+            self.touch()
+
+    def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        """`answer_tokens`: of an answer that ended by itself."""
+        if self.policy is not None:
+            self.policy.on_ended(key, now_s, answer_tokens)
+            self.touch()
+
+    def predict(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+        if self.policy is not None:
+            self.policy.on_predicted(key, prediction, now_s)
+            self.touch()
+
+    def linger(self, ref: SequenceRef, now_s: float) -> None:
+        """It was replaced, and runs on for a moment; then it ends here and is dropped."""
+        if self.policy is not None:
+            self._lingering[ref.key] = (ref, now_s + _LINGER_S)
+            self.touch()
+
+    def _settle(self, key: SequenceKey, now_s: float) -> None:
+        ref, _ = self._lingering.pop(key, (None, 0.0))
+        if ref is not None:
+            self.end(key, now_s)
+            self.drop(ref)
+
+    def drop(self, ref: SequenceRef) -> None:
+        """The next plan, if need be one with nothing else in it, makes the worker forget this attempt."""
+        self._drops[ref] = None
+        self.touch()
+
+    def next_plans(self, now_s: float) -> list[Effect]:
+        """Plans until enough steps are outstanding; also what the policy wants predicted."""
+        policy, outstanding = self.policy, self._outstanding
+        for key in [key for key, (_, until_s) in self._lingering.items() if now_s >= until_s]:
+            self._settle(key, now_s)
+        effects: list[Effect] = []
+        while policy is not None and not outstanding.is_cut and len(outstanding) < MAX_OUTSTANDING_PLANS:
+            cut = self._urgent and (outstanding.can_cut or (self._midway and outstanding.is_pliable))
+            if outstanding.steps >= self._steps_ahead() and not cut:
+                break
+            self._urgent = self._midway = False
+            batch = policy.plan(now_s)
+            if batch is None:
+                break
+            supersedes = cut and bool(batch.prefills) and not batch.preemptions
+            effects += self._send(batch, now_s, supersedes=supersedes)
+            effects += self._questions(batch)
+        if policy is not None and self._drops and not len(outstanding):
+            effects += self._send(PlannedBatch(), now_s)
+        if not self._lingering:
+            self.changed.pop(self.worker_id, None)
+        return effects
+
+    def _steps_ahead(self) -> int:
+        """Steps that should be outstanding. Short ones are over before the next plan could arrive."""
+        return self._most_steps_ahead() if self._outstanding.is_pliable else self.rules.outstanding_steps
+
+    def _most_steps_ahead(self) -> int:
+        steps, step_s = self.rules.outstanding_steps, self.report.decode_step_s
+        if step_s <= 0:
+            return steps
+        return max(steps, min(self.rules.settings.max_steps, ceil(self.rules.ahead_s / step_s)))
+
+    def _send(self, batch: PlannedBatch, now_s: float, *, supersedes: bool = False) -> list[Effect]:
+        starts = self._starts(batch)
+        preemptions, notes = self._preemptions(batch)
+        self._project(batch, now_s)
+        if batch.prefills or batch.decodes:
+            self.planned_s = now_s
+        self._plan_seq += 1
+        ref = self._ref
+        plan = BatchPlan(
+            epoch=self.epoch,
+            seq=self._plan_seq,
+            steps=batch.steps,
+            report_at=max(1, batch.steps + 1 - self._most_steps_ahead()),
+            valid_for_s=self.rules.valid_for_s,
+            supersedes=supersedes,
+            drops=tuple(self._drops),
+            preemptions=preemptions,
+            starts=starts,
+            prefills=tuple(
+                PrefillChunk(
+                    ref=ref(item.key),
+                    first_token=item.first_token,
+                    end_token=item.end_token,
+                    allocated_blocks=item.allocated_blocks,
+                )
+                for item in batch.prefills
+            ),
+            decodes=tuple(
+                Decode(ref=ref(item.key), allocated_blocks=item.allocated_blocks) for item in batch.decodes
+            ),
+        )
+        self._drops.clear()
+        self._outstanding.add(batch, plan, now_s)
+        return [*notes, SendPlan(self.worker_id, plan)]
+
+    def _preemptions(self, batch: PlannedBatch) -> tuple[tuple[Preemption, ...], list[Effect]]:
+        """What becomes of each one's KV; what that was weighed against, for the log."""
+        rules = self.rules.relief
+        decided = [(item, *self.preempting.decide(self.report, item, rules)) for item in batch.preemptions]
+        notes: list[Effect] = [NoteRelief(self.worker_id, relief) for _, _, relief in decided if relief]
+        return tuple(Preemption(ref=self._ref(item.key), mode=mode) for item, mode, _ in decided), notes
+
+    def _ref(self, key: SequenceKey) -> SequenceRef:
+        return self._lingering[key][0] if key in self._lingering else self.sequences[key].ref
+
+    def _own(self, keys: Iterable[SequenceKey]) -> Iterator[Sequence]:
+        """Those of them whose attempt here is the one that counts."""
+        return (self.sequences[key] for key in keys if key not in self._lingering)
+
+    def _starts(self, batch: PlannedBatch) -> tuple[SequenceSpec, ...]:
+        placed = list(self._own(item.key for item in batch.prefills))
+        return tuple(item.spec for item in placed if item.phase is Phase.PLACED and item.spec is not None)
+
+    def _questions(self, batch: PlannedBatch) -> list[Effect]:
+        asked = [
+            (sequence, question.generated_tokens)
+            for question in batch.questions
+            for sequence in self._own((question.key,))
+        ]
+        return [
+            AskPrediction(sequence.ref, sequence.spec.prompt, sequence.max_tokens, generated_tokens)
+            for sequence, generated_tokens in asked
+            if sequence.spec is not None
+        ]
+
+    def _project(self, batch: PlannedBatch, now_s: float) -> None:
+        """The phases that the plan brings about."""
+        self._last_keys = (*(item.key for item in batch.prefills), *(item.key for item in batch.decodes))
+        for sequence in self._own(item.key for item in batch.preemptions):
+            sequence.move_to(Phase.WAITING)
+        for sequence in self._own(item.key for item in batch.prefills):
+            sequence.move_to(Phase.PREFILLING)
+            sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
+        for sequence in self._own(item.key for item in batch.decodes):
+            sequence.move_to(Phase.DECODING)
+
+    def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
+        """A report of this incarnation; its ends have been taken note of before."""
+        if self.policy is None:
+            return None
+        self.touch()
+        progress = self._outstanding.on_stepped(event, self._is_over, now_s)
+        if isinstance(progress, Trouble):
+            return progress
+        self._note(progress)
+        for hit in event.hits:
+            sequence = self.sequences.get(hit.ref.key)
+            if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
+                self.policy.on_prefix_hit(hit.ref.key, hit.cached_tokens, now_s)
+        for short in event.shorts:
+            sequence = self.sequences.get(short.ref.key)
+            if sequence is not None and sequence.ref == short.ref and sequence.worker_id == self.worker_id:
+                self.policy.on_short(short.ref.key, short.missing_tokens, now_s)
+        for sent in progress.over:
+            self._take_back(sent, self.policy, now_s)
+        return None
+
+    def _take_back(self, sent: SentPlan, policy: BatchPolicy, now_s: float) -> None:
+        """The projected tokens of a plan that was cut short, but for attempts replaced meanwhile."""
+        for item, planned in zip(sent.batch.decodes, sent.plan.decodes, strict=True):
+            missing = item.tokens - min(item.tokens, sent.steps_done)
+            sequence = self.sequences.get(item.key)
+            if missing and sequence is not None and sequence.ref == planned.ref:
+                policy.on_short(item.key, missing, now_s)
+
+    def _is_over(self, ref: SequenceRef) -> bool:
+        sequence = self.sequences.get(ref.key)
+        return sequence is None or sequence.ref.attempt > ref.attempt or sequence.worker_id != self.worker_id
+
+    def _note(self, progress: Progress) -> None:
+        """A step ran: what its plan started has arrived; after many, earlier faults are forgotten."""
+        sent: SentPlan | None = progress.ran
+        if sent is None:
+            return
+        self._smooth_reports += 1
+        for spec in sent.plan.starts:
+            sequence = self.sequences.get(spec.ref.key)
+            if sequence is not None and sequence.ref == spec.ref:
+                sequence.confirmed = True
+        if self._smooth_reports % _SMOOTH_REPORTS == 0:
+            for key in self._last_keys:
+                if key in self.sequences:
+                    self.sequences[key].faults = 0
+
+    def on_heartbeat(self, report: WorkerReported, now_s: float) -> Trouble | None:
+        self.touch()
+        self.preempting.on_heartbeat()
+        return None if self.policy is None else self._outstanding.on_heartbeat(report, now_s)
+
+    def on_tick(self, now_s: float) -> Trouble | None:
+        self.touch()
+        return None if self.policy is None else self._outstanding.on_tick(now_s)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the lane contradicts itself, or its policy does."""
+        self._outstanding.check_integrity()
+        assert len(self._outstanding) <= MAX_OUTSTANDING_PLANS + 1
+        assert (self.policy is not None) == (self.sync is Sync.IN_STEP)
+        assert (self.refusal is not None) == (self.sync is Sync.REFUSED)
+        if self.policy is not None:
+            self.policy.check_integrity()
+
+
+def planned_capacity_blocks(report: WorkerReported) -> int:
+    """What plans may hand out altogether, by one report: all that sequences hold and all that they could get.
+
+    Less than the pool where the cache keeps blocks for what hangs on them although no sequence has them. They
+    come and go with their users, so each report counts anew. Shared blocks are held more than once."""
+    capacity = report.capacity
+    held_blocks = sum(
+        listed.allocated_blocks for listed in report.sequences if listed.state is not SequenceState.ENDED
+    )
+    lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
+    return max(0, min(held_blocks + capacity.plannable_blocks, lasting_blocks))

@@ -1,0 +1,327 @@
+"""One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
+
+Everything published goes through one queue and one task, so that plans leave in the order they were made.
+What the core asks others is in `questions`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import Counter
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.effects import (
+    AskPlacement,
+    AskPrediction,
+    AskPull,
+    AskSnapshot,
+    AskTokens,
+    CancelAtWorker,
+    Effect,
+    NoteRelief,
+    NoteStandstill,
+    PublishMoved,
+    PublishPrepared,
+    PublishWorkerLost,
+    RefuseWorker,
+    SendPlan,
+    SequenceLeft,
+    StepDown,
+    WantKvAtWorker,
+)
+from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.rpc import Questions
+from shared import metrics, subjects
+from shared.bus import Bus, Endpoint, Listener
+from shared.clock import monotonic_s
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
+from shared.incarnations import new_incarnation
+from shared.log import canonical, get_logger
+from shared.messages.base import Message
+from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
+from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
+from shared.messages.plans import BatchPlan, WorkerStepped
+from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
+from shared.messages.values import as_count
+
+
+class PlanTally:
+    """Metrics are of the process; `describe` is of the one term that the tally belongs to."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Counter] = {
+            "plans": metrics.counter("kvasir_scheduler_plans_total", "Plans sent"),
+            "steps": metrics.counter("kvasir_scheduler_planned_steps_total", "Steps planned"),
+            "superseding": metrics.counter(
+                "kvasir_scheduler_superseding_plans_total", "Plans that cut earlier ones short"
+            ),
+            "starts": metrics.counter("kvasir_scheduler_starts_total", "Sequences started at a worker"),
+            "preemptions": metrics.counter("kvasir_scheduler_preemptions_total", "Sequences preempted"),
+            "prefill_tokens": metrics.counter(
+                "kvasir_scheduler_planned_prefill_tokens_total", "Prompt tokens planned"
+            ),
+        }
+        self._counts = dict.fromkeys(self._counters, 0)
+
+    def count(self, plan: BatchPlan) -> None:
+        """One plan that is sent."""
+        for name, amount in (
+            ("plans", 1),
+            ("steps", plan.steps),
+            ("superseding", int(plan.supersedes)),
+            ("starts", len(plan.starts)),
+            ("preemptions", len(plan.preemptions)),
+            ("prefill_tokens", sum(chunk.end_token - chunk.first_token for chunk in plan.prefills)),
+        ):
+            self._counts[name] += amount
+            self._counters[name].inc(amount)
+
+    def describe(self) -> dict[str, Any]:
+        """The counts of this term."""
+        return dict(self._counts)
+
+
+_log = get_logger("scheduler")
+_MAX_OUTBOX = 16_384
+
+HANDLERS = (
+    Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit", sender="spec.gateway_id"),
+    Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
+    Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
+    Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
+    Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
+)
+
+
+class Term:
+    """Lives from gaining the lease to losing it. `run` returns when the core steps down."""
+
+    def __init__(
+        self, config: SchedulerConfig, bus: Bus, make_policy: PolicyFactory, epoch: int, most_epoch: int
+    ) -> None:
+        self._config = config
+        self._bus = bus
+        self._incarnation = new_incarnation()
+        self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s(), most_epoch)
+        self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
+        self._questions = Questions(config, bus, self._core, self._feed)
+        self._ended = asyncio.Event()
+        self.end_reason: str | None = None
+        self.heard_epoch = 0
+        self._tally = PlanTally()
+        self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
+        self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
+        self._still = metrics.gauge(
+            "kvasir_scheduler_standstill_seconds",
+            "For so long work has waited and nothing moved; 0: all is well",
+        )
+        self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
+
+    @property
+    def epoch(self) -> int:
+        return self._core.epoch
+
+    def describe(self) -> dict[str, Any]:
+        counts = {"queued": self._core.queued, "running": self._core.running, **self._tally.describe()}
+        return counts | self._core.describe()
+
+    async def run(self) -> None:
+        """Until the core steps down, or cancelled."""
+        tasks = [asyncio.create_task(work) for work in (self._send(), self._tick(), self._announce())]
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            done, _ = await asyncio.wait({ended, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (ended, *tasks):
+                task.cancel()
+            await asyncio.gather(ended, *tasks, return_exceptions=True)
+            await self._questions.close()
+
+    async def submit(self, command: SubmitSequence) -> SubmitReply:
+        try:
+            admission, effects = self._core.on_submit(command.spec, monotonic_s())
+        except KvasirError:
+            raise
+        except Exception:
+            self._fail()
+            raise
+        self._carry_out(effects)
+        return SubmitReply(
+            scheduler_id=self._bus.instance,
+            incarnation=self._incarnation,
+            epoch=self._core.epoch,
+            known=admission.known,
+            worker_id=admission.worker_id,
+        )
+
+    async def move(self, command: MoveSequences) -> MovesTaken:
+        """Each move is begun or refused on its own."""
+        return MovesTaken(refusals=tuple(self._begin_move(order) for order in command.moves))
+
+    def _begin_move(self, order: SequenceMove) -> str:
+        try:
+            effects = self._core.on_move(order, monotonic_s())
+        except InvalidRequest as error:
+            return error.message
+        except Exception:
+            self._fail()
+            raise
+        self._carry_out(effects)
+        return ""
+
+    def on_cancel(self, command: CancelSequence) -> None:
+        self._feed(self._core.on_cancel, command)
+
+    def on_worker_reported(self, report: WorkerReported) -> None:
+        self._feed(self._core.on_worker_reported, report)
+
+    def on_stepped(self, event: WorkerStepped) -> None:
+        self._feed(self._core.on_stepped, event)
+
+    def on_gateway_reported(self, event: GatewayReported) -> None:
+        self._feed(self._core.on_gateway_reported, event)
+
+    def _feed(self, on_event: Callable[..., list[Effect]], *event: Any) -> None:
+        """Hand the core an event. A core that fails is not to be trusted any more: the term ends."""
+        try:
+            effects = on_event(*event, monotonic_s())
+        except Exception:
+            self._fail()
+            return
+        self._carry_out(effects)
+
+    def _fail(self) -> None:
+        _log.exception("the core failed")
+        self._end("the core failed")
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        predictions = [effect for effect in effects if isinstance(effect, AskPrediction)]
+        for effect in [effect for effect in effects if not isinstance(effect, AskPrediction)] + predictions:
+            match effect:
+                case SendPlan():
+                    self._tally.count(effect.plan)
+                    self._post(subjects.worker_plan(effect.worker_id), effect.plan, effect.worker_id)
+                case CancelAtWorker():
+                    self._post(subjects.worker_cancel(effect.worker_id), effect.command)
+                case WantKvAtWorker():
+                    want = WantKv(tokens=as_count(effect.tokens), may_borrow_ahead=effect.may_borrow_ahead)
+                    self._post(subjects.worker_want(effect.worker_id), want)
+                case PublishWorkerLost():
+                    self._lost.inc()
+                    _say_lost(effect.lost)
+                    self._post(subjects.SCHEDULER_WORKER_LOST, effect.lost)
+                case RefuseWorker():
+                    _log.error("refused: %s (%s)", effect.error.message, effect.error.code)
+                case PublishPrepared():
+                    self._post(subjects.SCHEDULER_PREPARED, effect.prepared)
+                case PublishMoved():
+                    self._note_move(effect)
+                case NoteRelief():
+                    canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
+                case NoteStandstill(place, waiting, still_s):
+                    _log.error(
+                        "work waits and nothing moves: %d sequences at %s, for %.0f s; look at what `status` "
+                        "says of blocks; a scheduler that is started anew asks all workers what they hold",
+                        waiting,
+                        place,
+                        still_s,
+                    )
+                case AskTokens() | AskPull() | AskPlacement() | AskPrediction() | AskSnapshot():
+                    self._questions.ask(effect)
+                case SequenceLeft():
+                    self._note(effect)
+                case StepDown():
+                    self.heard_epoch = effect.epoch
+                    self._end(effect.reason)
+
+    def _post(self, subject: str, message: Message, worker_id: str = "") -> None:
+        try:
+            self._outbox.put_nowait((subject, message, worker_id))
+        except asyncio.QueueFull:
+            self._end("messages are not leaving")
+
+    def _end(self, reason: str) -> None:
+        self.end_reason = self.end_reason or reason
+        self._ended.set()
+
+    def _note(self, left: SequenceLeft) -> None:
+        self._left.labels(left.phase).inc()
+        canonical(
+            _log,
+            "sequence",
+            ref=str(left.ref),
+            became=str(left.phase),
+            reason=left.finish_reason and str(left.finish_reason),
+            worker=left.worker_id,
+            prompt_tokens=left.prompt_tokens,
+            generated_tokens=left.generated_tokens,
+            queued_s=round(left.queued_s, 4),
+            total_s=round(left.total_s, 4),
+        )
+
+    def _note_move(self, effect: PublishMoved) -> None:
+        moved = effect.moved
+        self._moved.labels("failed" if moved.reason else "done").inc()
+        canonical(
+            _log,
+            "move",
+            ref=str(moved.ref),
+            source=moved.source,
+            target=moved.target,
+            mode=str(moved.mode),
+            failed=moved.reason or None,
+            rounds=moved.rounds,
+            rehearsed_tokens=moved.rehearsed_tokens,
+            moved_bytes=moved.moved_bytes,
+            fallback=moved.fallback or None,
+            prepare_s=round(moved.prepare_s, 4),
+            switch_s=round(moved.switch_s, 4),
+        )
+        self._post(subjects.SCHEDULER_MOVED, moved)
+
+    async def _send(self) -> None:
+        while True:
+            subject, message, worker_id = await self._outbox.get()
+            try:
+                await self._bus.publish(subject, message)
+            except MessageTooLarge as error:
+                _log.error("%s", error)
+                if isinstance(message, BatchPlan):
+                    self._feed(self._core.on_plan_unsent, worker_id, message, error.message)
+            except KvasirError as error:
+                _log.warning("%s was not sent: %s", type(message).__name__, error)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.tick_s)
+            if self._bus.connected:
+                self._feed(self._core.on_tick)
+                self._still.set(self._core.standstill_s)
+
+    async def _announce(self) -> None:
+        while True:
+            self._post(
+                subjects.SCHEDULER_ANNOUNCED,
+                SchedulerAnnounced(
+                    scheduler_id=self._bus.instance,
+                    incarnation=self._incarnation,
+                    epoch=self._core.epoch,
+                    policy=self._config.policy,
+                    queued=self._core.queued,
+                    running=self._core.running,
+                ),
+            )
+            await asyncio.sleep(self._config.announce_s)
+
+
+def _say_lost(lost: WorkerLost) -> None:
+    """One that had nothing to do is not missed: it was parked, as a rule."""
+    if lost.refs:
+        _log.warning("worker %s is lost, with %d sequences", lost.worker_id, len(lost.refs))
+    else:
+        _log.info("worker %s has gone; it had nothing to do", lost.worker_id)

@@ -1,0 +1,145 @@
+"""The questions of one term: placement, predictions, snapshots, tokens of a sequence that moves.
+
+Each is a task with a deadline; the core hears the answer, or that there was none. Knows nothing of plans.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.effects import AskPlacement, AskPrediction, AskPull, AskSnapshot, AskTokens
+from shared import metrics, subjects
+from shared.bus import Bus
+from shared.errors import InvalidMessage, KvasirError
+from shared.log import get_logger
+from shared.messages.commands import LengthPrediction, Placements, PlaceSequences, PredictLength, TakeSnapshot
+from shared.messages.moves import BlocksPulled
+from shared.messages.reports import WorkerReported
+from shared.messages.tokens import FetchedTokens, FetchTokens
+
+Question = AskPlacement | AskPrediction | AskSnapshot | AskTokens | AskPull
+_log = get_logger("scheduler")
+_MAX_PREDICTIONS = 64
+"""Open at once; beyond that a sequence does without."""
+
+
+class Questions:
+    """`ask` begins one; `close` gives up what is open. Answers are fed to the core by `feed`, the term's."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        bus: Bus,
+        core: SchedulerCore,
+        feed: Callable[..., None],
+    ) -> None:
+        self._config, self._bus, self._core, self._feed = config, bus, core, feed
+        self._open: set[asyncio.Task[None]] = set()
+        self._predictions = 0
+        self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
+
+    def ask(self, question: Question) -> None:
+        match question:
+            case AskPlacement():
+                self._start(self._place(question))
+            case AskPrediction():
+                if self._predictions < _MAX_PREDICTIONS:
+                    self._predictions += 1
+                    self._start(self._predict(question))
+            case AskSnapshot():
+                self._resyncs.inc()
+                self._start(self._snapshot(question))
+            case AskTokens():
+                self._start(self._tokens(question))
+            case AskPull():
+                self._start(self._pull(question))
+
+    async def close(self) -> None:
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _place(self, question: AskPlacement) -> None:
+        command = PlaceSequences(items=question.items, excluded_workers=question.excluded_workers)
+        worker_ids: tuple[str | None, ...] | None = None
+        try:
+            reply = await self._bus.request(
+                subjects.PLACEMENT_PLACE, command, Placements, deadline_s=self._config.place_deadline_s
+            )
+            worker_ids = reply.worker_ids
+        except KvasirError as error:
+            _log.debug("placement did not answer: %s", error)
+        self._feed(self._core.on_placed, question.question, worker_ids)
+
+    async def _tokens(self, question: AskTokens) -> None:
+        command = FetchTokens(ref=question.ref, first_index=0)
+        tokens: tuple[int, ...] | None = None
+        try:
+            answer = await self._bus.request(
+                subjects.worker_fetch(question.worker_id),
+                command,
+                FetchedTokens,
+                deadline_s=self._config.snapshot_deadline_s,
+            )
+            tokens = None if answer.delta is None else answer.delta.tokens
+        except KvasirError as error:
+            _log.info("%s did not say what %s has: %s", question.worker_id, question.ref, error)
+        self._feed(self._core.on_tokens, question.ref, tokens)
+
+    async def _pull(self, question: AskPull) -> None:
+        pulled: BlocksPulled | None = None
+        try:
+            pulled = await self._bus.request(
+                subjects.worker_pull(question.worker_id),
+                question.order,
+                BlocksPulled,
+                deadline_s=question.order.valid_for_s + self._config.snapshot_deadline_s,
+            )
+        except KvasirError as error:
+            _log.info("%s did not fetch %s: %s", question.worker_id, question.ref, error)
+        self._feed(self._core.on_pulled, question.ref, pulled)
+
+    async def _predict(self, question: AskPrediction) -> None:
+        command = PredictLength(
+            ref=question.ref,
+            prompt=question.prompt,
+            max_tokens=question.max_tokens,
+            generated_tokens=question.generated_tokens,
+        )
+        try:
+            prediction = await self._bus.request(
+                subjects.PREDICTOR_PREDICT,
+                command,
+                LengthPrediction,
+                deadline_s=self._config.predict_deadline_s,
+            )
+        except KvasirError as error:
+            _log.debug("no prediction for %s: %s", question.ref, error)
+            return
+        finally:
+            self._predictions -= 1
+        self._feed(self._core.on_predicted, question.ref, prediction)
+
+    async def _snapshot(self, question: AskSnapshot) -> None:
+        _log.info("asking %s for a snapshot: %s", question.worker_id, question.reason)
+        try:
+            snapshot = await self._bus.request(
+                subjects.worker_snapshot(question.worker_id),
+                TakeSnapshot(epoch=question.epoch),
+                WorkerReported,
+                deadline_s=self._config.snapshot_deadline_s,
+            )
+            if snapshot.worker_id != question.worker_id:
+                raise InvalidMessage(f"{question.worker_id} answers as {snapshot.worker_id!r}")
+        except KvasirError as error:
+            _log.info("no snapshot of %s: %s", question.worker_id, error)
+            self._feed(self._core.on_snapshot_failed, question.worker_id)
+        else:
+            self._feed(self._core.on_snapshot, snapshot)

@@ -1,0 +1,88 @@
+"""What a gateway is told after each step: one token frame per gateway. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.worker.core.sequence import HeldSequence
+from shared.messages.tokens import FetchedTokens, TokenDelta, TokenFrame, TokenLogprobs
+
+MOST_LOGPROBS = 65_536
+"""Log-probabilities in one delta, at most 16 bytes each: far below what a message may weigh."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddressedFrame:
+    """A frame and the gateway it goes to."""
+
+    gateway_id: str
+    frame: TokenFrame
+
+    @property
+    def ends(self) -> int:
+        """How many sequences end in it."""
+        return sum(delta.finish_reason is not None for delta in self.frame.deltas)
+
+
+def delta_from(sequence: HeldSequence, first_index: int, proof: bytes = b"") -> TokenDelta:
+    """The answer from `first_index` on, with the end reason when it has ended and all of it is here.
+
+    It stops short where its log-probabilities would weigh too much, and where earlier tokens (whose
+    log-probabilities another worker gave) give way to our own: the next heartbeat says that there is more.
+    """
+    ref = sequence.ref
+    if sequence.sampling.top_logprobs is None and first_index == sequence.generated_tokens - 1 >= 0:
+        return TokenDelta(
+            ref.request_id,
+            ref.choice,
+            ref.attempt,
+            first_index,
+            (sequence.tokens[-1],),
+            sequence.finish_reason,
+            sequence.cached_tokens,
+            proof=proof,
+        )
+    start = sequence.prompt_tokens + max(0, min(first_index, sequence.generated_tokens))
+    end = len(sequence.tokens)
+    measured = end - len(sequence.logprobs)
+    logprobs: Sequence[TokenLogprobs] = ()
+    if start < measured:
+        end = measured
+    else:
+        end = min(end, start + MOST_LOGPROBS // (1 + (sequence.sampling.top_logprobs or 0)))
+        logprobs = sequence.logprobs[start - measured : end - measured]
+    return TokenDelta(
+        request_id=ref.request_id,
+        choice=ref.choice,
+        attempt=ref.attempt,
+        first_index=start - sequence.prompt_tokens,
+        tokens=tuple(sequence.tokens[start:end]),
+        finish_reason=sequence.finish_reason if end == len(sequence.tokens) else None,
+        cached_tokens=sequence.cached_tokens,
+        logprobs=tuple(logprobs),
+        proof=proof,
+    )
+
+
+def assemble(
+    worker_id: str, incarnation: int, changed: Iterable[tuple[HeldSequence, int]]
+) -> tuple[AddressedFrame, ...]:
+    """One frame per gateway from (sequence, index of its first new token)."""
+    by_gateway: dict[str, list[TokenDelta]] = {}
+    for sequence, first_index in changed:
+        delta = delta_from(sequence, first_index, sequence.take_proof())
+        by_gateway.setdefault(sequence.gateway_id, []).append(delta)
+    return tuple(
+        AddressedFrame(name, TokenFrame(worker_id=worker_id, incarnation=incarnation, deltas=tuple(deltas)))
+        for name, deltas in by_gateway.items()
+    )
+
+
+def fetched(sequence: HeldSequence | None, first_index: int) -> FetchedTokens:
+    """Answer to a gateway that missed a frame."""
+    delta = None if sequence is None else delta_from(sequence, first_index, sequence.proof)
+    return FetchedTokens(delta=delta)
+
+
+def without_ends(frames: Sequence[AddressedFrame]) -> tuple[AddressedFrame, ...]:
+    """The frames in which nothing ends: what arrives under the fault `fault_drop_final_frames`."""
+    return tuple(frame for frame in frames if not frame.ends)

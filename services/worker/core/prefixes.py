@@ -1,0 +1,123 @@
+"""What sequences share: names for their blocks, hits when they start, and what is read ahead for them. Pure.
+
+Stands between the table of sequences and the cache. A chunk gets no more of a stored prefix than the plan has
+allocated blocks for; what follows is promised to the scheduler, so that its next chunk starts after it.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from services.worker.core.sequence import HeldSequence
+from services.worker.kv.core.borrowed_pool import first_borrowed
+from services.worker.kv.core.prefix_cache import PrefixCache
+from shared.blocks import BlockHash, chain, child, root
+from shared.messages.plans import PrefixHit
+from shared.messages.sequence import TOKEN_BYTES, SequenceSpec, pack_tokens
+
+LOOKAHEAD_SEQUENCES = 64
+"""Sequences that are looked ahead for; of more, those heard of first are forgotten."""
+_SAVED_BLOCKS = 32
+"""Writes to disk that may begin between two steps."""
+
+
+class Prefixes:
+    """One worker's. `fingerprint` names what must agree for KV to be exchanged (`shared.blocks`)."""
+
+    def __init__(
+        self, cache: PrefixCache, fingerprint: bytes, lookahead_sequences: int = LOOKAHEAD_SEQUENCES
+    ) -> None:
+        self.cache = cache
+        self._own_blocks = cache.total_blocks
+        self.fingerprint = fingerprint
+        self._expected: deque[list[BlockHash]] = deque(maxlen=lookahead_sequences)
+        self._hits: list[PrefixHit] = []
+        self.swaps = 0
+        """That gave up their blocks and had them kept on the host, since the start."""
+
+    def expect(self, specs: Iterable[SequenceSpec]) -> None:
+        """These will start soon: what they need of the disk is read ahead, between the steps."""
+        if not self.cache.has_disk:
+            return
+        for spec in specs:
+            if len(spec.prompt) % TOKEN_BYTES == 0:
+                start = root(self.fingerprint, spec.cache_salt)
+                self._expected.append(chain(start, spec.prompt, self.cache.block_tokens))
+
+    def take_hits(self) -> tuple[PrefixHit, ...]:
+        """Since the last call."""
+        hits, self._hits = tuple(self._hits), []
+        return hits
+
+    def extend(self, sequence: HeldSequence, most_blocks: int) -> None:
+        """Give a sequence what is stored of the tokens that it would compute next, up to so many blocks in
+        all. Its last token is always left to be computed: its logits are wanted."""
+        size = self.cache.block_tokens
+        first, rest = divmod(sequence.computed_tokens, size)
+        usable = (len(sequence.tokens) - 1) // size
+        if rest or first != len(sequence.blocks) or first >= min(usable, most_blocks):
+            return
+        self._name(sequence, usable)
+        hit = self.cache.acquire(sequence.names[:usable], min(usable, most_blocks), first)
+        if not hit.blocks:
+            return
+        sequence.blocks += hit.blocks
+        sequence.published_blocks = len(sequence.blocks)
+        sequence.computed_tokens = len(sequence.blocks) * size
+        sequence.promised_tokens = sequence.computed_tokens + hit.ahead * size
+        if not sequence.sampled:
+            cached_tokens = sequence.cached_tokens + len(hit.blocks) * size
+            sequence.cached_tokens = min(cached_tokens, sequence.prompt_tokens)
+        self._hits.append(
+            PrefixHit(ref=sequence.ref, cached_tokens=sequence.promised_tokens, blocks=hit.loaded)
+        )
+
+    def publish(self, sequence: HeldSequence) -> None:
+        """Blocks that have become full get their names, up to the first that is borrowed."""
+        full = sequence.computed_tokens // self.cache.block_tokens
+        self._name(sequence, full)
+        own = min(full, first_borrowed(sequence.blocks, self._own_blocks))
+        for at in range(sequence.published_blocks, own):
+            parent = sequence.names[at - 1] if at else None
+            self.cache.publish(sequence.blocks[at], sequence.names[at], parent)
+        sequence.published_blocks = max(full, sequence.published_blocks)
+
+    def keep(self, sequence: HeldSequence) -> None:
+        """It is about to be taken off the device and comes back: what is computed of it by then is kept on
+        the host, as far as there is room; not what is borrowed, and not the unfinished last block."""
+        full = sequence.computed_tokens // self.cache.block_tokens
+        if full < len(sequence.kept):
+            return
+        sequence.published_blocks = 0  # others may have had a copy of the same name, and lost it
+        self.publish(sequence)
+        before = sequence.kept
+        own = min(full, first_borrowed(sequence.blocks, self._own_blocks))
+        sequence.kept = self.cache.keep(sequence.names[:own])
+        self.cache.unkeep(before)
+        self.swaps += bool(sequence.kept)
+
+    def let_be(self, sequence: HeldSequence) -> None:
+        """It came back, or never will."""
+        kept, sequence.kept = sequence.kept, []
+        self.cache.unkeep(kept)
+
+    def on_prefilled(self, tokens: int, elapsed_s: float) -> None:
+        """So many tokens of prompts were computed in that time."""
+        self.cache.gate.on_prefilled(tokens / self.cache.block_tokens, elapsed_s)
+
+    def work_ahead(self) -> None:
+        """Between two steps: begin what copies may be in flight, none of which is waited for."""
+        self.cache.save(_SAVED_BLOCKS)
+        needed = {name for names in self._expected for name in names}
+        while self._expected:
+            names = self._expected[0]
+            if self.cache.prefetch(names, len(names), needed) or self.cache.is_reading:
+                return
+            self._expected.popleft()
+
+    def _name(self, sequence: HeldSequence, blocks: int) -> None:
+        """At least so many blocks of it have names."""
+        names, size = sequence.names, self.cache.block_tokens
+        name = names[-1] if names else root(self.fingerprint, sequence.cache_salt)
+        for at in range(len(names), blocks):
+            name = child(name, pack_tokens(sequence.tokens[at * size : (at + 1) * size]))
+            names.append(name)

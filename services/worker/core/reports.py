@@ -1,0 +1,121 @@
+"""The reports on a worker's steps, which its scheduler hears in order and without a gap. Pure.
+
+Knows not when one is due: `services.worker.core.steps` does. Heartbeats are numbered elsewhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.worker.core.plans import GivenUpPlan
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.step_work import StepWork
+from services.worker.kv.core.borrowed_pool import Pool
+from shared.messages.plans import EndedSequence, ShortStart, WorkerStepped
+from shared.messages.sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker says of itself in every report."""
+
+    worker_id: str
+    incarnation: int
+    model: str
+    max_context_tokens: int
+    host: str
+    weights: str = ""
+    """Digest of the model, its configuration and weights."""
+    fingerprint: bytes = b""
+    """What must agree for KV to be exchanged; empty: this engine's cannot be."""
+
+
+class StepReports:
+    """Numbers the reports of one incarnation and counts what was computed since the last one."""
+
+    def __init__(self, identity: Identity, pool: Pool) -> None:
+        """Every report tells what is free in `pool`."""
+        self.last_seq = 0
+        self._identity = identity
+        self._pool = pool
+        self._unreported = [0, 0]
+        """Tokens prefilled and decoded since the last report."""
+
+    def on_step(self, prefilled_tokens: int, decoded_tokens: int) -> None:
+        """A step ran; a later report tells."""
+        self._unreported[0] += prefilled_tokens
+        self._unreported[1] += decoded_tokens
+
+    def of_step(
+        self,
+        work: StepWork,
+        ended: Iterable[HeldSequence],
+        *,
+        plan_over: bool,
+        step_s: float = 0.0,
+    ) -> WorkerStepped:
+        self.last_seq += 1
+        (prefilled_tokens, decoded_tokens), self._unreported = self._unreported, [0, 0]
+        return WorkerStepped(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=self.last_seq,
+            epoch=work.queued.plan.epoch,
+            plan_seq=work.queued.plan.seq,
+            steps_done=work.queued.steps_done,
+            plan_over=plan_over,
+            prefilled_tokens=prefilled_tokens,
+            decoded_tokens=decoded_tokens,
+            step_s=step_s,
+            free_blocks=self._plannable_blocks,
+            ended=tuple(_ended(sequence) for sequence in ended),
+            skipped=work.skipped,
+            hits=work.hits,
+            shorts=work.shorts,
+        )
+
+    def between_steps(self, epoch: int, shorts: tuple[ShortStart, ...]) -> WorkerStepped:
+        """A report between steps, about no plan."""
+        self.last_seq += 1
+        return WorkerStepped(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=self.last_seq,
+            epoch=epoch,
+            plan_seq=0,
+            steps_done=0,
+            plan_over=False,
+            free_blocks=self._plannable_blocks,
+            shorts=shorts,
+        )
+
+    def of_given_up(self, plans: Iterable[GivenUpPlan]) -> tuple[WorkerStepped, ...]:
+        reports = []
+        for plan in plans:
+            self.last_seq += 1
+            reports.append(
+                WorkerStepped(
+                    worker_id=self._identity.worker_id,
+                    incarnation=self._identity.incarnation,
+                    seq=self.last_seq,
+                    epoch=plan.epoch,
+                    plan_seq=plan.seq,
+                    outcome=plan.outcome,
+                    steps_done=plan.steps_done,
+                    plan_over=True,
+                    free_blocks=self._plannable_blocks,
+                )
+            )
+        return tuple(reports)
+
+    @property
+    def _plannable_blocks(self) -> int:
+        pool = self._pool
+        return max(0, pool.free_blocks + pool.evictable_blocks - pool.doomed_blocks)
+
+
+def _ended(sequence: HeldSequence) -> EndedSequence:
+    return EndedSequence(
+        ref=sequence.ref,
+        finish_reason=sequence.finish_reason or FinishReason.ERROR,
+        generated_tokens=sequence.generated_tokens,
+    )

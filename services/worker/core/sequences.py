@@ -1,0 +1,313 @@
+"""The sequences a worker holds, and the rules by which items of a plan apply to them. Pure.
+
+A plan states intent: each item is applied only where it is valid and reported otherwise (`SkipReason`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.worker.core.late_tokens import Latecomers
+from services.worker.core.prefixes import Prefixes
+from services.worker.core.sampling import FAILED, KV_LOST, Sampled
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.step_work import WorkItem
+from services.worker.core.tombstones import GatewayWatch, Tombstones
+from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
+from services.worker.pie.core.pool import ElasticPool
+from shared.messages.plans import (
+    BatchPlan,
+    Decode,
+    Preemption,
+    PreemptMode,
+    PrefillChunk,
+    SkippedItem,
+    SkipReason,
+)
+from shared.messages.reports import SequenceReport, SequenceState
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, proof_of
+
+MAX_SEQUENCES = 8192
+"""Held at once, ended ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLimits:
+    """What a sequence must keep to, so that it can be computed at all."""
+
+    max_context_tokens: int
+    vocabulary: int
+    end_retention_s: float
+    gateway_timeout_s: float
+
+
+class SequenceTable:
+    """Held sequences by (request, choice), their blocks, the tombstones of those that may not return.
+
+    `prefixes` shares blocks between sequences; None: each computes all of its own.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        limits: SequenceLimits,
+        prefixes: Prefixes | None = None,
+        worker: tuple[str, int] = ("", 0),
+    ) -> None:
+        """With `prefixes`, `pool` is its cache, or extends it. `worker`: id and incarnation of this one."""
+        self.pool = pool
+        self._worker = worker
+        self.prefixes = prefixes
+        self._block_tokens = pool.block_tokens
+        self._limits = limits
+        self._held: dict[SequenceKey, HeldSequence] = {}
+        self._tombstones = Tombstones(limits.end_retention_s)
+        self._gateways = GatewayWatch(limits.gateway_timeout_s)
+        self._unreported: list[HeldSequence] = []
+        self.late = Latecomers()
+        if isinstance(pool, ElasticPool | ExtendedPool):
+            pool.on_moved = self._follow
+
+    def find(self, ref: SequenceRef) -> HeldSequence | None:
+        """The sequence, when exactly this attempt of it is held."""
+        held = self._held.get((ref.request_id, ref.choice))
+        return held if held is not None and held.ref.attempt == ref.attempt else None
+
+    def take_ended(self) -> list[HeldSequence]:
+        """Sequences that ended, or were taken away, since the last call."""
+        ended, self._unreported = self._unreported, []
+        return ended
+
+    def close_all(self) -> None:
+        """No sequence takes late tokens any more."""
+        self.late.close_all(self._held.values())
+
+    def reports(self, now_s: float) -> tuple[SequenceReport, ...]:
+        return tuple(held.report(now_s) for held in self._held.values())
+
+    def apply_plan(self, plan: BatchPlan, now_s: float) -> list[SkippedItem]:
+        """What a plan does once, before its first step: drops, preemptions, starts."""
+        for ref in plan.drops:
+            self.cancel(ref, FinishReason.CANCELLED, now_s)
+        unknown = [preemption.ref for preemption in plan.preemptions if not self._preempt(preemption)]
+        skipped = [SkippedItem(ref=ref, reason=SkipReason.UNKNOWN) for ref in unknown]
+        for spec in plan.starts:
+            reason = self._start(spec, now_s)
+            if reason is not None:
+                skipped.append(SkippedItem(ref=spec.ref, reason=reason))
+        return skipped
+
+    def prepare(
+        self, item: PrefillChunk | Decode, sequence: HeldSequence | None
+    ) -> WorkItem | SkipReason | None:
+        """Allocate for one item and say what to compute, or why it cannot be; None: nothing is left of it.
+
+        `sequence` is what `find` has for the item.
+        """
+        if sequence is None or not sequence.alive:
+            return SkipReason.UNKNOWN
+        if sequence.open_tokens:
+            item = self.late.join(sequence, item)
+        held_tokens, is_decode = len(sequence.tokens), isinstance(item, Decode)
+        if isinstance(item, Decode):
+            first, end = sequence.computed_tokens, held_tokens
+            aligned = sequence.state is SequenceState.DECODING
+        else:
+            first, end = item.first_token, item.end_token
+            aligned = sequence.may_begin_at(first)
+        if not aligned or not first < end <= held_tokens:
+            return SkipReason.MISALIGNED
+        if not is_decode:
+            self._share(sequence, item.allocated_blocks)
+            first = sequence.computed_tokens
+        held_blocks = len(sequence.blocks)
+        if item.allocated_blocks > held_blocks:
+            if not self._raise_allocation(sequence, item.allocated_blocks - held_blocks):
+                return SkipReason.NO_BLOCKS
+            held_blocks = item.allocated_blocks
+        if held_blocks * self._block_tokens < end:
+            return SkipReason.EXHAUSTED
+        if first >= end:
+            return None
+        return WorkItem(sequence, first, end, end == held_tokens, is_decode)
+
+    def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
+        """The item was computed.
+
+        `sampled` is None when it samples no token; `FAILED` ends it with ERROR, `KV_LOST` as that.
+        """
+        sequence = item.sequence
+        if sampled is not None and sampled.token == KV_LOST.token:
+            self.end(sequence, FinishReason.KV_LOST, now_s)
+            return
+        if (item.samples and sampled is None) or (sampled is not None and sampled.token == FAILED.token):
+            self.end(sequence, FinishReason.ERROR, now_s)
+            return
+        sequence.computed_tokens = item.end_token
+        if sequence.kept and item.end_token >= len(sequence.kept) * self._block_tokens:
+            self._let_be(sequence)
+        if self.prefixes is not None and item.end_token // self._block_tokens > sequence.published_blocks:
+            self.prefixes.publish(sequence)
+        if sequence.state is SequenceState.WAITING:
+            sequence.move_to(SequenceState.PREFILLING)
+        if sampled is None:
+            return
+        sequence.append(sampled)
+        if sequence.state is SequenceState.PREFILLING:
+            sequence.move_to(SequenceState.DECODING)
+        reason = sequence.due_reason()
+        if reason is not None:
+            self.end(sequence, reason, now_s)
+
+    def end(self, sequence: HeldSequence, reason: FinishReason, now_s: float) -> None:
+        """End an alive sequence; kept, without blocks, until acknowledged or for `end_retention_s`.
+
+        A rehearsal is forgotten at once: its blocks are stored, or they are not.
+        """
+        self._free(sequence)
+        self._let_be(sequence)
+        sequence.move_to(SequenceState.ENDED)
+        sequence.finish_reason = reason
+        sequence.ended_s = now_s
+        self._unreported.append(sequence)
+        if sequence.rehearsal:
+            self._held.pop(sequence.ref.key, None)
+            self._tombstones.bury(sequence.ref, now_s)
+
+    def lose_blocks(self, blocks: Iterable[int], now_s: float) -> None:
+        """The KV of these is gone: sequences that have any of them end, to be computed again."""
+        gone = set(blocks)
+        for held in list(self._held.values()):  # a rehearsal is forgotten with its end
+            if held.alive and not gone.isdisjoint(held.blocks):
+                self.end(held, FinishReason.KV_LOST, now_s)
+        if isinstance(self.pool, ExtendedPool):
+            self.pool.lose(gone)
+
+    def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float) -> None:
+        """Forget this attempt and every lower one, now and for a while to come.
+
+        Nobody waits for its tokens.
+        """
+        self._tombstones.bury(ref, now_s)
+        held = self._held.get(ref.key)
+        if held is not None and held.ref.attempt <= ref.attempt:
+            if held.alive:
+                self.end(held, reason, now_s)
+            self._held.pop(ref.key, None)
+
+    def acknowledge(self, refs: Iterable[SequenceRef], now_s: float) -> None:
+        """Forget ended sequences whose gateway has everything."""
+        for ref in refs:
+            held = self.find(ref)
+            if held is not None and not held.alive:
+                del self._held[ref.key]
+                self._tombstones.bury(ref, now_s)
+
+    def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
+        """A gateway lives. Sequences of its earlier incarnations have no reader and go."""
+        if not self._gateways.hear(gateway_id, incarnation):
+            return
+        for held in self._of_gateway(gateway_id):
+            if held.gateway_incarnation != incarnation:
+                self.cancel(held.ref, FinishReason.GATEWAY_LOST, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
+        self._tombstones.expire(now_s)
+        self.late.tick(self._held.values(), now_s)
+        for held in list(self._held.values()):
+            if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
+                del self._held[held.ref.key]
+        lost = [held for name in self._gateways.tick(now_s) for held in self._of_gateway(name) if held.alive]
+        for held in lost:
+            self.end(held, FinishReason.GATEWAY_LOST, now_s)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless blocks are conserved and every sequence is consistent with its state."""
+        self.pool.check_integrity([block for held in self._held.values() for block in held.blocks])
+        for key, held in self._held.items():
+            assert held.ref.key == key
+            assert not self._tombstones.covers(held.ref), f"{held.ref} is held and buried"
+            assert held.computed_tokens <= len(held.blocks) * self._block_tokens
+            held.check_integrity()
+            assert held.alive or (held.finish_reason is not None and not held.blocks and not held.kept)
+            if held.state is SequenceState.DECODING:
+                late_tokens = len(held.tokens) - 1 - held.computed_tokens
+                assert late_tokens == 0 or (late_tokens > 0 and held.takes_late)
+            if held.state is SequenceState.WAITING:
+                assert held.computed_tokens == 0
+
+    def _of_gateway(self, gateway_id: str) -> Sequence[HeldSequence]:
+        return [held for held in self._held.values() if held.gateway_id == gateway_id]
+
+    def _free(self, sequence: HeldSequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.forget_blocks()
+
+    def _let_be(self, sequence: HeldSequence) -> None:
+        """Nothing is kept on the host for it any more."""
+        if self.prefixes is not None and sequence.kept:
+            self.prefixes.let_be(sequence)
+
+    def _follow(self, moves: Mapping[int, int]) -> None:
+        """Blocks were moved: in place, as a step's rows have the same lists."""
+        for held in self._held.values():
+            held.blocks[:] = [moves.get(block, block) for block in held.blocks]
+
+    def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
+        """What is stored of the next chunk, and of what follows, is not computed."""
+        if self.prefixes is not None:
+            self.prefixes.extend(sequence, most_blocks)
+            if sequence.computed_tokens and sequence.state is SequenceState.WAITING:
+                sequence.move_to(SequenceState.PREFILLING)
+
+    def _raise_allocation(self, sequence: HeldSequence, missing: int) -> bool:
+        if not self.pool.can_allocate(missing):
+            return False
+        sequence.blocks += self.pool.allocate(missing)
+        return True
+
+    def _preempt(self, preemption: Preemption) -> bool:
+        sequence = self.find(preemption.ref)
+        if sequence is None or not sequence.alive:
+            return False
+        if self.prefixes is not None and preemption.mode is PreemptMode.SWAP:
+            self.prefixes.keep(sequence)
+        self._free(sequence)
+        if sequence.state is not SequenceState.WAITING:
+            sequence.move_to(SequenceState.WAITING)
+        return True
+
+    def _start(self, spec: SequenceSpec, now_s: float) -> SkipReason | None:
+        held = self._held.get(spec.ref.key)
+        if held is not None and held.ref.attempt == spec.ref.attempt:
+            return None
+        superseded = held is not None and held.ref.attempt > spec.ref.attempt
+        if superseded or self._tombstones.covers(spec.ref):
+            return SkipReason.UNKNOWN
+        if not self._gateways.expect(spec.gateway_id, spec.gateway_incarnation):
+            return SkipReason.UNKNOWN
+        if held is not None:
+            self.cancel(held.ref, FinishReason.CANCELLED, now_s)
+        if not self._make_room():
+            return SkipReason.NO_BLOCKS
+        sequence = HeldSequence.from_spec(spec, self._limits.max_context_tokens, now_s)
+        sequence.proof = proof_of(spec.capability, *self._worker)
+        self._held[spec.ref.key] = sequence
+        reason = sequence.due_reason() if self._computable(sequence) else FinishReason.ERROR
+        if reason is not None:
+            self.end(sequence, reason, now_s)
+        return None
+
+    def _computable(self, sequence: HeldSequence) -> bool:
+        inside = 0 < sequence.prompt_tokens < self._limits.max_context_tokens
+        return inside and max(sequence.tokens) < self._limits.vocabulary
+
+    def _make_room(self) -> bool:
+        """Below the bound, if need be by forgetting the oldest end."""
+        if len(self._held) < MAX_SEQUENCES:
+            return True
+        ended = [held for held in self._held.values() if not held.alive]
+        if not ended:
+            return False
+        del self._held[min(ended, key=lambda held: held.ended_s).ref.key]
+        return True

@@ -1,0 +1,224 @@
+"""One worker's decisions from message to step and back. Pure: computes nothing and sends nothing itself.
+
+The caller alternates `begin_step` and `finish_step`, and calls the `on_…` methods in between, never during a
+step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.worker.core.frames import AddressedFrame, assemble, fetched
+from services.worker.core.plans import PlanQueue, QueuedPlan
+from services.worker.core.reports import Identity, StepReports
+from services.worker.core.sampling import Sampled
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.sequences import SequenceTable
+from services.worker.core.speed import SpeedMeter
+from services.worker.core.step_work import StepWork, WorkItem
+from services.worker.kv.core.borrowed_pool import capacity_of
+from services.worker.kv.core.radix_tree import Tier
+from shared.errors import InvalidRequest, StaleEpoch
+from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.plans import (
+    BatchPlan,
+    Decode,
+    PrefillChunk,
+    SkippedItem,
+    WorkerStepped,
+)
+from shared.messages.reports import GatewayReported, WorkerReported
+from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepEffects:
+    """To be sent, in this order."""
+
+    frames: tuple[AddressedFrame, ...] = ()
+    stepped: tuple[WorkerStepped, ...] = ()
+
+
+class StepCore:
+    """Plan queue and sequence table of one worker, and the reports about them."""
+
+    def __init__(self, identity: Identity, table: SequenceTable, speed: SpeedMeter | None = None) -> None:
+        """`speed` has what was profiled at the start."""
+        self._identity = identity
+        self._reports = StepReports(identity, table.pool)
+        self._table = table
+        self._plans = PlanQueue()
+        self._speed = speed or SpeedMeter()
+
+    @property
+    def has_plans(self) -> bool:
+        return len(self._plans) > 0
+
+    def on_plan(self, plan: BatchPlan, now_s: float) -> StepEffects:
+        if plan.starts and self._table.prefixes is not None:
+            self._table.prefixes.expect(plan.starts)
+        return StepEffects(stepped=self._reports.of_given_up(self._plans.offer(plan, now_s)))
+
+    def on_cancel(self, cancel: CancelSequence, now_s: float) -> StepEffects:
+        self._table.cancel(cancel.ref, cancel.reason, now_s)
+        return StepEffects()
+
+    def on_acknowledge(self, acknowledged: AcknowledgeEnds, now_s: float) -> StepEffects:
+        self._table.acknowledge(acknowledged.refs, now_s)
+        return StepEffects()
+
+    def on_gateway(self, reported: GatewayReported, now_s: float) -> StepEffects:
+        self._table.hear_gateway(reported.gateway_id, reported.incarnation, now_s)
+        return StepEffects()
+
+    def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
+        return fetched(self._table.find(fetch.ref), fetch.first_index)
+
+    def on_extend(self, extend: ExtendSequence) -> StepEffects:
+        self._table.late.add(extend.ref, extend.first_index, extend.tokens)
+        return StepEffects()
+
+    def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
+        """Give up all plans and say what is held. Raises StaleEpoch for a scheduler that was replaced,
+        InvalidRequest for an epoch that cannot be."""
+        if snapshot.epoch < self._plans.epoch:
+            raise StaleEpoch(f"epoch {snapshot.epoch} was replaced by {self._plans.epoch}")
+        if not self._plans.may_follow(snapshot.epoch):
+            raise InvalidRequest(
+                f"no scheduler can have come from epoch {self._plans.epoch} to {snapshot.epoch}"
+            )
+        self._plans.reset(snapshot.epoch)
+        self._table.take_ended()
+        self._table.close_all()
+        return self.report(now_s)
+
+    def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> StepEffects:
+        """Blocks that other workers kept are gone; the ends are reported with the next step or tick."""
+        self._table.lose_blocks(blocks, now_s)
+        return StepEffects()
+
+    def on_tick(self, now_s: float) -> StepEffects:
+        """Let time pass: expired plans, silent gateways, ends kept too long."""
+        self._table.tick(now_s)
+        _, expired = self._plans.head(now_s)
+        shorts = self._table.late.take_shorts()
+        stepped = self._reports.of_given_up(expired)
+        if shorts:
+            stepped = (*stepped, self._reports.between_steps(self._plans.epoch, shorts))
+        return StepEffects(stepped=stepped)
+
+    def begin_step(self, now_s: float) -> tuple[StepWork | None, StepEffects]:
+        """The next iteration, or None when no plan has anything to compute."""
+        frames: list[AddressedFrame] = []
+        stepped: list[WorkerStepped] = []
+        while True:
+            queued, expired = self._plans.head(now_s)
+            stepped += self._reports.of_given_up(expired)
+            work = None if queued is None else self._prepare(queued, now_s)
+            if work is None or work.items:
+                return work, StepEffects(tuple(frames), tuple(stepped))
+            self._plans.finish_head()
+            frames += self._frames([], work.ended)
+            stepped.append(self._reports.of_step(work, work.ended, plan_over=True))
+
+    def finish_step(
+        self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
+    ) -> StepEffects:
+        """The iteration ran. `tokens` holds, per item, the sampled token; None where none was; `FAILED`."""
+        sampled: list[tuple[HeldSequence, int]] = []
+        commit = self._table.commit
+        for item, token in zip(work.items, tokens, strict=True):
+            commit(item, token, now_s)
+            if item.samples and not item.sequence.rehearsal:
+                sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
+        ended = (*work.ended, *self._table.take_ended())
+        queued = work.queued
+        if ended:
+            queued.ended.update(sequence.ref for sequence in ended)
+        queued.steps_done += 1
+        if queued.over:
+            self._plans.finish_head()
+        prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
+        prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
+        if prefill_s and self._table.prefixes is not None:
+            self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
+        self._reports.on_step(prefilled_tokens, decoded_tokens)
+        frames = self._frames(sampled, ended)
+        if not (queued.report_is_due or ended or work.skipped or work.hits or work.shorts):
+            return StepEffects(frames)
+        stepped = self._reports.of_step(work, ended, plan_over=queued.over, step_s=step_s)
+        return StepEffects(frames, (stepped,))
+
+    def report(self, now_s: float) -> WorkerReported:
+        """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""
+        pool, prefixes = self._table.pool, self._table.prefixes
+        return WorkerReported(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=0,
+            stepped_seq=self._reports.last_seq,
+            epoch=self._plans.epoch,
+            plan_seq=self._plans.last_seq,
+            model=self._identity.model,
+            block_tokens=pool.block_tokens,
+            max_context_tokens=self._identity.max_context_tokens,
+            capacity=capacity_of(pool),
+            sequences=self._table.reports(now_s),
+            host=self._identity.host,
+            weights=self._identity.weights,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            decode_step_s=self._speed.decode_step_s,
+            fingerprint=self._identity.fingerprint,
+            caches_prefixes=prefixes is not None,
+            host_block_s=0.0 if prefixes is None else prefixes.cache.gate.block_s(Tier.HOST),
+            swap_room_blocks=0 if prefixes is None else prefixes.cache.keepable_blocks,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless queue and table are each consistent."""
+        self._plans.check_integrity()
+        self._table.check_integrity()
+
+    def _prepare(self, queued: QueuedPlan, now_s: float) -> StepWork:
+        """Apply what is valid of the plan's next step. An item is reported as skipped once per plan."""
+        plan, first = queued.plan, queued.steps_done == 0
+        skipped = self._table.apply_plan(plan, now_s) if first else []
+        ended = self._table.take_ended()
+        queued.ended.update(sequence.ref for sequence in ended)
+        items: list[WorkItem] = []
+        seen: set[int] = set()
+        planned: tuple[PrefillChunk | Decode, ...] = plan.decodes
+        if first:
+            planned = (*plan.prefills, *plan.decodes)
+        for item in planned:
+            sequence = self._table.find(item.ref)
+            if id(sequence) in seen:
+                continue
+            if sequence is not None:
+                seen.add(id(sequence))
+            prepared = self._table.prepare(item, sequence)
+            if isinstance(prepared, WorkItem):
+                items.append(prepared)
+            elif (
+                prepared is not None
+                and item.ref not in queued.ended
+                and item.ref not in queued.skips_reported
+            ):
+                queued.skips_reported.add(item.ref)
+                skipped.append(SkippedItem(ref=item.ref, reason=prepared))
+        hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
+        shorts = self._table.late.take_shorts()
+        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended), hits, shorts)
+
+    def _frames(
+        self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]
+    ) -> tuple[AddressedFrame, ...]:
+        """Tokens sampled in this step, and ends without one; nothing of what was taken away."""
+        changed = list(sampled)
+        if ended:
+            told = {id(sequence) for sequence, _ in sampled}
+            changed += [
+                (sequence, sequence.generated_tokens)
+                for sequence in ended
+                if id(sequence) not in told and self._table.find(sequence.ref) is sequence
+            ]
+        return assemble(self._identity.worker_id, self._identity.incarnation, changed)

@@ -1,0 +1,185 @@
+"""The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
+
+Everything that changes the core runs on this thread; what others want of it comes in by `door`. Effects are
+handed to `deliver`, and `on_tick` is called a few times a second, both on this thread. Knows neither the bus
+nor what is in a message.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
+from services.worker.core.step_work import WorkItem
+from services.worker.core.steps import StepCore, StepEffects
+from services.worker.cores import bind_to
+from services.worker.door import Door
+from services.worker.engine.engine import Engine, Row
+from shared.clock import Clock
+from shared.errors import CreditorLost, InternalError
+
+
+class Occupancy:
+    """Seconds since the start. Time in which nothing was there to compute counts nowhere."""
+
+    def __init__(self) -> None:
+        self.engine_s = 0.0
+        self.between_s = 0.0
+        """From the end of an iteration that left sequences unfinished to the beginning of the next."""
+        self._ended_s: float | None = None
+
+    def on_iteration(self, began_s: float, ended_s: float, *, is_more_to_do: bool) -> None:
+        """The engine computed from `began_s` to `ended_s`; `is_more_to_do`: it will be wanted again."""
+        if self._ended_s is not None:
+            self.between_s += began_s - self._ended_s
+        self.engine_s += ended_s - began_s
+        self._ended_s = ended_s if is_more_to_do else None
+
+
+_log = logging.getLogger("kvasir.worker.runner")
+_TICK_S = 0.25
+_MOST_BROKEN_STEPS = 3
+"""After so many iterations in a row of which not one row could be computed, the engine itself is broken."""
+
+
+class Runner(Door):
+    """Owns the core, the engine and the thread, which is bound to `cores` (none: as the process is).
+
+    `between` is called on that thread before each iteration, and `on_broken` when it ends by an error;
+    `lost_blocks` when a worker that lends KV fails in an iteration: it answers which blocks were there.
+    """
+
+    def __init__(
+        self,
+        core: StepCore,
+        engine: Engine,
+        clock: Clock,
+        *,
+        deliver: Callable[[StepEffects], None],
+        on_tick: Callable[[], None] = lambda: None,
+        on_broken: Callable[[BaseException], None],
+        cores: Sequence[int] = (),
+        between: Callable[[], None] = lambda: None,
+        lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
+    ) -> None:
+        super().__init__(core, clock, deliver)
+        self._engine = engine
+        self._on_tick = on_tick
+        self._on_broken = on_broken
+        self._cores = cores
+        self._between = between
+        self._lost_blocks = lost_blocks
+        self._gone_blocks: set[int] = set()
+        """Lost in the present iteration."""
+        self.occupancy = Occupancy()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ticked_s = clock()
+        self._broken_steps = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to compute; from whatever thread."""
+        return self._core.has_plans
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, deadline_s: float) -> bool:
+        """Let the running step finish and end the thread. False when that took longer than the deadline."""
+        self._stopping.set()
+        self.wake()
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            bind_to(self._cores, "engine_cores")
+            while not self._stopping.is_set():
+                self._take_commands()
+                self._between()
+                self._step()
+        except BaseException as error:
+            self._on_broken(error)
+
+    def _take_commands(self) -> None:
+        """What has arrived; without plans, wait for the next command or tick."""
+        self.run_waiting(0.0 if self._core.has_plans else _TICK_S)
+        now_s = self._clock()
+        if now_s - self._ticked_s >= _TICK_S:
+            self._ticked_s = now_s
+            self._emit(self._core.on_tick(now_s))
+            self._on_tick()
+
+    def _step(self) -> None:
+        work, effects = self._core.begin_step(self._clock())
+        self._emit(effects)
+        if work is None:
+            return
+        rows = [row_of(item) for item in work.items]
+        began_s = self._clock()
+        tokens = self._compute(rows)
+        ended_s = self._clock()
+        self._emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
+        if self._gone_blocks:
+            gone, self._gone_blocks = self._gone_blocks, set()
+            self._emit(self._core.on_kv_lost(gone, ended_s))
+        is_more_to_do = any(item.sequence.alive for item in work.items)
+        self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
+
+    def _compute(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        try:
+            tokens = self._engine.step(rows)
+            self._broken_steps = 0
+            return tokens
+        except CreditorLost as error:
+            return self._compute_without(rows, error)
+        except Exception:
+            _log.exception("a step of %d rows failed; each is tried alone", len(rows))
+            return self._compute_singly(rows)
+
+    def _compute_without(self, rows: Sequence[Row], error: CreditorLost) -> list[Sampled | None]:
+        """Run the step again without the rows that need a creditor who failed."""
+        gone = self._lost_blocks(error)
+        kept = [row for row in rows if gone.isdisjoint(row.blocks)]
+        if len(kept) == len(rows):
+            _log.error("a step needed a creditor that no row has blocks at: %s", error)
+            return self._compute_singly(rows)
+        _log.warning("%d of %d rows lost their KV: %s", len(rows) - len(kept), len(rows), error)
+        self._gone_blocks |= gone
+        tokens = iter(self._compute(kept) if kept else [])
+        return [next(tokens) if gone.isdisjoint(row.blocks) else KV_LOST for row in rows]
+
+    def _compute_singly(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        """Find the rows at fault; only their sequences end. Computing a row again is harmless."""
+        tokens: list[Sampled | None] = []
+        for row in rows:
+            if not self._gone_blocks.isdisjoint(row.blocks):
+                tokens.append(KV_LOST)
+                continue
+            try:
+                tokens += self._engine.step([row])
+            except CreditorLost as error:
+                self._gone_blocks |= self._lost_blocks(error)
+                is_gone = not self._gone_blocks.isdisjoint(row.blocks)
+                _log.warning("a row %s: %s", "lost its KV" if is_gone else "of no creditor failed", error)
+                tokens.append(KV_LOST if is_gone else FAILED)
+            except Exception:
+                _log.exception(
+                    "a row of %d tokens at position %d failed", len(row.tokens), row.first_position
+                )
+                tokens.append(FAILED)
+        self._broken_steps = self._broken_steps + 1 if all(token == FAILED for token in tokens) else 0
+        if self._broken_steps >= _MOST_BROKEN_STEPS:
+            raise InternalError(f"{_MOST_BROKEN_STEPS} iterations in a row failed altogether")
+        return tokens
+
+
+def row_of(item: WorkItem) -> Row:
+    """What the engine computes for an item."""
+    sequence, first, end = item.sequence, item.first_token, item.end_token
+    tokens = sequence.tokens
+    point = None
+    if item.samples:
+        point = SamplePoint(sequence.sampling, sequence.ref.choice, end - sequence.prompt_tokens, tokens)
+    return Row(tokens[first:end], first, sequence.blocks, point)

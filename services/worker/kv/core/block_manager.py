@@ -1,0 +1,272 @@
+"""What is stored where, who uses it, and what may go: the books of the prefix cache.
+
+Blocks and slots are conserved, a used block keeps its beginning, and nothing in use is offered for eviction.
+No bytes are moved and nothing is decided here but which copy goes. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory
+from services.worker.kv.core.radix_tree import Node, PrefixTree, Tier
+from shared.blocks import BlockHash
+
+
+class SlotPool:
+    """Slots 0 … total-1; `order` has the nodes whose copy here may go."""
+
+    def __init__(self, total: int, order: EvictionOrder) -> None:
+        if total < 0:
+            raise ValueError(f"a tier cannot have {total} blocks")
+        self.total = total
+        self.order = order
+        self._free = list(range(total - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, or None."""
+        return self._free.pop() if self._free else None
+
+    def claim(self, places: Collection[int]) -> None:
+        """Takes certain slots, each once. Raises ValueError, and takes none, unless all are free."""
+        wanted = set(places)
+        free = [place for place in self._free if place not in wanted]
+        if len(wanted) != len(places) or len(free) + len(wanted) != len(self._free):
+            raise ValueError("slots are claimed that are not free")
+        self._free = free
+
+    def give(self, place: int) -> None:
+        """A slot is free again."""
+        self._free.append(place)
+
+    def check_integrity(self, used: list[int]) -> None:
+        """Raises AssertionError unless `used` and the free slots are each slot once."""
+        assert sorted([*used, *self._free]) == list(range(self.total)), "slots lost or used twice"
+
+
+class Inventory:
+    """The tree of named blocks, the device's pool, the lower tiers' slots, and the orders of eviction."""
+
+    def __init__(self, pool: BlockPool, host_blocks: int, disk_blocks: int, make: OrderMaker) -> None:
+        self.pool = pool
+        self.tree = PrefixTree()
+        self.history = ReuseHistory()
+        self._device = make(Tier.DEVICE, self.history)
+        self.host = SlotPool(host_blocks, make(Tier.HOST, self.history))
+        self.disk = SlotPool(disk_blocks, make(Tier.DISK, self.history))
+        self._orders = (self._device, self.host.order, self.disk.order)
+        self._published: dict[int, Node] = {}
+        self.unsaved: dict[Node, None] = {}
+        """On the host and not on disk yet, oldest first."""
+        self.requests = 0
+        self.evictable = 0
+        """Device blocks that have a name and no user."""
+        self.kept = 0
+        """Blocks whose place on the host is sure."""
+        self.counts: Counter[str] = Counter()
+        self.on_moved: Callable[[BlockHash], None] = lambda name: None
+        """Called with each block that got or lost a place."""
+
+    def node_of(self, block: int) -> Node | None:
+        """The named block that lies there on the device."""
+        return self._published.get(block)
+
+    def enter(self, name: BlockHash, parent: Node | None) -> Node:
+        """A new node, to be given a place at once."""
+        node = self.tree.add(name, parent)
+        self.history.on_stored(node, self.requests)
+        return node
+
+    def touch(self, node: Node) -> None:
+        """A request wants it."""
+        self.history.on_used(node.used, self.requests)
+        node.used = self.requests
+        node.hits += 1
+        self._rank(node)
+
+    def hold(self, node: Node | None) -> None:
+        """One more user; the first also keeps what precedes the block."""
+        while node is not None:
+            node.busy += 1
+            if node.busy > 1:
+                return
+            self.evictable -= node.places[Tier.DEVICE] is not None
+            self._rank(node)
+            node = node.parent
+
+    def let_go(self, node: Node | None) -> None:
+        """One user less. Raises ValueError when it had none."""
+        gone = None
+        while node is not None:
+            if node.busy < 1:
+                raise ValueError("a block was given back that nobody held")
+            node.busy -= 1
+            if node.busy > 0:
+                break
+            self.evictable += node.places[Tier.DEVICE] is not None
+            self._rank(node)
+            gone = gone if node.stored else node
+            node = node.parent
+        if gone is not None:
+            self._drop_if_gone(gone)
+
+    def keep(self, node: Node) -> bool:
+        """One more comes back for it: on the host it has, or will find, a place. False when there is none."""
+        if not node.keepers and node.places[Tier.HOST] is None:
+            node.kept_slot = self.slot(Tier.HOST)
+            if node.kept_slot is None:
+                return False
+        self.kept += not node.keepers
+        node.keepers += 1
+        self._rank(node)
+        return True
+
+    def unkeep(self, node: Node) -> None:
+        """One of those less. One that is forgotten since then is not minded."""
+        if self.tree.find(node.name) is not node or not node.keepers:
+            return
+        node.keepers -= 1
+        self.kept -= not node.keepers
+        if not node.keepers:
+            self._give_kept_slot(node)
+            self._rank(node)
+
+    def host_slot(self, node: Node) -> int | None:
+        """For a block that leaves the device: its own, else any."""
+        place, node.kept_slot = node.kept_slot, None
+        return self.slot(Tier.HOST) if place is None else place
+
+    def put(self, node: Node, tier: Tier, place: int) -> None:
+        """`node` has a copy there from now on."""
+        self.tree.put(node, tier, place)
+        if tier is Tier.HOST:
+            self._give_kept_slot(node)
+        self.on_moved(node.name)
+        if tier is Tier.DEVICE:
+            self._published[place] = node
+            self.evictable += not node.busy
+        if tier is Tier.HOST and node.places[Tier.DISK] is None and self.disk.total:
+            self.unsaved[node] = None
+        self._rank_with_parent(node)
+
+    def remove(self, node: Node, tier: Tier) -> None:
+        """Its copy in `tier` goes and the place is free; without a copy anywhere the block is forgotten."""
+        self._give(tier, self._take(node, tier))
+        self._drop_if_gone(node)
+
+    def pop_device(self) -> Node | None:
+        """The device block that goes first, still in its place; None when all are in use."""
+        return self._device.pop()
+
+    def slot(self, tier: Tier, kept: Collection[BlockHash] = ()) -> int | None:
+        """A slot of a lower tier, if need be one that a copy leaves, but none of `kept`; None when no copy
+        may go."""
+        shelf = self.host if tier is Tier.HOST else self.disk
+        place = shelf.take()
+        if place is not None or shelf.total == 0:
+            return place
+        victim = self._pop(shelf, kept)
+        if victim is None:
+            return None
+        if victim in self.unsaved:
+            self.counts["lost_unsaved"] += 1
+        place = self._take(victim, tier)
+        self.counts[f"evicted_{tier.name.lower()}"] += 1
+        self._drop_if_gone(victim)
+        return place
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Raises AssertionError unless blocks and slots are conserved and counts are true.
+
+        `held` names every block that sequences hold, as often as they hold it. Nothing is being copied.
+        """
+        self.tree.check_integrity()
+        held = list(held)
+        private = [block for block in held if block not in self._published]
+        assert len(private) == len(set(private)), "a private block is shared"
+        self.pool.check_integrity([*private, *self._published])
+        users = Counter(block for block in held if block in self._published)
+        for block, node in self._published.items():
+            assert node.places[Tier.DEVICE] == block
+            kept = sum(child.busy > 0 for child in node.children.values())
+            assert node.busy == users[block] + kept, "a block is used by fewer or more than hold it"
+        assert self.evictable == sum(node.busy == 0 for node in self._published.values())
+        for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
+            places = [place for node in self.tree if (place := node.places[tier]) is not None]
+            aside = [place for node in self.tree if (place := node.kept_slot) is not None]
+            shelf.check_integrity(places + (aside if tier is Tier.HOST else []))
+        assert self.kept == sum(node.keepers > 0 for node in self.tree)
+        for node in self.tree:
+            assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)
+            for tier, order in zip(Tier, self._orders, strict=True):
+                assert (node in order) == node.is_loose(tier), "the order of eviction is out of step"
+        assert all(node.places[Tier.HOST] is not None for node in self.unsaved), "nothing to save"
+
+    def _rank(self, node: Node) -> None:
+        for tier, order in zip(Tier, self._orders, strict=True):
+            if node.is_loose(tier):
+                order.add(node, _group(node, tier))
+            else:
+                order.discard(node)
+
+    def _rank_with_parent(self, node: Node) -> None:
+        self._rank(node)
+        if node.parent is not None:
+            self._rank(node.parent)
+
+    def _take(self, node: Node, tier: Tier) -> int:
+        if tier is Tier.DEVICE:
+            self.evictable -= not node.busy
+        place = self.tree.take(node, tier)
+        self.on_moved(node.name)
+        if tier is Tier.HOST:
+            self.unsaved.pop(node, None)
+        self._rank_with_parent(node)
+        return place
+
+    def _give(self, tier: Tier, place: int) -> None:
+        if tier is Tier.DEVICE:
+            del self._published[place]
+            self.pool.release([place])
+        else:
+            (self.host if tier is Tier.HOST else self.disk).give(place)
+
+    def _give_kept_slot(self, node: Node) -> None:
+        if node.kept_slot is not None:
+            self.host.give(node.kept_slot)
+            node.kept_slot = None
+
+    def _pop(self, shelf: SlotPool, kept: Collection[BlockHash]) -> Node | None:
+        spared: list[Node] = []
+        victim = shelf.order.pop()
+        while victim is not None and victim.name in kept:
+            spared.append(victim)
+            victim = shelf.order.pop()
+        for node in spared:
+            self._rank(node)
+        return victim
+
+    def _drop_if_gone(self, node: Node) -> None:
+        """A block that is stored nowhere takes along what hangs on it."""
+        if node.stored or node.busy:
+            return
+        for lost in [*reversed(self.tree.below(node)), node]:
+            for tier in Tier:
+                if lost.places[tier] is not None:
+                    self._give(tier, self._take(lost, tier))
+            self._give_kept_slot(lost)
+            self.kept -= lost.keepers > 0
+            self.tree.forget(lost)
+            self.history.on_dropped(lost)
+            self.counts["dropped"] += 1
+
+
+def _group(node: Node, tier: Tier) -> int:
+    """Copies of what the device has go first, then those that disk has as well, only copies last."""
+    if tier is Tier.DEVICE or node.places[Tier.DEVICE] is not None:
+        return 0
+    return 1 if tier is Tier.DISK or node.places[Tier.DISK] is not None else 2

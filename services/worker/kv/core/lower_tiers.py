@@ -1,0 +1,248 @@
+"""What goes on below the device while sequences run: reads ahead, writes behind, and the restart.
+
+Nothing waits here and nothing in flight holds anything up: a block that is copied may lose its copies, or be
+forgotten, meanwhile; then the copy is for nothing and its slot is free again. Pure.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.kv_events import PrefixNews
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
+from shared.blocks import BlockHash
+
+Write = Callable[[StoredBlock, Tier, int], bool]
+"""Copies a block from a place in a tier to its slot on disk; whether it is there now."""
+
+
+def worth_keeping(books: Inventory) -> list[Node]:
+    """The last wanted of the stored blocks, as many as disk takes; what precedes a block comes before it."""
+    kept: dict[Node, None] = {}
+    stored = (node for node in books.tree if node.stored)
+    for node in sorted(stored, key=lambda node: (-node.used, -node.hits, node.depth)):
+        path: list[Node] = []
+        above: Node | None = node
+        while above is not None and above not in kept:
+            path.append(above)
+            above = above.parent
+        if len(kept) + len(path) <= books.disk.total and all(one.stored for one in path):
+            kept.update(dict.fromkeys(reversed(path)))
+    return list(kept)
+
+
+def flush(books: Inventory, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
+    """Write what is worth keeping and not on disk. Returns how many blocks were written, and how many were
+    not. Nothing may be in flight."""
+    kept = worth_keeping(books)
+    missing = [node for node in kept if node.places[Tier.DISK] is None]
+    spare = sorted(
+        (node for node in books.tree if node.places[Tier.DISK] is not None and node not in set(kept)),
+        key=lambda node: (node.used, node.hits, -node.depth),
+        reverse=True,
+    )
+    written = 0
+    for node in missing:
+        if not may_go_on():
+            break
+        place = _slot(books, spare)
+        if place is None:
+            break
+        tier = node.nearest
+        source = node.places[tier]
+        parent = b"" if node.parent is None else node.parent.name
+        if source is not None and write(StoredBlock(node.name, parent, node.depth, place), tier, source):
+            books.put(node, Tier.DISK, place)
+            books.unsaved.pop(node, None)
+            written += 1
+        else:
+            books.disk.give(place)
+    return written, len(missing) - written
+
+
+def _slot(books: Inventory, spare: list[Node]) -> int | None:
+    """A free one, else that of the least of `spare`."""
+    place = books.disk.take()
+    while place is None and spare:
+        victim = spare.pop()
+        if victim.places[Tier.DISK] is not None:  # it may have gone along with another
+            books.remove(victim, Tier.DISK)
+        place = books.disk.take()
+    return place
+
+
+class LowerTiers:
+    """Host and disk of one prefix cache; `counts` are the cache's."""
+
+    def __init__(self, books: Inventory, mover: BlockMover, gate: CostGate, most_kept_blocks: int) -> None:
+        self._books = books
+        self._most_kept_blocks = most_kept_blocks
+        self._mover = mover
+        self.gate = gate
+        self.counts = books.counts
+        self._reading: set[BlockHash] = set()
+        self._writing: set[BlockHash] = set()
+
+    @property
+    def has_disk(self) -> bool:
+        return self._books.disk.total > 0
+
+    @property
+    def unsaved_blocks(self) -> int:
+        """On the host alone, and not being written yet."""
+        return len(self._books.unsaved)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether reads ahead are in flight."""
+        return bool(self._reading)
+
+    @property
+    def kept_blocks(self) -> int:
+        """Kept for sequences that were taken off the device."""
+        return self._books.kept
+
+    @property
+    def keepable_blocks(self) -> int:
+        """More of them."""
+        return max(0, self._most_kept_blocks - self._books.kept)
+
+    def keep(self, names: Sequence[BlockHash]) -> list[Node]:
+        """These blocks, in use on the device, come back: from now on each has, or will find, a place on the
+        host. As far as there is room; to be ended by `unkeep`."""
+        kept: list[Node] = []
+        for name in names:
+            node = self._books.tree.find(name)
+            has_room = node is not None and (node.keepers > 0 or self.keepable_blocks > 0)
+            if node is None or node.places[Tier.DEVICE] is None or not has_room or not self._books.keep(node):
+                break
+            kept.append(node)
+        self.counts["kept"] += len(kept)
+        return kept
+
+    def unkeep(self, nodes: Iterable[Node]) -> None:
+        """They came back, or never will. Deepest first where one hangs on another."""
+        for node in reversed(list(nodes)):
+            self._books.unkeep(node)
+
+    def tell(self, worker_id: str, incarnation: int) -> PrefixNews:
+        """Notes from now on what gets or loses a place, and first what is stored already."""
+        news = PrefixNews(self._books.tree, worker_id, incarnation)
+        for node in self._books.tree:
+            news.note(node.name)
+        self._books.on_moved = news.note
+        return news
+
+    def prefetch(
+        self, names: Sequence[BlockHash], most_blocks: int, needed: Collection[BlockHash] | None = None
+    ) -> int:
+        """Start bringing what of this prefix lies on disk alone to the host; returns how many reads began.
+
+        Nothing of `needed` goes for it (default: of this prefix). A disk that is slower than computing is
+        left alone.
+        """
+        if Tier.DISK in self.gate.losing:
+            return 0
+        kept = set(names) if needed is None else needed
+        started = 0
+        for node in self._books.tree.match(names):
+            if started >= most_blocks:
+                break
+            if not node.stored or node.nearest is not Tier.DISK or node.name in self._reading:
+                continue
+            if not self._start_read(node, kept):
+                break
+            started += 1
+        self.counts["prefetched"] += started
+        return started
+
+    def on_read(self, name: BlockHash, place: int, *, ok: bool) -> None:
+        """A read that `prefetch` began is over."""
+        self._reading.discard(name)
+        node = self._books.tree.find(name)
+        if ok and node is not None and node.places[Tier.HOST] is None:
+            self._books.put(node, Tier.HOST, place)
+        else:
+            self._books.host.give(place)
+        if not ok and node is not None:
+            self._lose(node, Tier.DISK)
+
+    def save(self, most_blocks: int) -> int:
+        """Start writing what only the host holds to disk, oldest first; returns how many writes began."""
+        unsaved = self._books.unsaved
+        started = 0
+        while unsaved and started < most_blocks:
+            node = next(iter(unsaved))
+            if node.places[Tier.HOST] is None or node.places[Tier.DISK] is not None:
+                del unsaved[node]
+                continue
+            if node.name not in self._writing and not self._start_write(node):
+                break
+            unsaved.pop(node, None)
+            started += 1
+        return started
+
+    def on_written(self, name: BlockHash, place: int, *, ok: bool) -> None:
+        """A write to disk is over."""
+        self._writing.discard(name)
+        node = self._books.tree.find(name)
+        self.counts["write_failures"] += not ok
+        if ok and node is not None and node.places[Tier.DISK] is None:
+            self._books.put(node, Tier.DISK, place)
+            self._books.unsaved.pop(node, None)
+        else:
+            self._books.disk.give(place)
+
+    def restore(self, stored: Iterable[StoredBlock]) -> int:
+        """Take over what a disk tier has from an earlier run; returns how many blocks can be found again.
+
+        To be called before anything else. What has lost its beginning, or lies in a slot that this cache does
+        not have, is left to be overwritten.
+        """
+        taken: list[int] = []
+        for block in sorted(stored, key=lambda block: block.depth):
+            parent = self._books.tree.find(block.parent) if block.depth else None
+            if self._books.tree.find(block.name) is not None or block.place >= self._books.disk.total:
+                continue
+            if block.depth != (0 if parent is None else parent.depth + 1):
+                continue
+            self._books.put(self._books.enter(block.name, parent), Tier.DISK, block.place)
+            taken.append(block.place)
+        self._books.disk.claim(taken)
+        return len(taken)
+
+    def flush(self, write: Write, may_go_on: Callable[[], bool]) -> tuple[int, int]:
+        """At the end, with nothing in flight: see `parting.flush`."""
+        return flush(self._books, write, may_go_on)
+
+    def _start_read(self, node: Node, kept: Collection[BlockHash]) -> bool:
+        place = self._books.slot(Tier.HOST, kept)
+        if place is None:
+            return False
+        source = node.places[Tier.DISK]
+        if source is None or not self._mover.start_read(source, place, node.name):
+            self._books.host.give(place)
+            return False
+        self._reading.add(node.name)
+        return True
+
+    def _start_write(self, node: Node) -> bool:
+        """False also when making room for it was at its own cost."""
+        place = self._books.slot(Tier.DISK)
+        if place is None:
+            return False
+        source = node.places[Tier.HOST]
+        parent = b"" if node.parent is None else node.parent.name
+        stored = StoredBlock(node.name, parent, node.depth, place)
+        if source is None or not self._mover.start_write(source, stored):
+            self._books.disk.give(place)
+            return False
+        self._writing.add(node.name)
+        return True
+
+    def _lose(self, node: Node, tier: Tier) -> None:
+        """A copy of a block turned out to be unusable."""
+        self.counts["copies_lost"] += 1
+        if node.places[tier] is not None:
+            self._books.remove(node, tier)

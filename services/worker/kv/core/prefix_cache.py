@@ -1,0 +1,258 @@
+"""The prefix cache of one worker: blocks that outlive their sequences, in three tiers.
+
+It stands where a plain block pool would: `allocate` evicts what nobody uses, `release` keeps what has a name.
+A block gets its name when its last token is computed (`publish`) and is shared from then on. Down it goes one
+tier at a time, up straight to the device; a lower copy stays as long as there is room for it. Bytes are moved
+by a `BlockMover`; what fails there is a miss. Pure. Source: papers/002 §IV; `algorithms.md` §5.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.eviction import OrderMaker, order_maker
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.lower_tiers import LowerTiers
+from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.tier_copier import BlockMover, Load, Loaded, Store
+from shared.blocks import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The beginning of a prompt that need not be computed: its blocks, now held by who asked."""
+
+    blocks: tuple[int, ...] = ()
+    loaded: tuple[int, int, int] = (0, 0, 0)
+    """Blocks by the tier they were found in."""
+    ahead: int = 0
+    """Stored blocks that follow these, beyond what was asked for; nobody holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """How much the lower tiers take, in blocks; 0 is a tier that is not there."""
+
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    eviction: str = "frequent"
+    seed: int = 0
+    kept_blocks: int = 0
+    """Of the host's, at most so many for sequences that were taken off the device."""
+
+
+class PrefixCache(LowerTiers):
+    """Named blocks of one worker. One thread; requests are counted, no clock is read.
+
+    `counts`, in blocks: hits_…, misses, evicted_…, dropped, lost_unsaved, copies_lost, write_failures,
+    prefetched; loads_abandoned.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Tiers,
+        mover: BlockMover,
+        gate: CostGate,
+        orders: OrderMaker | None = None,
+    ) -> None:
+        """`orders` instead of `tiers.eviction`: for experiments. Raises ConfigError for an unknown order."""
+        make = orders or order_maker(tiers.eviction, tiers.seed)
+        books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make)
+        super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
+        self._pool = pool
+
+    @property
+    def total_blocks(self) -> int:
+        return self._pool.total_blocks
+
+    @property
+    def block_tokens(self) -> int:
+        return self._pool.block_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Empty; `evictable_blocks` come on top."""
+        return self._pool.free_blocks
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Named and used by nobody."""
+        return self._books.evictable
+
+    @property
+    def growable_blocks(self) -> int:
+        return self._pool.growable_blocks
+
+    @property
+    def doomed_blocks(self) -> int:
+        return self._pool.doomed_blocks
+
+    @property
+    def withdrawn_blocks(self) -> int:
+        """Lent to another worker, and not in `total_blocks`."""
+        return self._pool.withdrawn_blocks
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """These, allocated before and without a name, leave the pool. Raises ValueError on others."""
+        blocks = list(blocks)
+        if any(self._books.node_of(block) is not None for block in blocks):
+            raise ValueError("a block that has a name cannot be withdrawn")
+        self._pool.withdraw(blocks)
+
+    def readmit(self, blocks: Iterable[int]) -> None:
+        """These come back, free. Raises ValueError on one that had not left."""
+        self._pool.readmit(blocks)
+
+    def rejoin(self, blocks: Iterable[int]) -> None:
+        """These come back, taken and without a name. Raises ValueError on one that had not left."""
+        self._pool.rejoin(blocks)
+
+    def can_allocate(self, blocks: int) -> bool:
+        return blocks <= self._pool.free_blocks + self.evictable_blocks
+
+    def allocate(self, blocks: int) -> list[int]:
+        """Ids of that many blocks, evicting what must go. Raises ValueError, and takes none, if it cannot."""
+        if blocks < 0 or not self.can_allocate(blocks):
+            raise ValueError(
+                f"{blocks} asked for, {self.free_blocks} free, {self.evictable_blocks} evictable"
+            )
+        stores: list[Store] = []
+        while self._pool.free_blocks < blocks:
+            stores += self._evict_from_device()
+        if stores:
+            self.gate.on_filled(Tier.HOST, self._mover.store(stores))
+        return self._pool.allocate(blocks)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give blocks back, deepest first where they are named. Raises ValueError on one that is not held."""
+        for block in reversed(list(blocks)):
+            node = self._books.node_of(block)
+            if node is None:
+                self._pool.release([block])
+            else:
+                self._books.let_go(node)
+
+    def acquire(self, names: Sequence[BlockHash], most_blocks: int, first_block: int = 0) -> Hit:
+        """Hold the longest stored prefix of `names`, at most so many blocks in all, on the device.
+
+        What lies deeper is loaded as far as that is worth it, and given up where a load fails or lags. With
+        `first_block` the caller has all before that already, and holds what follows it.
+        """
+        self._books.requests += first_block == 0
+        chain = self._books.tree.match(names)
+        found = chain[first_block:most_blocks]
+        if first_block and found and chain[first_block - 1].places[Tier.DEVICE] is None:
+            found = []
+        for node in reversed(found):
+            self._books.touch(node)
+        near = next((i for i, node in enumerate(found) if node.places[Tier.DEVICE] is None), len(found))
+        for node in found[:near]:
+            self._books.hold(node)
+        self.gate.on_loaded(Tier.DEVICE, near, 0.0)
+        loaded = self._load(found[near:])
+        tiers = Counter([Tier.DEVICE] * near + loaded)
+        for tier in Tier:
+            self.counts[f"hits_{tier.name.lower()}"] += tiers[tier]
+        done = near + len(loaded)
+        self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
+        blocks = tuple(_block_of(node) for node in found[:done])
+        ahead = len(chain) - first_block - done if done and done == len(found) else 0
+        return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]), ahead)
+
+    def known_blocks(self, names: Sequence[BlockHash]) -> int:
+        """How many of these, from the first on, are on the device. Nobody holds them."""
+        count = 0
+        for node in self._books.tree.match(names):
+            if node.places[Tier.DEVICE] is None:
+                break
+            count += 1
+        return count
+
+    def hold(self, names: Sequence[BlockHash]) -> list[int]:
+        """Consecutive blocks that are on the device, up to the first that is not; to be given back by
+        `release`. `names` need not begin a sequence."""
+        held: list[int] = []
+        for name in names:
+            node = self._books.tree.find(name)
+            if node is None or node.places[Tier.DEVICE] is None:
+                break
+            self._books.hold(node)
+            held.append(_block_of(node))
+        return held
+
+    def publish(self, block: int, name: BlockHash, parent: BlockHash | None) -> bool:
+        """A held block is full and has a name. False when it stays private: that name is stored already, or
+        nobody could find it because what precedes it is not."""
+        tree = self._books.tree
+        before = None if parent is None else tree.find(parent)
+        if self._books.node_of(block) is not None or (parent is not None and before is None):
+            return False
+        if before is not None and before.places[Tier.DEVICE] is None:
+            return False
+        node = tree.find(name)
+        if node is not None and node.places[Tier.DEVICE] is not None:
+            return False
+        node = node or self._books.enter(name, before)
+        self._books.hold(node)
+        self._books.put(node, Tier.DEVICE, block)
+        return True
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """See `Inventory.check_integrity`."""
+        self._books.check_integrity(held)
+
+    def _load(self, nodes: Sequence[Node]) -> list[Tier]:
+        """Bring as many of these, in order, to the device as is worth it, held; returns where each was."""
+        nodes = nodes[: self.gate.worth_loading([node.nearest for node in nodes])]
+        for node in nodes:
+            self._books.hold(node)
+        usable = min(len(nodes), self._pool.free_blocks + self.evictable_blocks)
+        blocks = self.allocate(usable)
+        loads = [_load_of(node, block) for node, block in zip(nodes, blocks, strict=False)]
+        loaded = self._mover.load(loads, self.gate.most_s(usable)) if loads else Loaded(0)
+        for node, block in zip(nodes[: loaded.done], blocks, strict=False):
+            self._books.put(node, Tier.DEVICE, block)
+        self._pool.release(blocks[loaded.done :])
+        self._learn(loads, loaded)
+        if loaded.failed:
+            self._lose(nodes[loaded.done], loads[loaded.done].tier)
+        for node in reversed(nodes[loaded.done :]):
+            self._books.let_go(node)
+        return [load.tier for load in loads[: loaded.done]]
+
+    def _learn(self, loads: Sequence[Load], loaded: Loaded) -> None:
+        tiers = [load.tier for load in loads]
+        for tier, elapsed_s in zip(Tier, loaded.elapsed_s, strict=True):
+            self.gate.on_loaded(tier, tiers[: loaded.done].count(tier), elapsed_s)
+        if loaded.done < len(loads):
+            self.gate.on_wasted(tiers[loaded.done], loaded.wasted_s, abandoned=not loaded.failed)
+            self.counts["loads_abandoned"] += not loaded.failed
+
+    def _evict_from_device(self) -> list[Store]:
+        """Frees a block; what has to be copied before it is used."""
+        node = self._books.pop_device()
+        assert node is not None, "nothing to evict although blocks were counted as evictable"
+        stores: list[Store] = []
+        if node.places[Tier.HOST] is None:
+            place = self._books.host_slot(node)
+            if place is not None:
+                stores = [Store(node.name, _block_of(node), place)]
+                self._books.put(node, Tier.HOST, place)
+        self._books.remove(node, Tier.DEVICE)
+        self.counts["evicted_device"] += 1
+        return stores
+
+
+def _block_of(node: Node) -> int:
+    block = node.places[Tier.DEVICE]
+    assert block is not None
+    return block
+
+
+def _load_of(node: Node, block: int) -> Load:
+    place = node.places[node.nearest]
+    assert place is not None
+    return Load(node.name, node.nearest, place, block)

@@ -1,0 +1,74 @@
+"""What the prefix cache needs of those who move the bytes. A contract; knows no tensor and no file itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.kv.core.radix_tree import Tier
+from shared.blocks import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring a stored block to the device."""
+
+    name: BlockHash
+    tier: Tier
+    """Where it is: HOST or DISK."""
+    place: int
+    block: int
+    """Where it goes on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a list of loads went: the first `done` of them hold verified bytes."""
+
+    done: int
+    elapsed_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """By tier, for those that were done."""
+    failed: bool = False
+    """The load after those was torn, corrupt or of another model; False when it was merely abandoned."""
+    wasted_s: float = 0.0
+    """Spent on the load after those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Keep a device block in a host slot."""
+
+    name: BlockHash
+    block: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that a disk tier holds, as its header says."""
+
+    name: BlockHash
+    parent: BlockHash
+    """Empty for a first block."""
+    depth: int
+    place: int
+
+
+class BlockMover(Protocol):
+    """Copies between tiers. Calls return when the bytes are there, except `start_…`."""
+
+    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
+        """In order, each verified; given up after `most_s` seconds."""
+        ...
+
+    def store(self, stores: Sequence[Store]) -> float:
+        """Device blocks → host slots, the last of several that name one slot. Seconds it took."""
+        ...
+
+    def start_write(self, source: int, node: StoredBlock) -> bool:
+        """Host slot → the node's disk slot, later answered by `PrefixCache.on_written`. False: too many are
+        open."""
+        ...
+
+    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
+        """Disk slot → host slot, later answered by `PrefixCache.on_read`. False: too many are open."""
+        ...

@@ -1,0 +1,327 @@
+"""The creditor: attends to lent blocks, writes and reads them, for other workers' engines.
+
+Runs on the threads that serve links, beside the worker's own steps: lent blocks are no sequence's here, so
+nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Blocks
+in host memory are worked on like those on the device, by the same operator. Knows grants and pools; no
+sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine.attention import PagedAttention
+from services.worker.engine.paged import Shape
+from services.worker.peers.attention.core.cost import ComputeBudget
+from services.worker.peers.attention.memory import LentMemory, device_memory
+from services.worker.peers.attention.messages import (
+    ATTEND,
+    FETCH,
+    WRITE,
+    Attended,
+    Described,
+    GrantRef,
+    Request,
+    from_wire,
+    read_request,
+)
+from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply
+from services.worker.peers.transport.buffers import bytes_of
+from shared.clock import Clock
+from shared.errors import InvalidMessage, StaleEpoch
+from shared.messages.lending import KvTier
+
+
+class AccessGrants(Protocol):
+    """Asked on the threads that serve links, for every message."""
+
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
+        """Their generations now, where each is this debtor's and lasts: then none of their blocks is given to
+        anybody else until `leave`, which must follow. None where one is not."""
+        ...
+
+    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
+        """After an `enter` that said yes."""
+        ...
+
+    def covers(
+        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
+    ) -> bool:
+        """Whether each of the tier's blocks belongs to one of these grants (which were entered) still. While
+        their generations stay the same, so does the answer."""
+        ...
+
+
+class GrantBook:
+    """AccessGrants kept in a table, for a creditor that nobody leads: used from any thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], tuple[KvTier, frozenset[int]]] = {}
+        self._generations: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def grant(
+        self, debtor_id: str, ref: GrantRef, blocks: Iterable[int], tier: KvTier = KvTier.DEVICE
+    ) -> None:
+        with self._lock:
+            self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
+            self._generations[(debtor_id, ref.grant_id)] = ref.generation
+
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
+        with self._lock:
+            named = {(debtor.worker_id, ref.grant_id): ref.generation for ref in grants}
+            is_current = all(self._generations.get(key) == generation for key, generation in named.items())
+        return tuple(grants) if is_current else None
+
+    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
+        return
+
+    def covers(
+        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
+    ) -> bool:
+        allowed: set[int] = set()
+        with self._lock:
+            for ref in grants:
+                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
+                allowed |= held if at is tier else frozenset()
+        return allowed.issuperset(blocks.tolist())
+
+
+_STEPS_KEPT = 4
+"""Descriptions kept of one debtor: its latest steps."""
+_MAX_Q_HEADS = 4096
+_MAX_BUFFER_BYTES = 1 << 30
+
+
+class Creditor:
+    """One worker's. `receivers` are for its bulk desk; `is_busy`: its own engine has steps to run; `host`:
+    what it lends of host memory."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        grants: AccessGrants,
+        budget: ComputeBudget,
+        *,
+        block_tokens: int,
+        clock: Clock = time.monotonic,
+        is_busy: Callable[[], bool] = lambda: False,
+        host: LentMemory | None = None,
+    ) -> None:
+        self._memory = {KvTier.DEVICE: device_memory(attention)}
+        if host is not None:
+            self._memory[KvTier.HOST] = host
+        self.block_tokens = block_tokens
+        self.grants = grants
+        self.budget = budget
+        self.clock = clock
+        self.is_busy = is_busy
+        self.computing = threading.Lock()
+        self._described: dict[tuple[Peer, KvTier], OrderedDict[int, _Known]] = {}
+        self._lock = threading.Lock()
+        self.receivers: dict[str, Receiver] = {
+            ATTEND: _Questions(self),
+            WRITE: _Questions(self),
+            FETCH: _Fetches(self),
+        }
+
+    def enter(self, peer: Peer, header: bytes) -> "Visit":
+        """The question, and the part that it is about; the visit has to be left.
+
+        Raises InvalidMessage; StaleEpoch when a grant is not the debtor's, or no longer.
+        """
+        request = read_request(header)
+        memory = self._memory.get(request.tier)
+        if memory is None:
+            raise InvalidMessage(f"this worker lends no {request.tier} memory")
+        if not 0 <= request.layer < len(memory.pools):
+            raise InvalidMessage(f"layer {request.layer} of {len(memory.pools)}")
+        now = self.grants.enter(peer, request.grants)
+        if now is None:
+            raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
+        try:
+            return Visit(self, memory, peer, request, self._understand(peer, request, now))
+        except BaseException:
+            self.grants.leave(peer, request.grants)
+            raise
+
+    def _understand(self, peer: Peer, request: Request, now: tuple[GrantRef, ...]) -> Described:
+        """The part, every block of which is lent under these grants, at these generations."""
+        key = peer, request.tier
+        if request.part is not None:
+            known = _Known(from_wire(request.part, self.block_tokens))
+        else:
+            with self._lock:
+                steps = self._described.get(key)
+                found = None if steps is None else steps.get(request.step)
+            if found is None:
+                raise InvalidMessage(f"step {request.step} was never described, or is long over")
+            known = found
+        if known.checked != now:
+            if not self.grants.covers(peer, now, request.tier, known.described.spans.blocks):
+                raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
+            known.checked = now
+        if request.part is not None:
+            with self._lock:
+                steps = self._described.setdefault(key, OrderedDict())
+                steps[request.step] = known
+                while len(steps) > _STEPS_KEPT:
+                    steps.popitem(last=False)
+        return known.described
+
+    def keep(self, debtors: Collection[str]) -> None:
+        """Forgets what anybody else described: who has no grant any more describes anew when there is one."""
+        with self._lock:
+            for key in [key for key in self._described if key[0].worker_id not in debtors]:
+                del self._described[key]
+
+
+@dataclass(slots=True)
+class _Known:
+    """A part that was described, and what its blocks were found to be lent under the last time."""
+
+    described: Described
+    checked: tuple[GrantRef, ...] | None = None
+
+
+@dataclass(slots=True)
+class Visit:
+    """One message of a debtor while it is worked on."""
+
+    creditor: Creditor
+    memory: LentMemory
+    peer: Peer
+    request: Request
+    described: Described
+    is_over: bool = False
+
+    def leave(self) -> None:
+        """Its blocks may go to somebody else. Idempotent."""
+        if not self.is_over:
+            self.is_over = True
+            self.creditor.grants.leave(self.peer, self.request.grants)
+
+
+class _Questions:
+    """`kv.attend` and `kv.write`: the second is the first without queries."""
+
+    def __init__(self, creditor: Creditor) -> None:
+        self._creditor = creditor
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Question":
+        visit = self._creditor.enter(peer, header)
+        try:
+            return _Question(visit, visit.request.layer, visit.request.q_heads, sizes_bytes)
+        except BaseException:
+            visit.leave()
+            raise
+
+
+class _Question:
+    """One layer of one step's part."""
+
+    def __init__(self, visit: Visit, layer: int, q_heads: int, sizes_bytes: Sequence[int]) -> None:
+        self._visit, self._layer, self._q_heads = visit, layer, q_heads
+        k_pool, v_pool = visit.memory.pools[layer]
+        kv_heads, head_dim, value_dim = k_pool.shape[1], k_pool.shape[2], v_pool.shape[3]
+        kept = len(visit.described.kept)
+        if q_heads % kv_heads or not 0 <= q_heads <= _MAX_Q_HEADS:
+            raise InvalidMessage(f"{q_heads} query heads for {kv_heads} of keys")
+        shapes = [(kept, kv_heads, head_dim), (kept, kv_heads, value_dim)]
+        if q_heads:
+            shapes = [(visit.described.rows, q_heads, head_dim), *shapes]
+        expected = [4 * int(np.prod(shape)) for shape in shapes]
+        if list(sizes_bytes) != expected or sum(expected) > _MAX_BUFFER_BYTES:
+            raise InvalidMessage(f"buffers of {list(sizes_bytes)} bytes where {expected} are due")
+        self._tensors = [torch.empty(shape) for shape in shapes]
+        self.buffers: Sequence[Buffer] = [bytes_of(tensor) for tensor in self._tensors]
+
+    def commit(self) -> Reply:
+        try:
+            return self.run()
+        finally:
+            self._visit.leave()
+
+    def abandon(self) -> None:
+        self._visit.leave()
+
+    def run(self) -> Reply:
+        """Write, and attend where there are queries."""
+        described = self._visit.described
+        keys, values = self._tensors[-2:]
+        with self._visit.creditor.computing:
+            if len(described.kept):
+                self._visit.memory.backend.write(
+                    self._layer, keys, values, torch.from_numpy(described.kept_slots)
+                )
+            return self._attend(self._tensors[0]) if self._q_heads else Reply()
+
+    def _attend(self, queries: torch.Tensor) -> Reply:
+        creditor, request, spans = self._visit.creditor, self._visit.request, self._visit.described.spans
+        memory, is_busy, began_s = self._visit.memory, creditor.is_busy(), creditor.clock()
+        if not memory.attends or not creditor.budget.may_compute(began_s, is_busy=is_busy):
+            return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
+        shape = Shape(request.scaling, request.softcap)
+        output, lse = memory.backend.attend_part(self._layer, spans, queries, shape)
+        compute_s = creditor.clock() - began_s
+        creditor.budget.on_computed(compute_s, is_busy=is_busy)
+        header = msgspec.msgpack.encode(Attended(compute_s=compute_s))
+        return Reply(header, (bytes_of(output.contiguous()), bytes_of(lse.contiguous())))
+
+
+class _Fetches:
+    """`kv.fetch`."""
+
+    def __init__(self, creditor: Creditor) -> None:
+        self._creditor = creditor
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Fetch":
+        visit = self._creditor.enter(peer, header)
+        try:
+            return _Fetch(visit, sizes_bytes)
+        except BaseException:
+            visit.leave()
+            raise
+
+
+class _Fetch:
+    """Some blocks of one layer, after writing what came along for another."""
+
+    def __init__(self, visit: Visit, sizes_bytes: Sequence[int]) -> None:
+        request, blocks = visit.request, visit.described.spans.blocks
+        whole = len(request.indices) // 4 * 4
+        indices = np.frombuffer(request.indices[:whole], dtype=np.int32)
+        if (
+            whole < len(request.indices)
+            or not len(indices)
+            or indices.min() < 0
+            or indices.max() >= len(blocks)
+        ):
+            raise InvalidMessage("a fetch names blocks of its part")
+        if request.write_layer >= len(visit.memory.pools) or (sizes_bytes and request.write_layer < 0):
+            raise InvalidMessage(f"keys and values for layer {request.write_layer}")
+        self._visit, self._blocks = visit, torch.from_numpy(blocks[indices])
+        self._write = _Question(visit, request.write_layer, 0, sizes_bytes) if sizes_bytes else None
+        self.buffers: Sequence[Buffer] = () if self._write is None else self._write.buffers
+
+    def commit(self) -> Reply:
+        """Copied: what is sent is of one moment, whatever happens to the grant meanwhile."""
+        try:
+            if self._write is not None:
+                self._write.run()
+            pools = self._visit.memory.pools[self._visit.request.layer]
+            found = [pool.index_select(0, self._blocks) for pool in pools]
+        finally:
+            self._visit.leave()
+        return Reply(b"", [bytes_of(each) for each in found])
+
+    def abandon(self) -> None:
+        self._visit.leave()

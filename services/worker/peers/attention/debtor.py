@@ -1,0 +1,275 @@
+"""The debtor: its engine's `RemoteAttention`, over links to the workers that lend it blocks.
+
+For each creditor and step it chooses whether queries travel or blocks do, sends one message per creditor and
+layer for the whole batch, and turns every failure of a creditor into `CreditorLost`: the step can then run
+again without the sequences that have blocks there, for what a step writes is the same every time. Used on the
+engine's thread only. Knows neither sequences nor who grants what. Source: Infinite-LLM §4.2, §4.6
+(papers/001), algorithms.md §4.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from services.worker.engine.attention import PagedAttention
+from services.worker.engine.layout import PackedSpans
+from services.worker.engine.paged import Shape
+from services.worker.engine.partition import ELSEWHERE, Homes, Part
+from services.worker.engine.remote import Partial
+from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
+from services.worker.peers.attention.dirty_blocks import WriteWatch
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.attention.shares import (
+    FetchedShare,
+    Lending,
+    OnTransfer,
+    Share,
+    ShippedShare,
+    fetch_blocks,
+    work_of,
+)
+from services.worker.peers.attention.staging import Staging
+from services.worker.peers.transport.base import PeerLink
+from shared.clock import Clock, monotonic_s
+from shared.errors import CreditorLost, KvasirError, Overloaded
+from shared.messages.lending import KvTier
+
+T = TypeVar("T")
+Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
+
+
+@dataclass(slots=True)
+class _Active:
+    """A creditor's share of the present step; `shipped` is None when blocks travel."""
+
+    share: Share
+    shipped: ShippedShare | None
+    fetched: FetchedShare | None = None
+
+
+class Debtor:
+    """One engine's. `homes` says which ids are whose; holders are numbered from 1 by `add`, and a worker that
+    lends of both tiers is two: each has its own link, staging and measured speeds."""
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        *,
+        q_heads: int,
+        own_blocks: int,
+        block_tokens: int,
+        staging_blocks: int,
+        most_creditors: int = 8,
+        deadline_s: float = 2.0,
+        choose: Chooser = choose_mode,
+        on_transfer: OnTransfer = lambda link, size_bytes, took_s: None,
+        clock: Clock = monotonic_s,
+    ) -> None:
+        """`staging_blocks`: in each half of a creditor's staging; each creditor has one. Raises ConfigError
+        where parts cannot be joined."""
+        self.homes = Homes(own_blocks)
+        self.watch = WriteWatch(block_tokens)
+        self._staging_blocks = staging_blocks
+        self._attention = attention
+        self._q_heads = q_heads
+        self._block_tokens = block_tokens
+        self._most_creditors = most_creditors
+        self._deadline_s = deadline_s
+        self._choose = choose
+        self._on_transfer = on_transfer
+        self._clock = clock
+        self._lendings: dict[int, Lending] = {}
+        self._holders = 0
+        self._step = 0
+        self._active: list[_Active] = []
+        self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
+        self._attended_s: float | None = None
+        self.modes = {ShipMode.SHIP: 0, ShipMode.FETCH: 0}
+        """Parts computed either way since the start."""
+        attention.extend(self.homes, self)
+
+    def add(
+        self,
+        link: PeerLink,
+        grants: Sequence[GrantRef],
+        tier: KvTier = KvTier.DEVICE,
+        *,
+        attends: bool = True,
+    ) -> int:
+        """A creditor's memory of one tier, over a link of its own: the holder's number for `homes.place`.
+
+        `attends`: whether it computes there. Raises Overloaded when there are many.
+        """
+        if len(self._lendings) >= self._most_creditors:
+            raise Overloaded(f"{self._most_creditors} lend already")
+        self._holders += 1
+        staging = Staging(self._attention, self._staging_blocks)
+        self._lendings[self._holders] = Lending(
+            link, tuple(grants), CreditorSpeeds(), staging, self._deadline_s, tier, attends, self._on_transfer
+        )
+        return self._holders
+
+    def set_grants(self, holder: int, grants: Sequence[GrantRef]) -> None:
+        """It lends more, or less."""
+        self._lendings[holder].grants = tuple(grants)
+
+    def remove(self, holder: int) -> None:
+        """It lends nothing more. Its ids must have been forgotten."""
+        lending = self._lendings.pop(holder, None)
+        if lending is not None:
+            lending.link.close()
+
+    def creditor_id(self, holder: int) -> str:
+        return self._lendings[holder].link.peer.worker_id
+
+    def speeds(self, holder: int) -> CreditorSpeeds:
+        return self._lendings[holder].speeds
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """See `RemoteAttention`."""
+        self._step += 1
+        self._active.clear()
+        self._attended_s = None
+        self.watch.on_step(parts)
+        shares = [self._share(part) for part in parts]
+        modes = [self._mode(share) for share in shares]
+        for share, mode in zip(shares, modes, strict=True):
+            self.modes[mode] += 1
+            shipped = ShippedShare(share) if mode is ShipMode.SHIP else None
+            fetched = self._fetched(share) if mode is ShipMode.FETCH else None
+            self._active.append(_Active(share, shipped, fetched))
+
+    def send(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> None:
+        """See `RemoteAttention`."""
+        now_s = self._clock()
+        for active in self._active:
+            if self._attended_s is not None:
+                active.share.lending.speeds.on_layer(now_s - self._attended_s)
+            way = active.shipped or active.fetched
+            assert way is not None
+            self._guarded(active, partial(way.send, layer, queries, keys, values, shape))
+        self._given = queries, keys, values, shape
+
+    def collect(self, layer: int) -> Iterator[Partial]:
+        """See `RemoteAttention`. Queries that travelled come first: their answers wait for nobody."""
+        for active in sorted(self._active, key=lambda active: active.shipped is None):
+            yield from self._collected(active, layer)
+        self._attended_s = self._clock()
+
+    def end(self) -> None:
+        """See `RemoteAttention`."""
+        for active in self._active:
+            if active.fetched is not None:
+                self._guarded(active, active.fetched.end)
+        self._active.clear()
+        self._given = None
+
+    def abandon(self) -> None:
+        """See `RemoteAttention`: takes the answers under way, so that links stay usable."""
+        actives, self._active = self._active, []
+        self._given = None
+        for active in actives:
+            link, way = active.share.lending.link, active.shipped or active.fetched
+            if link.closed or way is None:
+                continue
+            try:
+                way.drain()
+            except KvasirError:
+                link.close()
+
+    def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers: of each pair the first, a borrowed id, into the second, an own one.
+
+        What a recall needs; between two steps. The originals stay as they are. Raises CreditorLost.
+        """
+        by_holder: dict[int, list[tuple[int, int]]] = {}
+        holders, blocks = self.homes.locate([there for there, _ in pairs])
+        for holder, block, (_, own) in zip(holders.tolist(), blocks.tolist(), pairs, strict=True):
+            by_holder.setdefault(holder, []).append((block, own))
+        for holder, found in by_holder.items():
+            self._step += 1
+            share = self._share(_whole(holder, found, self._block_tokens))
+            self._guarded(_Active(share, None), partial(self._copy, share, [own for _, own in found]))
+
+    def _copy(self, share: Share, own: Sequence[int]) -> None:
+        staging = share.lending.staging
+        for layer, pools in enumerate(self._attention.pools):
+            for first in range(0, len(own), staging.blocks):
+                into = torch.tensor(own[first : first + staging.blocks])
+                fetch_blocks(share, layer, range(first, first + len(into)), staging.pools[0][layer])
+                for pool, staged in zip(pools, staging.pools[0][layer], strict=True):
+                    pool[into] = staged[: len(into)]
+
+    def close(self) -> None:
+        """Closes every link."""
+        for lending in list(self._lendings.values()):
+            lending.link.close()
+
+    def _collected(self, active: _Active, layer: int) -> Iterator[Partial]:
+        if active.shipped is not None:
+            found = self._guarded(active, active.shipped.collect)
+            if found is not None:
+                yield found
+                return
+            active.shipped, active.fetched = None, self._fetched(active.share)
+            assert self._given is not None
+            parts = active.fetched.attend_again(layer, *self._given)
+        else:
+            assert active.fetched is not None
+            parts = active.fetched.collect(layer)
+        while True:
+            part = self._guarded(active, partial(next, parts, None))
+            if part is None:
+                return
+            yield part
+
+    def _guarded(self, active: _Active, call: Callable[[], T]) -> T:
+        """Whatever goes wrong with a creditor is the creditor's loss, and the end of its link."""
+        try:
+            return call()
+        except KvasirError as error:
+            link = active.share.lending.link
+            link.close()
+            self.abandon()
+            raise CreditorLost(
+                f"worker {link.peer.worker_id}, which lends KV, failed: {error.message}",
+                creditor_id=link.peer.worker_id,
+            ) from error
+
+    def _share(self, part: Part) -> Share:
+        return Share(self._lendings[part.holder], part, self._step, self._clock)
+
+    def _fetched(self, share: Share) -> FetchedShare:
+        layers = len(self._attention.pools)
+        return FetchedShare(share, self._block_tokens, layers)
+
+    def _mode(self, share: Share) -> ShipMode:
+        if not share.lending.attends:
+            return ShipMode.FETCH
+        return self._choose(self._work(share), share.lending.speeds)
+
+    def _work(self, share: Share) -> Work:
+        pools = self._attention.pools[0]
+        return work_of(share, q_heads=self._q_heads, pools=pools, block_tokens=self._block_tokens)
+
+
+def _whole(holder: int, found: Sequence[tuple[int, int]], block_tokens: int) -> Part:
+    """A part of nothing but these blocks, as one row after them would see them."""
+    tokens = len(found) * block_tokens
+    one = np.zeros(1, dtype=np.int32)
+    spans = PackedSpans(
+        first_row=np.array([0, 1], dtype=np.int32),
+        first_position=one + tokens,
+        table_start=one,
+        table_position=one,
+        key_end=one + tokens,
+        blocks=np.array([block for block, _ in found], dtype=np.int32),
+        slots=np.array([ELSEWHERE], dtype=np.int64),
+    )
+    return Part(holder, np.zeros(1, dtype=np.int64), spans)

@@ -1,0 +1,278 @@
+"""One creditor's share of a step, seen from the debtor: queries go there, or blocks come here.
+
+Either way keys and values that belong there are on their way before the next layer begins. Knows one link and
+one part; which way is chosen in `debtor`. Source: Infinite-LLM §4.6 (papers/001).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from services.worker.engine.backends import Pools
+from services.worker.engine.paged import Shape
+from services.worker.engine.partition import Part
+from services.worker.engine.remote import Partial
+from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
+from services.worker.peers.attention.messages import (
+    ATTEND,
+    FETCH,
+    WRITE,
+    GrantRef,
+    Request,
+    read_answer,
+    request_encoder,
+    to_wire,
+)
+from services.worker.peers.attention.segments import Segment, cut, pairs
+from services.worker.peers.attention.staging import HALVES, Staging
+from services.worker.peers.transport.base import Buffer, Call, PeerLink
+from services.worker.peers.transport.buffers import bytes_of
+from shared.clock import Clock
+from shared.messages.lending import KvTier
+
+OnTransfer = Callable[[PeerLink, int, float], None]
+"""A link, bytes that it moved, seconds."""
+
+
+@dataclass(slots=True)
+class Lending:
+    """A creditor's memory of one tier, as its debtor knows it."""
+
+    link: PeerLink
+    grants: tuple[GrantRef, ...]
+    speeds: CreditorSpeeds
+    staging: Staging
+    deadline_s: float
+    """For one layer's answer."""
+    tier: KvTier = KvTier.DEVICE
+    attends: bool = True
+    """It computes there; else blocks travel, whatever that costs."""
+    on_transfer: OnTransfer = lambda link, size_bytes, took_s: None
+    """Told of fetches with nothing else done meanwhile."""
+
+    def on_fetched(self, fetched_bytes: int, elapsed_s: float) -> None:
+        self.speeds.on_fetched(fetched_bytes, elapsed_s)
+        self.on_transfer(self.link, fetched_bytes, elapsed_s)
+
+
+class Share:
+    """What both ways have in common: a step's number and part, told with the first message."""
+
+    def __init__(self, lending: Lending, part: Part, step: int, clock: Clock) -> None:
+        self.lending = lending
+        self.part = part
+        self.step = step
+        self.clock = clock
+        self.rows = torch.from_numpy(part.rows)
+        self.kept = torch.from_numpy(part.rows[part.kept])
+        self.pairs = pairs(part.spans)
+        self._is_told = False
+
+    def begin(
+        self, kind: str, request: Request, buffers: Sequence[Buffer] = (), into: Sequence[Buffer] = ()
+    ) -> Call:
+        """Raises KvasirError, as `PeerLink.begin`."""
+        if not self._is_told:
+            request = msgspec.structs.replace(request, part=to_wire(self.part.spans))
+            self._is_told = True
+        header = request_encoder.encode(request)
+        deadline_s = self.lending.deadline_s
+        return self.lending.link.begin(kind, header, buffers, into=into, deadline_s=deadline_s)
+
+    def request(self, layer: int) -> Request:
+        lending = self.lending
+        return Request(step=self.step, layer=layer, grants=lending.grants, tier=lending.tier)
+
+
+class ShippedShare:
+    """The creditor attends: one message for all rows, one answer."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._output = torch.empty(0, 0, 0)
+        self._lse = torch.empty(0, 0)
+        self._call: Call | None = None
+        self._sent_s = 0.0
+        self._sent_bytes = 0
+
+    def send(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> None:
+        share = self._share
+        size = (len(share.rows), queries.shape[1], values.shape[2])
+        if self._output.shape != size:
+            self._output, self._lse = torch.empty(size), torch.empty(size[:2])
+        request = msgspec.structs.replace(
+            share.request(layer), q_heads=queries.shape[1], scaling=shape.scaling, softcap=shape.softcap
+        )
+        buffers = [
+            bytes_of(queries[share.rows].float().contiguous()),
+            bytes_of(keys[share.kept].float().contiguous()),
+            bytes_of(values[share.kept].float().contiguous()),
+        ]
+        self._sent_s, self._sent_bytes = share.clock(), sum(each.nbytes for each in buffers)
+        into = (bytes_of(self._output), bytes_of(self._lse))
+        self._call = share.begin(ATTEND, request, buffers, into)
+
+    def collect(self) -> Partial | None:
+        """None when the creditor lends no more of its time: fetch instead."""
+        assert self._call is not None
+        call, self._call = self._call, None
+        share = self._share
+        answer = call.finish()
+        attended = read_answer(answer.header)
+        if attended.over_budget or answer.buffers != 2:
+            return None
+        moved_bytes = self._sent_bytes + self._output.nbytes + self._lse.nbytes
+        work = Work(ship_bytes=moved_bytes, fetch_bytes=0, pairs=share.pairs * self._output.shape[1])
+        share.lending.speeds.on_shipped(work, share.clock() - self._sent_s, attended.compute_s)
+        return share.rows, self._output, self._lse
+
+    def drain(self) -> None:
+        """Take the answer that nobody wants any more. Raises KvasirError."""
+        if self._call is not None:
+            call, self._call = self._call, None
+            call.finish()
+
+
+class FetchedShare:
+    """Blocks come here, a layer ahead where there is one, and the debtor attends to them in its staging."""
+
+    def __init__(self, share: Share, block_tokens: int, layers: int) -> None:
+        self._share = share
+        self._staging = share.lending.staging
+        self._block_tokens = block_tokens
+        self._layers = layers
+        self._segments = cut(share.part.spans, block_tokens, self._staging.blocks)
+        self._fetches: dict[int, Call | None] = {}
+        """Of the present or next layer, by segment: under way, or None where there is nothing to fetch."""
+        self._write: Call | None = None
+        self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
+
+    def send(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> None:
+        """The first segment is asked for here only where no layer came before."""
+        self._given = queries, keys, values, shape
+        if not self._fetches:
+            self._fetch(self._segments, 0, layer)
+
+    def collect(self, layer: int) -> Iterator[Partial]:
+        assert self._given is not None
+        queries, keys, values, shape = self._given
+        rows = self._share.rows
+        yield from self._attend(self._segments, layer, queries[rows], keys[rows], values[rows], shape)
+        new = self._new(keys, values)
+        fetches = layer + 1 < self._layers and bool(len(self._segments[0].fetched))
+        if new and not fetches:
+            self._write = self._share.begin(WRITE, self._share.request(layer), new)
+        if layer + 1 < self._layers:
+            self._fetch(self._segments, 0, layer + 1, new if fetches else ())
+
+    def attend_again(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> Iterator[Partial]:
+        """For a layer whose keys and values the creditor has written, but would not attend to."""
+        rows = self._share.rows
+        segments = cut(self._share.part.spans, self._block_tokens, self._staging.blocks, refetch=True)
+        self._fetch(segments, 0, layer)
+        yield from self._attend(segments, layer, queries[rows], keys[rows], values[rows], shape)
+        if layer + 1 < self._layers:
+            self._fetch(self._segments, 0, layer + 1)
+
+    def drain(self) -> None:
+        """Take the answers that nobody wants any more. Raises KvasirError."""
+        self.end()
+        for call in self._fetches.values():
+            if call is not None:
+                call.finish()
+        self._fetches.clear()
+
+    def end(self) -> None:
+        """What was written has arrived. Raises KvasirError."""
+        if self._write is not None:
+            call, self._write = self._write, None
+            call.finish()
+
+    def _attend(
+        self,
+        segments: Sequence[Segment],
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        shape: Shape,
+    ) -> Iterator[Partial]:
+        share = self._share
+        for index, segment in enumerate(segments):
+            self._arrive(index, segment, layer)
+            if index + 1 < len(segments):
+                self._fetch(segments, index + 1, layer)
+            began_s = share.clock()
+            backend = self._staging.backends[index % HALVES]
+            backend.write(layer, keys, values, torch.from_numpy(segment.spans.slots))
+            output, lse = backend.attend_part(layer, segment.spans, queries, shape)
+            elapsed_s = share.clock() - began_s
+            share.lending.speeds.on_attended(pairs(segment.spans) * queries.shape[1], elapsed_s)
+            yield share.rows, output, lse
+
+    def _fetch(self, segments: Sequence[Segment], index: int, layer: int, new: Sequence[Buffer] = ()) -> None:
+        """`new`: keys and values of the layer before, which go along."""
+        segment = segments[index]
+        if not len(segment.fetched):
+            self._fetches[index] = None
+            return
+        request = msgspec.structs.replace(
+            self._share.request(layer),
+            indices=segment.fetched.tobytes(),
+            write_layer=layer - 1 if new else -1,
+        )
+        into = _front(self._staging.pools[index % HALVES][layer], len(segment.fetched))
+        self._fetches[index] = self._share.begin(FETCH, request, new, into)
+
+    def _arrive(self, index: int, segment: Segment, layer: int) -> None:
+        """The segment's blocks are in the staging; what was written before is at the creditor."""
+        self.end()
+        call = self._fetches.pop(index)
+        if call is None:
+            return
+        began_s = self._share.clock()
+        call.finish()
+        fetched_bytes = sum(
+            each.nbytes for each in _front(self._staging.pools[0][layer], len(segment.fetched))
+        )
+        if index:  # The first had the whole of a layer's other work to arrive in.
+            self._share.lending.on_fetched(fetched_bytes, self._share.clock() - began_s)
+
+    def _new(self, keys: torch.Tensor, values: torch.Tensor) -> list[Buffer]:
+        """What the creditor keeps of a layer; nothing where it keeps none of the step's rows."""
+        kept = self._share.kept
+        if not len(kept):
+            return []
+        return [bytes_of(each[kept].float().contiguous()) for each in (keys, values)]
+
+
+def fetch_blocks(share: Share, layer: int, indices: Sequence[int], into: Pools) -> None:
+    """Some of the part's blocks, of one layer, to the front of `into`. Raises KvasirError."""
+    wanted = np.array(indices, dtype=np.int32)
+    request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
+    buffers, began_s = _front(into, len(wanted)), share.clock()
+    share.begin(FETCH, request, into=buffers).finish()
+    share.lending.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
+
+
+def _front(pools: Pools, blocks: int) -> list[Buffer]:
+    return [bytes_of(pool[:blocks]) for pool in pools]
+
+
+def work_of(share: Share, *, q_heads: int, pools: Pools, block_tokens: int) -> Work:
+    """What the two ways would move and compute, for one layer."""
+    k_pool, v_pool = pools
+    rows, kept = len(share.rows), len(share.kept)
+    shipped = rows * q_heads * (k_pool.shape[2] + v_pool.shape[3] + 1) * np.dtype(np.float32).itemsize
+    context_blocks = max(0, share.part.seen_keys - kept // block_tokens)
+    block_bytes = (k_pool[0].numel() + v_pool[0].numel()) * k_pool.dtype.itemsize
+    return Work(ship_bytes=shipped, fetch_bytes=context_blocks * block_bytes, pairs=share.pairs * q_heads)

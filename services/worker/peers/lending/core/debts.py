@@ -1,0 +1,297 @@
+"""The debtor's side: what this worker has borrowed, what of it is in use, when leases must be renewed. Pure.
+
+A lease counts from when the message it answers was *sent*, so that this worker gives a block up before its
+creditor does. Sends nothing itself; knows neither sequences nor bytes. Source: papers/001 §4.4;
+`algorithms.md` §4.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.worker.peers.lending.core.table import BlockPlace, BlockState, GrantKey, RBlockTable
+from shared.messages.lending import (
+    BlocksReturned,
+    Grant,
+    HeldGrant,
+    KvTier,
+    LeasesRenewed,
+    RenewLeases,
+    ReturnBlocks,
+)
+
+_RENEWALS_IN_A_LEASE = 4
+
+
+@dataclass(slots=True)
+class LoanLease:
+    """Of one grant."""
+
+    ends_s: float
+    renew_s: float
+    """When to ask for more time next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """To be sent to a creditor."""
+
+    creditor_id: str
+    message: RenewLeases
+
+
+@dataclass(frozen=True, slots=True)
+class Repayment:
+    """To be sent to a creditor."""
+
+    creditor_id: str
+    message: ReturnBlocks
+
+
+class Debts:
+    """One worker's, in one life of it."""
+
+    def __init__(self, table: RBlockTable, incarnation: int) -> None:
+        self._table = table
+        self._incarnation = incarnation
+        self._leases: dict[GrantKey, LoanLease] = {}
+        self._free: dict[int, None] = {}
+        self._wanted_back: dict[str, int] = {}
+        """Blocks by creditor that is short itself: of its device memory."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Borrowed and not used."""
+        return len(self._free)
+
+    @property
+    def borrowed_blocks(self) -> int:
+        """On the way back included."""
+        return sum(self._table.borrowed_from().values())
+
+    def on_granted(self, grant: Grant, sent_s: float) -> list[int]:
+        """Logical numbers of the blocks of a new grant; none for one that is known. `sent_s`: of the
+        question."""
+        key = GrantKey(grant.creditor_id, grant.creditor_incarnation, grant.grant_id)
+        if key in self._leases:
+            return []
+        logical = self._table.add(grant)
+        self._leases[key] = _lease(sent_s, grant.lease_s)
+        self._free.update(dict.fromkeys(logical))
+        return logical
+
+    def take(self, blocks: int) -> list[int]:
+        """Logical numbers of that many borrowed blocks, oldest grants first. Raises ValueError if there are
+        fewer."""
+        if not 0 <= blocks <= len(self._free):
+            raise ValueError(f"{blocks} borrowed blocks asked for, {len(self._free)} free")
+        taken = [number for number, _ in zip(self._free, range(blocks), strict=False)]
+        for number in taken:
+            del self._free[number]
+            self._table.borrowed(number).state = BlockState.USED
+        return taken
+
+    def use(self, logical: Iterable[int]) -> None:
+        """Takes exactly these. Raises ValueError for one that is not free."""
+        for number in logical:
+            if number not in self._free:
+                raise ValueError(f"borrowed block {number} is not free")
+            del self._free[number]
+            self._table.borrowed(number).state = BlockState.USED
+
+    def release(self, logical: Iterable[int]) -> None:
+        """A sequence needs these no more. Those that are lost already are passed over, frozen ones free once
+        they thaw."""
+        for number in logical:
+            if not self.holds(number):
+                continue
+            block = self._table.borrowed(number)
+            if block.state is BlockState.FROZEN:
+                block.is_orphan = True
+            elif block.state is BlockState.USED:
+                block.state = BlockState.FREE
+                self._free[number] = None
+            else:
+                raise ValueError(f"borrowed block {number} is {block.state}, not used")
+
+    def freeze(self, logical: Iterable[int]) -> None:
+        """Sets used blocks apart. Raises ValueError for others."""
+        chosen = [self._table.borrowed(number) for number in logical]
+        if any(block.state is not BlockState.USED for block in chosen):
+            raise ValueError("only blocks in use can be frozen")
+        for block in chosen:
+            block.state = BlockState.FROZEN
+
+    def thaw(self, logical: Iterable[int]) -> None:
+        """Ends `freeze`; what was released meanwhile is free."""
+        for number in logical:
+            if self.holds(number) and self._table.borrowed(number).state is BlockState.FROZEN:
+                block = self._table.borrowed(number)
+                block.state = BlockState.USED
+                if block.is_orphan:
+                    block.is_orphan = False
+                    self.release([number])
+
+    def give_back(self, blocks: int, creditors: Iterable[str] = ()) -> list[Repayment]:
+        """Returns up to so many unused blocks: device memory to creditors that are short first, then to
+        `creditors` in order, then host memory, then to whoever lent last."""
+        pressing = self._pressing()
+        order = {name: at for at, name in enumerate([*pressing, *creditors])}
+
+        def rank(number: int) -> tuple[int, bool, int]:
+            place = self._table.resolve(number)
+            helps = place.tier is KvTier.DEVICE or place.worker_id not in pressing
+            return (
+                order.get(place.worker_id, len(order)) if helps else len(order),
+                not _is_host(place),
+                -number,
+            )
+
+        return self._return(sorted(self._free, key=rank)[: max(0, blocks)])
+
+    def recalled(self, logical: Iterable[int]) -> list[Repayment]:
+        """The KV of these (frozen) blocks is at home now: returns them."""
+        numbers = [number for number in logical if self.holds(number)]
+        for number in numbers:
+            self._table.borrowed(number).is_orphan = False
+        return self._return(numbers)
+
+    def retries(self) -> list[Repayment]:
+        """Returns whose answer has not come."""
+        return self._repayments(self._table.in_state(BlockState.RETURNING))
+
+    def on_returned(self, sent: Repayment, reply: BlocksReturned) -> None:
+        """The creditor has them back."""
+        asked = sent.message
+        key = GrantKey(sent.creditor_id, asked.creditor_incarnation, asked.grant_id)
+        held = set(self._table.of_grant(key))
+        gone = [n for n in held if self._table.resolve(n).physical in set(asked.blocks)]
+        returning = [n for n in gone if self._table.borrowed(n).state is BlockState.RETURNING]
+        eased = sum(self._table.resolve(n).tier is KvTier.DEVICE for n in returning)
+        wanted = self._wanted_back.get(sent.creditor_id, 0) - eased
+        self._wanted_back[sent.creditor_id] = max(0, wanted)
+        self._table.set_generation(key, reply.generation)
+        self._table.remove(returning)
+        if not self._table.of_grant(key):
+            self._leases.pop(key, None)
+
+    def renewals(self, now_s: float) -> list[Renewal]:
+        """What is due; all grants of a creditor (life) in one message. Asked again only a while later."""
+        due: dict[tuple[str, int], list[GrantKey]] = {}
+        for key in self._leases:
+            if any(
+                self._table.borrowed(n).state is not BlockState.RETURNING for n in self._table.of_grant(key)
+            ):
+                due.setdefault((key.creditor_id, key.creditor_incarnation), []).append(key)
+        return [
+            self._renewal(keys, now_s)
+            for keys in due.values()
+            if any(now_s >= self._leases[key].renew_s for key in keys)
+        ]
+
+    def on_renewed(self, sent: Renewal, reply: LeasesRenewed, sent_s: float) -> list[int]:
+        """Returns the logical blocks whose grant has ended at the creditor: their KV is lost."""
+        asked = sent.message
+        generations = {held.grant_id: held.generation for held in reply.held}
+        same_life = reply.creditor_incarnation == asked.creditor_incarnation
+        self._wanted_back[sent.creditor_id] = reply.wanted_back_blocks
+        lost: list[int] = []
+        for held in asked.held:
+            key = GrantKey(sent.creditor_id, asked.creditor_incarnation, held.grant_id)
+            if key not in self._leases:
+                continue
+            if same_life and held.grant_id in generations:
+                self._leases[key] = _lease(sent_s, reply.lease_s)
+                self._table.set_generation(key, generations[held.grant_id])
+            else:
+                lost += self._lose(key)
+        return lost
+
+    def tick(self, now_s: float) -> list[int]:
+        """Ends leases that could not be renewed; returns the logical blocks that are lost by it."""
+        over = [key for key, lease in self._leases.items() if now_s >= lease.ends_s]
+        return [number for key in over for number in self._lose(key)]
+
+    def on_creditor_gone(self, creditor_id: str) -> list[int]:
+        """A creditor has died, or is given up; returns the logical blocks that are lost by it."""
+        gone = [key for key in self._leases if key.creditor_id == creditor_id]
+        self._wanted_back.pop(creditor_id, None)
+        return [number for key in gone for number in self._lose(key)]
+
+    def wanted_back_blocks(self) -> int:
+        """By creditors that are short, of what they have lent here."""
+        return sum(self._wanted_back.values())
+
+    def wanted_back_by_creditor(self) -> dict[str, int]:
+        return {name: blocks for name, blocks in self._wanted_back.items() if blocks}
+
+    def holds(self, logical: int) -> bool:
+        """Whether that block is borrowed still, on the way back included."""
+        try:
+            self._table.borrowed(logical)
+        except KeyError:
+            return False
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when leases, free blocks and table disagree."""
+        assert set(self._leases) == set(self._table.grants()), "a grant without a lease, or the reverse"
+        assert set(self._free) == set(self._table.in_state(BlockState.FREE)), "free blocks out of step"
+
+    def _pressing(self) -> list[str]:
+        short = [(-blocks, name) for name, blocks in self._wanted_back.items() if blocks > 0]
+        return [name for _, name in sorted(short)]
+
+    def _return(self, numbers: list[int]) -> list[Repayment]:
+        for number in numbers:
+            self._free.pop(number, None)
+            self._table.borrowed(number).state = BlockState.RETURNING
+        return self._repayments(numbers)
+
+    def _repayments(self, numbers: Iterable[int]) -> list[Repayment]:
+        by_grant: dict[GrantKey, list[int]] = {}
+        for number in numbers:
+            place = self._table.resolve(number)
+            assert place.grant is not None
+            by_grant.setdefault(place.grant, []).append(place.physical)
+        return [
+            Repayment(
+                key.creditor_id,
+                ReturnBlocks(
+                    debtor_id=self._table.worker_id,
+                    debtor_incarnation=self._incarnation,
+                    creditor_incarnation=key.creditor_incarnation,
+                    grant_id=key.grant_id,
+                    blocks=tuple(blocks),
+                ),
+            )
+            for key, blocks in by_grant.items()
+        ]
+
+    def _renewal(self, keys: list[GrantKey], now_s: float) -> Renewal:
+        for key in keys:
+            lease = self._leases[key]
+            lease.renew_s = now_s + max(0.0, lease.ends_s - now_s) / _RENEWALS_IN_A_LEASE
+        held = tuple(HeldGrant(grant_id=key.grant_id, generation=self._table.generation(key)) for key in keys)
+        message = RenewLeases(
+            debtor_id=self._table.worker_id,
+            debtor_incarnation=self._incarnation,
+            creditor_incarnation=keys[0].creditor_incarnation,
+            held=held,
+        )
+        return Renewal(keys[0].creditor_id, message)
+
+    def _lose(self, key: GrantKey) -> list[int]:
+        numbers = self._table.of_grant(key)
+        for number in numbers:
+            self._free.pop(number, None)
+        self._table.remove(numbers)
+        del self._leases[key]
+        return numbers
+
+
+def _is_host(place: BlockPlace) -> bool:
+    return place.tier is KvTier.HOST
+
+
+def _lease(sent_s: float, lease_s: float) -> LoanLease:
+    return LoanLease(sent_s + lease_s, sent_s + lease_s / _RENEWALS_IN_A_LEASE)

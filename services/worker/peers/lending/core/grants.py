@@ -1,0 +1,284 @@
+"""The creditor's side: what this worker lends to whom, until when, and who may touch it. Pure.
+
+First come, first served, out of its own free memory up to a cap; a part is granted where there is no more.
+Device and host memory are lent by separate grants, each up to a cap of its own. The caller takes blocks out
+of the tier's pool and gives back those that the methods here return as freed. This
+worker's clock alone decides when a lease ends; it waits `grace_s` longer than the debtor was told.
+Source: papers/001 §4.4; `algorithms.md` §4.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.worker.peers.lending.core.table import LentRow, RBlockTable
+from shared.messages.lending import (
+    MOST_GRANT_BLOCKS,
+    BlocksReturned,
+    BorrowBlocks,
+    BorrowReply,
+    Grant,
+    HeldGrant,
+    KvTier,
+    LeasesRenewed,
+    Refusal,
+    RenewLeases,
+    ReturnBlocks,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under which this worker lends."""
+
+    most_blocks: int
+    """On the device; 0 lends nothing."""
+    lease_s: float = 5.0
+    grace_s: float = 0.5
+    fingerprint: bytes = b""
+    """Of this worker's KV. Empty says nothing of it: then nobody's fits."""
+    most_host_blocks: int = 0
+    host_attends: bool = True
+    """Attention over host memory is computed here; else it is only written and fetched."""
+
+    def most(self, tier: KvTier) -> int:
+        """Blocks lent at most."""
+        return self.most_blocks if tier is KvTier.DEVICE else self.most_host_blocks
+
+
+@dataclass(slots=True)
+class Lent:
+    """One grant as its creditor keeps it."""
+
+    grant_id: int
+    debtor: tuple[str, int]
+    """Worker id and incarnation."""
+    request: int
+    tier: KvTier
+    blocks: dict[int, None]
+    generation: int
+    ends_s: float
+    users: int = 0
+    """Reads, writes and queries at work on it."""
+    over: bool = False
+    """Ended; its blocks are freed when the last user has left."""
+    parting: list[int] = field(default_factory=list)
+    """Returned while somebody was at work on the grant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Blocks to be given back to the pool of their tier."""
+
+    tier: KvTier
+    blocks: tuple[int, ...]
+
+
+class Grants:
+    """One worker's, in one life of it."""
+
+    def __init__(self, table: RBlockTable, incarnation: int, terms: Terms) -> None:
+        self.terms = terms
+        self._table = table
+        self._incarnation = incarnation
+        self._grants: dict[int, Lent] = {}
+        self._by_debtor: dict[str, dict[int, Lent]] = {}
+        self._next_id = 1
+        self.frozen = False
+        """Lends nothing new."""
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    @property
+    def lent_blocks(self) -> int:
+        """Out of the pools, those of ended grants with users included."""
+        return self._table.lent_blocks()
+
+    def debtors(self) -> set[str]:
+        """Worker ids of those who hold something."""
+        return set(self._by_debtor)
+
+    def generation(self, grant_id: int) -> int | None:
+        """Of a grant that has not ended."""
+        lent = self._grants.get(grant_id)
+        return None if lent is None or lent.over else lent.generation
+
+    def answer(self, asked: BorrowBlocks) -> BorrowReply | int:
+        """The reply, where it does not depend on what is free; else how many blocks may be lent at most."""
+        for lent in self._by_debtor.get(asked.debtor_id, {}).values():
+            if lent.request == asked.request and lent.debtor[1] == asked.debtor_incarnation and not lent.over:
+                return BorrowReply(grant=self._grant(lent))
+        if not asked.fingerprint or asked.fingerprint != self.terms.fingerprint:
+            return BorrowReply(refusal=Refusal.OTHER_KV)
+        cap = self.terms.most(asked.tier)
+        if cap == 0 or self.frozen or asked.debtor_id == self._table.worker_id:
+            return BorrowReply(refusal=Refusal.NOT_LENDING)
+        room = min(cap - self._table.lent_blocks(asked.tier), asked.blocks, MOST_GRANT_BLOCKS)
+        if room < max(1, asked.least_blocks):
+            return BorrowReply(refusal=Refusal.AT_CAP)
+        return room
+
+    def lend(self, asked: BorrowBlocks, blocks: Sequence[int], now_s: float) -> BorrowReply:
+        """Enters what was taken out of the pool for a debtor; none is a refusal."""
+        if not blocks:
+            return BorrowReply(refusal=Refusal.NOTHING_FREE)
+        lent = Lent(
+            grant_id=self._next_id,
+            debtor=(asked.debtor_id, asked.debtor_incarnation),
+            request=asked.request,
+            tier=asked.tier,
+            blocks=dict.fromkeys(blocks),
+            generation=1,
+            ends_s=self._end_s(now_s),
+        )
+        self._table.lend(asked.tier, blocks, LentRow(asked.debtor_id, lent.grant_id))
+        self._next_id += 1
+        self._grants[lent.grant_id] = lent
+        self._by_debtor.setdefault(asked.debtor_id, {})[lent.grant_id] = lent
+        return BorrowReply(grant=self._grant(lent))
+
+    def renew(self, asked: RenewLeases, now_s: float, *, short_blocks: int = 0) -> LeasesRenewed:
+        """What is named, and has not ended by this worker's clock, lasts a lease longer.
+
+        `short_blocks` is what this worker lacks itself, on the device: a debtor is told its part of it.
+        """
+        held: list[HeldGrant] = []
+        mine = asked.creditor_incarnation == self._incarnation
+        for named in asked.held if mine else ():
+            lent = self._of(asked.debtor_id, asked.debtor_incarnation, named.grant_id)
+            if lent is not None and now_s < lent.ends_s:
+                lent.ends_s = self._end_s(now_s)
+                held.append(HeldGrant(grant_id=lent.grant_id, generation=lent.generation))
+        owed = sum(
+            len(lent.blocks)
+            for lent in self._by_debtor.get(asked.debtor_id, {}).values()
+            if lent.tier is KvTier.DEVICE
+        )
+        share = -(-short_blocks * owed // max(1, self._table.lent_blocks(KvTier.DEVICE)))
+        return LeasesRenewed(
+            creditor_incarnation=self._incarnation,
+            lease_s=self.terms.lease_s,
+            held=tuple(held),
+            wanted_back_blocks=min(owed, max(0, share)),
+        )
+
+    def give_back(self, asked: ReturnBlocks) -> tuple[BlocksReturned, Freed | None]:
+        """A debtor needs these no more. What is not in its grant (any more) is passed over."""
+        mine = asked.creditor_incarnation == self._incarnation
+        lent = self._of(asked.debtor_id, asked.debtor_incarnation, asked.grant_id) if mine else None
+        if lent is None:
+            return BlocksReturned(generation=0), None
+        returned = [block for block in dict.fromkeys(asked.blocks) if block in lent.blocks]
+        if returned:
+            lent.generation += 1
+        for block in returned:
+            del lent.blocks[block]
+        freed = self._part(lent, returned)
+        reply = BlocksReturned(generation=lent.generation, left_blocks=len(lent.blocks))
+        return reply, freed
+
+    def tick(self, now_s: float) -> list[Freed]:
+        """Ends leases that have run out."""
+        return self._end([lent for lent in self._grants.values() if now_s >= lent.ends_s and not lent.over])
+
+    def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:
+        """A debtor was started anew: what its other lives held is of no use to anybody."""
+        gone = [
+            lent
+            for lent in self._by_debtor.get(debtor_id, {}).values()
+            if lent.debtor[1] != incarnation and not lent.over
+        ]
+        return self._end(gone)
+
+    def enter(self, grant_id: int, generation: int, blocks: Iterable[int], now_s: float) -> bool:
+        """Whether blocks of a grant may be read, written or queried now; if so, `leave` must follow.
+
+        False for a generation that never was, a lease that ran out, or a block that is not in the grant (any
+        more). An earlier generation is as good as the present one for blocks that are left: a debtor hears of
+        a new one late, and blocks only ever leave a grant.
+        """
+        lent = self._grants.get(grant_id)
+        if lent is None or lent.over or generation > lent.generation or now_s >= lent.ends_s:
+            return False
+        if any(block not in lent.blocks for block in blocks):
+            return False
+        lent.users += 1
+        return True
+
+    def leave(self, grant_id: int) -> Freed | None:
+        """After `enter`; what was returned or ended meanwhile is freed by the last who leaves."""
+        lent = self._grants[grant_id]
+        if lent.users < 1:
+            raise ValueError(f"nobody is at work on grant {grant_id}")
+        lent.users -= 1
+        return self._part(lent, [])
+
+    def set_frozen_terms(self, *, frozen: bool) -> None:
+        """Whether new loans are refused, while a settlement runs."""
+        self.frozen = frozen
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when grants and table disagree, or more is lent than the cap allows."""
+        rows = {
+            (lent.tier, block): LentRow(lent.debtor[0], lent.grant_id)
+            for lent in self._grants.values()
+            for block in (*lent.blocks, *lent.parting)
+        }
+        assert len(rows) == sum(len(lent.blocks) + len(lent.parting) for lent in self._grants.values())
+        assert all(self._table.lent_row(*at) == row for at, row in rows.items()), "lent to somebody else"
+        assert len(rows) == self.lent_blocks, "a lent block belongs to no grant"
+        assert all(self._table.lent_blocks(tier) <= self.terms.most(tier) for tier in KvTier)
+        for grant_id, lent in self._grants.items():
+            assert grant_id == lent.grant_id and self._by_debtor[lent.debtor[0]][grant_id] is lent
+            assert lent.blocks or lent.users, "an empty grant was kept"
+            assert lent.users or not (lent.over or lent.parting), "freed blocks are held back for nobody"
+        assert sum(map(len, self._by_debtor.values())) == len(self._grants)
+
+    def _of(self, debtor_id: str, incarnation: int, grant_id: int) -> Lent | None:
+        lent = self._grants.get(grant_id)
+        ok = lent is not None and lent.debtor == (debtor_id, incarnation) and not lent.over
+        return lent if ok else None
+
+    def _end_s(self, now_s: float) -> float:
+        return now_s + self.terms.lease_s + self.terms.grace_s
+
+    def _grant(self, lent: Lent) -> Grant:
+        return Grant(
+            creditor_id=self._table.worker_id,
+            creditor_incarnation=self._incarnation,
+            grant_id=lent.grant_id,
+            generation=lent.generation,
+            tier=lent.tier,
+            blocks=tuple(lent.blocks),
+            lease_s=self.terms.lease_s,
+            attends=lent.tier is KvTier.DEVICE or self.terms.host_attends,
+        )
+
+    def _end(self, ended: Iterable[Lent]) -> list[Freed]:
+        freed: list[Freed] = []
+        for lent in list(ended):
+            lent.over = True
+            lent.generation += 1
+            blocks = list(lent.blocks)
+            lent.blocks.clear()
+            part = self._part(lent, blocks)
+            freed += [] if part is None else [part]
+        return freed
+
+    def _part(self, lent: Lent, blocks: list[int]) -> Freed | None:
+        """Takes blocks out of a grant for good once nobody is at work on it; an empty grant is forgotten."""
+        lent.parting += blocks
+        if lent.users:
+            if blocks:
+                self._table.part(lent.tier, blocks)
+            return None
+        freed, lent.parting = lent.parting, []
+        if freed:
+            self._table.take_back(lent.tier, freed)
+        if not lent.blocks:
+            del self._grants[lent.grant_id]
+            of_debtor = self._by_debtor[lent.debtor[0]]
+            del of_debtor[lent.grant_id]
+            if not of_debtor:
+                del self._by_debtor[lent.debtor[0]]
+        return Freed(lent.tier, tuple(freed)) if freed else None

@@ -1,0 +1,83 @@
+"""Blocks out of a worker's pool for a debtor, and back. Pure: ids only, cached prefixes are evicted first."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.grants import Freed
+from services.worker.peers.lending.interfaces import Vault
+from shared.errors import Overloaded
+from shared.messages.lending import KvTier
+
+
+class Stock:
+    """Of one worker; `keep_blocks` of its device's free memory stay, of the host's none."""
+
+    def __init__(self, device: Vault, keep_blocks: int, host_blocks: int, block_tokens: int) -> None:
+        self._device = device
+        self._keep_blocks = keep_blocks
+        self.host = BlockPool(host_blocks, block_tokens) if host_blocks else None
+        self._unreadmitted: list[int] = []
+
+    @property
+    def host_free_blocks(self) -> int:
+        return 0 if self.host is None else self.host.free_blocks
+
+    async def take(self, tier: KvTier, most_blocks: int, least_blocks: int) -> list[int]:
+        """Up to `most_blocks` leave their pool, none where fewer than `least_blocks` could. Raises
+        Overloaded."""
+        if tier is KvTier.DEVICE:
+            return await self._device.lend(most_blocks, least_blocks, self._keep_blocks)
+        return [] if self.host is None else lend(self.host, most_blocks, least_blocks, 0)
+
+    async def put_back(
+        self, freed: Iterable[Freed], keep: Callable[[Sequence[int]], list[int]] = list
+    ) -> None:
+        """These are free here again. `keep` sees the device's first, and returns those it has no use for."""
+        device: list[int] = []
+        for part in freed:
+            if part.tier is KvTier.DEVICE:
+                device += part.blocks
+            elif self.host is not None:
+                self.host.readmit(part.blocks)
+        self._unreadmitted += keep(device)
+        if self._unreadmitted:
+            blocks, self._unreadmitted = self._unreadmitted, []
+            try:
+                await self._device.readmit(blocks)
+            except Overloaded:
+                self._unreadmitted += blocks
+
+
+class LendablePool(Protocol):
+    """What is asked of a pool, or of a prefix cache over one."""
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    @property
+    def evictable_blocks(self) -> int: ...
+
+    @property
+    def withdrawn_blocks(self) -> int: ...
+
+    def allocate(self, blocks: int) -> list[int]: ...
+
+    def withdraw(self, blocks: Iterable[int]) -> None: ...
+
+    def readmit(self, blocks: Iterable[int]) -> None: ...
+
+
+def spare_blocks(pool: LendablePool, keep_blocks: int) -> int:
+    """Free or evictable, beyond what is kept."""
+    return max(0, pool.free_blocks + pool.evictable_blocks - keep_blocks)
+
+
+def lend(pool: LendablePool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+    """Up to `most_blocks` leave the pool, none where fewer than `least_blocks` could; `keep_blocks` stay."""
+    blocks = min(most_blocks, spare_blocks(pool, keep_blocks))
+    if blocks < max(1, least_blocks):
+        return []
+    taken = pool.allocate(blocks)
+    pool.withdraw(taken)
+    return taken

@@ -1,0 +1,260 @@
+"""The rBlock table: where each logical block of this worker's KV is, and who has what of its own memory.
+
+Logical numbers below `local_blocks` are this worker's own memory and mean themselves; those above are
+borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant. Own host memory
+(`host_blocks`) has no logical numbers: it is for others. Knows no bytes and no lease's end.
+
+What is borrowed belongs to one thread. What is lent is freed by the threads that serve links as well: whoever
+changes that takes care that nobody else does, and to count it is safe at any time.
+Source: papers/001 §4.3 (Figure 3); `algorithms.md` §4.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.messages.lending import Grant, KvTier
+
+
+@dataclass(frozen=True, slots=True)
+class GrantKey:
+    """Names a grant wherever it is spoken of."""
+
+    creditor_id: str
+    creditor_incarnation: int
+    grant_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where a block is: `physical` counts within that tier of that worker."""
+
+    worker_id: str
+    tier: KvTier
+    physical: int
+    grant: GrantKey | None = None
+    """None: this worker's own."""
+
+
+class BlockState(StrEnum):
+    """Of a borrowed block."""
+
+    FREE = "free"
+    USED = "used"
+    FROZEN = "frozen"
+    """Used, and set apart for a settlement or a recall: neither released nor returned meanwhile."""
+    RETURNING = "returning"
+    """Not used any more, and the creditor does not know it yet."""
+
+
+@dataclass(slots=True)
+class Borrowed:
+    """One rBlock on another worker."""
+
+    place: BlockPlace
+    state: BlockState = BlockState.FREE
+    is_orphan: bool = False
+    """Frozen, and its sequence has ended meanwhile: it is free as soon as it is thawed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LentRow:
+    """One block of this worker's own memory that a debtor holds."""
+
+    debtor_id: str
+    grant_id: int
+
+
+class RBlockTable:
+    """One worker's. Logical numbers of borrowed blocks are never used again."""
+
+    def __init__(self, worker_id: str, local_blocks: int, host_blocks: int = 0) -> None:
+        self.worker_id = worker_id
+        self.local_blocks = local_blocks
+        self.host_blocks = host_blocks
+        self._borrowed: dict[int, Borrowed] = {}
+        self._by_grant: dict[GrantKey, dict[int, int]] = {}
+        """Physical → logical."""
+        self._generations: dict[GrantKey, int] = {}
+        self._next = local_blocks
+        self._grant_of = {tier: np.zeros(self.own_blocks(tier), dtype=np.int64) for tier in KvTier}
+        """By block: the grant under which it is lent, negative on its way back; 0: it is not."""
+        self._lent: dict[tuple[KvTier, LentRow], int] = {}
+        """Blocks by grant. Replaced, never changed: it may be looked through meanwhile."""
+
+    # --- what is borrowed
+
+    def add(self, grant: Grant) -> list[int]:
+        """Logical numbers of a grant's blocks. Raises ValueError for a grant that is there, or one's own."""
+        key = GrantKey(grant.creditor_id, grant.creditor_incarnation, grant.grant_id)
+        if key in self._by_grant or grant.creditor_id == self.worker_id:
+            raise ValueError(f"{key} is entered already, or this worker's own")
+        numbers = self._by_grant[key] = {}
+        for physical in grant.blocks:
+            numbers[physical] = self._next
+            self._borrowed[self._next] = Borrowed(BlockPlace(grant.creditor_id, grant.tier, physical, key))
+            self._next += 1
+        self._generations[key] = grant.generation
+        return list(numbers.values())
+
+    def remove(self, logical: Iterable[int]) -> None:
+        """These are borrowed no more; a grant without blocks is forgotten."""
+        for number in list(logical):
+            place = self._borrowed.pop(number).place
+            assert place.grant is not None
+            del self._by_grant[place.grant][place.physical]
+            if not self._by_grant[place.grant]:
+                del self._by_grant[place.grant], self._generations[place.grant]
+
+    def resolve(self, logical: int) -> BlockPlace:
+        """Where a block is. Raises KeyError for a borrowed one that is not there (any more)."""
+        if 0 <= logical < self.local_blocks:
+            return BlockPlace(self.worker_id, KvTier.DEVICE, logical)
+        return self._borrowed[logical].place
+
+    def is_remote(self, logical: int) -> bool:
+        return logical >= self.local_blocks
+
+    def generation(self, grant: GrantKey) -> int:
+        """To be named with every access. Raises KeyError for a grant that has ended."""
+        return self._generations[grant]
+
+    def set_generation(self, grant: GrantKey, generation: int) -> None:
+        """What the creditor says now; an older answer that arrives late changes nothing."""
+        if grant in self._generations:
+            self._generations[grant] = max(generation, self._generations[grant])
+
+    def borrowed(self, logical: int) -> Borrowed:
+        """Raises KeyError."""
+        return self._borrowed[logical]
+
+    def of_grant(self, grant: GrantKey) -> list[int]:
+        """Logical numbers of what is left of it."""
+        return list(self._by_grant.get(grant, {}).values())
+
+    def logical(self, grant: GrantKey, physical: int) -> int:
+        """Raises KeyError."""
+        return self._by_grant[grant][physical]
+
+    def grants(self) -> list[GrantKey]:
+        return list(self._by_grant)
+
+    def borrowed_from(self, tier: KvTier | None = None) -> dict[str, int]:
+        """Blocks by creditor, of one tier of theirs, or of both."""
+        counts: dict[str, int] = {}
+        for key, numbers in self._by_grant.items():
+            count = len(numbers) if tier is None or self._tier_of(numbers) is tier else 0
+            if count:
+                counts[key.creditor_id] = counts.get(key.creditor_id, 0) + count
+        return counts
+
+    def in_state(self, state: BlockState) -> list[int]:
+        return [number for number, block in self._borrowed.items() if block.state is state]
+
+    def used_at(self, creditor_id: str, tier: KvTier | None = None) -> list[int]:
+        """Logical numbers, in use and not frozen, of what one creditor lends of one tier, or of both."""
+        return [
+            number
+            for number, block in self._borrowed.items()
+            if block.state is BlockState.USED
+            and block.place.worker_id == creditor_id
+            and (tier is None or block.place.tier is tier)
+        ]
+
+    def lenders(self) -> list[tuple[str, KvTier]]:
+        """Of whose memory something is borrowed."""
+        found = {(block.place.worker_id, block.place.tier) for block in self._borrowed.values()}
+        return sorted(found)
+
+    # --- what is lent
+
+    def lend(self, tier: KvTier, blocks: Iterable[int], row: LentRow) -> None:
+        """Own memory goes to a debtor. Raises ValueError, and lends nothing, for what is not there, or lent
+        already."""
+        at = _indices(blocks)
+        is_free = self._are_there(tier, at) and len(np.unique(at)) == len(at)
+        if not is_free or self._grant_of[tier][at].any():
+            raise ValueError(f"some {tier} block of {at.tolist()} is not this worker's, or lent already")
+        self._grant_of[tier][at] = row.grant_id
+        self._lent = {**self._lent, (tier, row): self._lent.get((tier, row), 0) + len(at)}
+
+    def own_blocks(self, tier: KvTier) -> int:
+        """Of this worker's own memory."""
+        return self.local_blocks if tier is KvTier.DEVICE else self.host_blocks
+
+    def part(self, tier: KvTier, blocks: Iterable[int]) -> None:
+        """These are lent until somebody who is at work on them has left, and `are_lent` no more."""
+        at = _indices(blocks)
+        self._grant_of[tier][at] = -np.abs(self._grant_of[tier][at])
+
+    def take_back(self, tier: KvTier, blocks: Iterable[int]) -> None:
+        """Raises KeyError, and takes nothing, for what is not lent."""
+        at = _indices(blocks)
+        found = np.abs(self._grant_of[tier][at]) if self._are_there(tier, at) else at[:0]
+        if len(found) < len(at) or not found.all():
+            raise KeyError(f"some {tier} block of {at.tolist()} is not lent")
+        self._grant_of[tier][at] = 0
+        back = {
+            int(grant): int(count) for grant, count in zip(*np.unique(found, return_counts=True), strict=True)
+        }
+        left = {
+            (at_tier, row): count - (back.get(row.grant_id, 0) if at_tier is tier else 0)
+            for (at_tier, row), count in self._lent.items()
+        }
+        self._lent = {key: count for key, count in left.items() if count}
+
+    def are_lent(self, tier: KvTier, blocks: npt.NDArray[np.int32], grants: Sequence[int]) -> bool:
+        """Whether each belongs to one of these grants still."""
+        if not self._are_there(tier, blocks):
+            return False
+        found = self._grant_of[tier][blocks]
+        return bool((found == grants[0]).all() if len(grants) == 1 else np.isin(found, grants).all())
+
+    def lent_row(self, tier: KvTier, block: int) -> LentRow | None:
+        grant_id = abs(int(self._grant_of[tier][block])) if 0 <= block < self.own_blocks(tier) else 0
+        rows = [row for at, row in self._lent if at is tier and row.grant_id == grant_id]
+        return rows[0] if rows else None
+
+    def lent_blocks(self, tier: KvTier | None = None) -> int:
+        """Of one tier, or of all."""
+        return sum(count for (at, _), count in self._lent.items() if tier is None or at is tier)
+
+    def lent_to(self, tier: KvTier | None = None) -> dict[str, int]:
+        """Blocks by debtor, of one tier, or of both."""
+        counts: dict[str, int] = {}
+        for (at, row), count in self._lent.items():
+            if tier is None or at is tier:
+                counts[row.debtor_id] = counts.get(row.debtor_id, 0) + count
+        return counts
+
+    def _are_there(self, tier: KvTier, at: npt.NDArray[np.integer]) -> bool:
+        return not len(at) or (int(at.min()) >= 0 and int(at.max()) < self.own_blocks(tier))
+
+    def _tier_of(self, numbers: dict[int, int]) -> KvTier:
+        """Of a grant's blocks: all are of one."""
+        return self._borrowed[next(iter(numbers.values()))].place.tier
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the table contradicts itself, or lends what it borrows."""
+        borrowed = {number for numbers in self._by_grant.values() for number in numbers.values()}
+        assert borrowed == set(self._borrowed), "a borrowed block has no grant, or two"
+        assert set(self._by_grant) == set(self._generations)
+        for number, block in self._borrowed.items():
+            place = block.place
+            assert self.local_blocks <= number < self._next
+            assert place.grant is not None and place.worker_id == place.grant.creditor_id
+            assert place.worker_id != self.worker_id, "a worker owes itself"
+            assert self._by_grant[place.grant][place.physical] == number
+            assert not block.is_orphan or block.state is BlockState.FROZEN
+        for tier in KvTier:
+            ids, counts = np.unique(np.abs(self._grant_of[tier]), return_counts=True)
+            found = {int(grant): int(count) for grant, count in zip(ids, counts, strict=True) if grant}
+            entered = {row.grant_id: count for (at, row), count in self._lent.items() if at is tier}
+            assert found == entered, "lent blocks and their counts disagree"
+
+
+def _indices(blocks: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(blocks, dtype=np.int64)

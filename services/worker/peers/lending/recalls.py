@@ -1,0 +1,221 @@
+"""Borrowed KV brought home, on the bus: a worker's part in settlements, and repayment into free memory.
+
+Decides nothing: the rules are in `settling` and `repayment`. Lives on the event loop; bytes are copied and
+blocks exchanged by `BlockBorrower`, on the engine's thread. One of both at a time, one settlement at a time.
+Source: papers/001 §4.5; `algorithms.md` §4 (DGFM).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from services.worker.peers.lending.core.debts import Debts, Repayment
+from services.worker.peers.lending.core.grants import Grants
+from services.worker.peers.lending.core.repayment import CreditorPressure, in_order
+from services.worker.peers.lending.core.settling import Copy, Settling, Swap
+from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.lending.interfaces import BlockBorrower, Vault
+from shared import subjects
+from shared.bus import Endpoint, Handler
+from shared.clock import Clock
+from shared.errors import CreditorLost, Overloaded
+from shared.log import canonical, get_logger
+from shared.messages.lending import KvTier, Settle, Settled, SettlePhase
+
+HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_settle, Settle, "settle", concurrency=1),)
+_BOUNCE_S = 1.0
+"""For memory that was just returned here, while somebody still reads it."""
+_READY_S = 0.5
+"""For a recall's end, or for the last settlement's blocks, before a settlement begins."""
+MOST_RECALLED_BLOCKS = 16
+"""At a time: the engine computes nothing meanwhile."""
+
+_log = get_logger("worker.recalls")
+
+
+class Recalls:
+    """Of one worker that borrows. `bounce_blocks` of its own are kept to copy into; `repay` returns blocks to
+    a creditor and says whether it has confirmed."""
+
+    def __init__(
+        self,
+        parts: tuple[RBlockTable, Debts, Grants],
+        borrower: BlockBorrower,
+        vault: Vault,
+        bounce_blocks: int,
+        repay: Callable[[Repayment], Awaitable[bool]],
+        clock: Clock,
+    ) -> None:
+        self._table, self._debts, _ = parts
+        self._borrower = borrower
+        self._vault = vault
+        self._bounce_blocks = bounce_blocks
+        self._repay = repay
+        self._clock = clock
+        self._core = Settling(*parts)
+        self._apart: frozenset[int] = frozenset()
+        self._spare: list[int] = []
+        self._filled = asyncio.Event()
+        self._recall_over = asyncio.Event()
+        self._recall_over.set()
+        self.is_swapping = False
+        """Nothing is to be returned meanwhile: sequences may still read it."""
+        self.settled_blocks = 0
+        """Brought home by settlements, since the start."""
+        self.recalled_blocks = 0
+        """Brought home into free memory, since the start."""
+
+    @property
+    def is_settling(self) -> bool:
+        return self._core.is_on
+
+    def details(self) -> dict[str, object]:
+        """For `python -m services status`."""
+        return {
+            "bounce_blocks": len(self._core.bounce),
+            "is_settling": self._core.is_on,
+            "settled_blocks": self.settled_blocks,
+            "recalled_blocks": self.recalled_blocks,
+        }
+
+    # --- memory to copy into
+
+    def keep(self, withdrawn: Sequence[int]) -> list[int]:
+        """Own blocks that are back: what is not needed to copy into is returned."""
+        missing = max(0, self._bounce_blocks - len(self._core.bounce))
+        self._core.bounce += withdrawn[:missing]
+        if missing:
+            self._filled.set()
+        return list(withdrawn[missing:])
+
+    def take_spare(self) -> list[int]:
+        """Withdrawn blocks that are not needed any more."""
+        spare, self._spare = self._spare, []
+        return spare
+
+    async def tick(self) -> None:
+        """Lets time pass, and sees to it that there is something to copy into."""
+        self._core.tick(self._clock())
+        self._rejoin()
+        missing = self._bounce_blocks - len(self._core.bounce)
+        if missing > 0:
+            try:
+                self._spare += self.keep(await self._vault.lend(missing, 1, 0))
+            except Overloaded as error:
+                _log.debug("nothing to copy into: %s", error)
+
+    def on_lost(self, logical: Sequence[int]) -> None:
+        """These are gone with their creditor."""
+        self._core.on_lost(list(logical))
+        self._rejoin()
+
+    # --- settlements
+
+    async def settle(self, asked: Settle) -> Settled:
+        """One step of one. Raises CreditorLost and Overloaded: it was not done."""
+        if asked.phase is SettlePhase.FREEZE:
+            return await self._freeze(asked)
+        if asked.phase is SettlePhase.COPY:
+            await self._await_bounce(asked.blocks)
+        outcome = self._core.on_settle(asked, self._clock())
+        if isinstance(outcome, Copy):
+            whole = await self._borrower.copy_home(outcome.pairs)
+            return self._core.on_copied(asked, outcome, whole=whole)
+        if isinstance(outcome, Swap):
+            return await self._swap(outcome)
+        self._rejoin()
+        return outcome
+
+    async def _freeze(self, asked: Settle) -> Settled:
+        chosen: list[int] = []
+        await self._await_readiness()
+        if self.may_recall():
+            used = self._table.used_at(asked.creditor_id, KvTier.DEVICE)
+            chosen = await self._borrower.set_apart(used, asked.blocks)
+        answer = self._core.on_settle(asked, self._clock(), chosen)
+        assert isinstance(answer, Settled)
+        self._apart |= frozenset(chosen)
+        self._rejoin()
+        return answer
+
+    async def _swap(self, swap: Swap) -> Settled:
+        own = [block for _, block in swap.pairs]
+        self.is_swapping = True
+        try:
+            spare = await self._borrower.swap_home(swap.pairs)
+        except Exception:
+            self._spare += self.keep(own)
+            raise
+        finally:
+            self.is_swapping = False
+        self._spare += self.keep(own if spare is None else spare)
+        self._rejoin()
+        if spare is None:
+            raise CreditorLost("what was to be brought home is lost with its creditor", creditor_id="")
+        self.settled_blocks += len(own) - len(spare)
+        canonical(_log, "settled", settlement=swap.answer.settlement, blocks=len(own))
+        confirmed = await asyncio.gather(*(self._repay(each) for each in swap.repayments))
+        if not all(confirmed):
+            raise CreditorLost("a creditor has not confirmed what it has back", creditor_id="")
+        return swap.answer
+
+    async def _await_readiness(self) -> None:
+        """A recall, or a settlement that is just over, may have left nothing to begin with for a moment."""
+        try:
+            async with asyncio.timeout(_READY_S):
+                await self._recall_over.wait()
+                while self._bounce_blocks and not self._core.is_on and not self._core.bounce:
+                    self._filled.clear()
+                    await self._filled.wait()
+        except TimeoutError:
+            _log.debug("not ready for a settlement in time")
+
+    async def _await_bounce(self, blocks: int) -> None:
+        """What a debtor has returned may be read for a moment still."""
+        try:
+            async with asyncio.timeout(_BOUNCE_S):
+                while self._core.is_on and len(self._core.bounce) < min(blocks, self._bounce_blocks):
+                    self._filled.clear()
+                    await self._filled.wait()
+        except TimeoutError:
+            _log.debug("no memory to copy into was returned in time")
+
+    def _rejoin(self) -> None:
+        """What the settlement has let go of is as before for the engine, too."""
+        over = self._apart - self._core.frozen
+        if over and not self.is_swapping:
+            self._borrower.rejoin(sorted(over))
+            self._apart -= over
+
+    # --- repayment
+
+    def may_recall(self) -> bool:
+        return not self._core.is_on and self._recall_over.is_set()
+
+    async def recall(
+        self, pressures: Mapping[str, CreditorPressure], free_blocks: int, keep_blocks: int
+    ) -> None:
+        """Brings home what fits into own memory that is free, from the creditors under most pressure.
+
+        Offers all that is borrowed: which blocks a sequence uses is known on the engine's thread only."""
+        order = in_order(self._table.lenders(), pressures)
+        chosen = [number for lender in order for number in self._table.used_at(*lender)]
+        most = min(MOST_RECALLED_BLOCKS, free_blocks - keep_blocks)
+        if not chosen or most < 1:
+            return
+        self._recall_over.clear()
+        self._debts.freeze(chosen)
+        home: Iterable[int] = ()
+        try:
+            home = await self._borrower.recall(chosen, most, keep_blocks)
+        except Overloaded as error:
+            _log.debug("nothing was brought home: %s", error)
+        finally:
+            self._recall_over.set()
+            repayments = self._debts.recalled(home)
+            self._debts.thaw(chosen)
+        if repayments:
+            count = sum(len(each.message.blocks) for each in repayments)
+            self.recalled_blocks += count
+            canonical(_log, "brought home", blocks=count)
+        for each in repayments:
+            await self._repay(each)

@@ -1,0 +1,365 @@
+"""Lending on the bus: one worker as creditor and as debtor.
+
+Decides nothing: the rules are in `grants`, `debts`, `borrowing` and `appetite`. Lives on the event loop, so
+that no lease runs out because an iteration is long; blocks leave and enter the pool on the engine's thread,
+through `Vault`. Knows no KV bytes.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from services.worker.peers.attention.lent import SharedGrants
+from services.worker.peers.lending.core.borrowing import (
+    AskCreditor,
+    AskLedger,
+    Borrowing,
+    CreditorQuestion,
+    Manners,
+    is_answer,
+)
+from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
+from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.lendable_memory import Stock
+from services.worker.peers.lending.core.repayment import Pressures
+from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.peers.lending.core.table import GrantKey, RBlockTable
+from services.worker.peers.lending.core.watermarks import Balance, Marks
+from services.worker.peers.lending.interfaces import BlockBorrower, Owner, Vault
+from services.worker.peers.lending.recalls import HANDLERS as RECALLS
+from services.worker.peers.lending.recalls import Recalls
+from services.worker.peers.lending.telling import annotated, loans
+from shared import subjects
+from shared.bus import Bus, Endpoint, Handler, fenced
+from shared.clock import Clock, monotonic_s
+from shared.errors import KvasirError, Overloaded
+from shared.log import canonical, get_logger
+from shared.messages.commands import CreditorCandidates
+from shared.messages.lending import (
+    BlocksReturned,
+    BorrowBlocks,
+    BorrowReply,
+    Grant,
+    LeasesRenewed,
+    RenewLeases,
+    ReturnBlocks,
+)
+from shared.messages.reports import Capacity, WorkerReported
+
+ANSWER_DEADLINE_S = 2.0
+
+
+class Search:
+    """Of one worker. `borrower` uses what is granted; None: nobody does."""
+
+    def __init__(
+        self, bus: Bus, debts: Debts, borrowing: Borrowing, borrower: BlockBorrower | None, clock: Clock
+    ) -> None:
+        self._bus = bus
+        self._debts = debts
+        self._borrowing = borrowing
+        self._borrower = borrower
+        self._clock = clock
+
+    def may_start(self, now_s: float) -> bool:
+        return self._borrowing.may_start(now_s)
+
+    async def run(self, blocks: int) -> None:
+        """Until so many are granted, or nobody lends any more."""
+        question: CreditorQuestion | None = self._borrowing.start(blocks)
+        while question is not None:
+            if isinstance(question, AskLedger):
+                question = await self._ask_ledger(question)
+            else:
+                question = await self._ask_creditor(question)
+
+    async def _ask_ledger(self, question: AskLedger) -> CreditorQuestion | None:
+        try:
+            answer = await self._bus.request(
+                subjects.ledger_candidates(question.question.debtor_id),
+                question.question,
+                CreditorCandidates,
+                deadline_s=ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("no ledger: %s", error)
+            self._borrowing.on_no_ledger(self._clock())
+            return None
+        return self._borrowing.on_candidates(answer, self._clock())
+
+    async def _ask_creditor(self, question: AskCreditor) -> CreditorQuestion | None:
+        sent_s = self._clock()
+        reply: BorrowReply | None = None
+        try:
+            reply = await self._bus.request(
+                subjects.worker_borrow(question.creditor_id, question.question.debtor_id),
+                question.question,
+                BorrowReply,
+                deadline_s=ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("%s did not answer: %s", question.creditor_id, error)
+        if reply is not None and reply.grant is not None and not is_answer(reply.grant, question):
+            _log.warning("%s granted what nobody asked for", question.creditor_id)
+            reply = None
+        if reply is not None and reply.grant is not None:
+            await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
+            canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
+        return self._borrowing.on_reply(question.creditor_id, reply, self._clock())
+
+    async def _admit(self, grant: Grant, logical: Sequence[int]) -> None:
+        if self._borrower is None or not logical:
+            return
+        self._debts.use(logical)
+        if not await self._borrower.admit(grant, logical):
+            self._debts.release(logical)
+        elif lost := [number for number in logical if not self._debts.holds(number)]:
+            self._borrower.lose(lost)  # Their lease ended, or their creditor failed, while it was dialled.
+
+
+HANDLERS: tuple[Handler, ...] = (
+    Endpoint(subjects.worker_borrow.to, BorrowBlocks, "borrow", concurrency=1, sender="debtor_id"),
+    Endpoint(subjects.worker_renew.to, RenewLeases, "renew", sender="debtor_id"),
+    Endpoint(subjects.worker_repay.to, ReturnBlocks, "take_back", sender="debtor_id"),
+)
+_TICKS_IN_A_LEASE = 20
+
+_log = get_logger("worker.lending")
+
+
+class Lending:
+    """Grants, debts and the search for creditors of one worker. `on_lost` gets logical blocks whose KV is
+    gone; where it raises Overloaded it is told again with the next tick."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: LendingConfig,
+        owner: Owner,
+        vault: Vault,
+        *,
+        on_lost: Callable[[Sequence[int]], None] = lambda _: None,
+        borrower: BlockBorrower | None = None,
+        clock: Clock = monotonic_s,
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._clock = clock
+        self._on_lost = on_lost
+        self._borrower = borrower
+        host_blocks = owner.host_blocks if config.lend else 0
+        self.table = RBlockTable(owner.worker_id, owner.blocks, host_blocks)
+        marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
+        capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
+        self._balance = Balance(marks, capacity)
+        own = int(owner.blocks * config.keep_free_fraction)
+        self._keep_blocks = max(own, marks.middle_blocks if config.borrow else 0)
+        """Who lent away what it then has to borrow would only move debts around."""
+        usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
+        most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
+        lease = config.lease_s, config.grace_s, owner.fingerprint
+        terms = Terms(most_lent, *lease, most_host_blocks=host_blocks, host_attends=owner.host_attends)
+        self._stock = Stock(vault, self._keep_blocks, host_blocks, owner.block_tokens)
+        self.grants = SharedGrants(self.table, owner.incarnation, terms)
+        self.debts = Debts(self.table, owner.incarnation)
+        manners = Manners(config.most_rounds, config.rest_s)
+        borrowing = Borrowing(
+            owner.worker_id, owner.incarnation, owner.block_tokens, owner.fingerprint, manners
+        )
+        self._search = Search(bus, self.debts, borrowing, borrower, clock)
+        self._recalls: Recalls | None = None
+        if borrower is not None:
+            parts = self.table, self.debts, self.grants
+            self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
+        self.pressures = Pressures(owner.worker_id)
+        self._untold: list[int] = []
+        """Lost, and `on_lost` could not be told yet."""
+        self._parted: list[Freed] = []
+        """Returned, and left by the last who was at work on them."""
+        self._open: set[str] = set()
+        """Creditors with an unanswered question of the tick's."""
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def serve(self) -> None:
+        """Keeps leases, borrows and returns, until cancelled."""
+        await self._bus.attach(HANDLERS, self)
+        if self._recalls is not None:
+            await self._bus.attach(RECALLS, self._recalls)
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    await asyncio.sleep(self._config.lease_s / _TICKS_IN_A_LEASE)
+                    with fenced("lending tick"):
+                        await self.tick()
+        finally:
+            self._tasks = None
+            await self._bus.detach(HANDLERS, self)
+            if self._recalls is not None:
+                await self._bus.detach(RECALLS, self._recalls)
+
+    def want(self, blocks: int, *, may_borrow_ahead: bool = True) -> None:
+        """A sequence needs so many blocks, all in all; 0: none does. Without one, little free memory is a
+        reason to borrow only where it `may_borrow_ahead`."""
+        self._balance.needed_blocks, self._balance.may_borrow_ahead = blocks, may_borrow_ahead
+
+    def annotate(self, report: WorkerReported) -> WorkerReported:
+        """The heartbeat with what is lent and borrowed; its capacity is what the next tick goes by."""
+        self._balance.on_report(report.capacity)
+        spare_blocks = self._balance.own_blocks - self._keep_blocks
+        return annotated(report, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
+
+    def details(self) -> dict[str, object]:
+        """For `python -m services status`."""
+        return {
+            **loans(self.table),
+            **({} if self._recalls is None else self._recalls.details()),
+        }
+
+    # --- as creditor
+
+    async def borrow(self, asked: BorrowBlocks) -> BorrowReply:
+        """One at a time, in the order of arrival."""
+        await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
+        answer = self.grants.answer(asked)
+        if not isinstance(answer, int):
+            return answer
+        blocks = await self._stock.take(asked.tier, answer, asked.least_blocks)
+        reply = self.grants.lend(asked, blocks, self._clock())
+        counts = {"asked": asked.blocks, "granted": len(blocks), "tier": str(asked.tier)}
+        canonical(_log, "asked to lend", debtor=asked.debtor_id, **counts)
+        return reply
+
+    async def renew(self, asked: RenewLeases) -> LeasesRenewed:
+        await self._free(self.grants.on_incarnation(asked.debtor_id, asked.debtor_incarnation))
+        return self.grants.renew(asked, self._clock(), short_blocks=self._balance.short_blocks)
+
+    async def take_back(self, asked: ReturnBlocks) -> BlocksReturned:
+        reply, freed = self.grants.give_back(asked)
+        await self._free([] if freed is None else [freed])
+        return reply
+
+    async def _free(self, freed: Sequence[Freed]) -> None:
+        parted, self._parted = self._parted, []
+        await self._stock.put_back([*parted, *freed], list if self._recalls is None else self._kept)
+
+    def _kept(self, blocks: Sequence[int]) -> list[int]:
+        return [] if self._recalls is None else self._recalls.keep(blocks) + self._recalls.take_spare()
+
+    def free_later(self, freed: Freed) -> None:
+        """Somebody was still at work on these when they were returned, or their grant ended."""
+        self._parted.append(freed)
+        self._spawn("free", self._free([]))
+
+    # --- as debtor
+
+    async def tick(self) -> None:
+        """Ends leases that ran out, renews those that are due, borrows or returns."""
+        now_s = self._clock()
+        expired = self.grants.tick(now_s)
+        if expired:
+            canonical(_log, "leases over", blocks=sum(len(part.blocks) for part in expired))
+        await self._free(expired)
+        self._lose(self.debts.tick(now_s), "leases not renewed in time")
+        for due in self.debts.renewals(now_s):
+            self._spawn(f"renew {due.creditor_id}", self._send_renewal(due))
+        if self._config.borrow:
+            self._even_out(now_s)
+        if self._recalls is not None:
+            await self._recalls.tick()
+        if self._recalls is not None and self._recalls.is_swapping:
+            return
+        for repayment in self.debts.retries():
+            self._spawn(
+                f"repay {repayment.creditor_id} {repayment.message.grant_id}", self._send_repayment(repayment)
+            )
+
+    def _even_out(self, now_s: float) -> None:
+        """Borrows or returns; one step of returning at a time."""
+        idle = self.debts.free_blocks
+        handed = self.debts.borrowed_blocks - idle
+        usable = 0 if self._borrower is not None else idle  # its sequences get none of these any more
+        missing = self._balance.lacks(handed, usable)
+        if missing and self._search.may_start(now_s):
+            self._spawn("borrow", self._search.run(missing))
+        back = self._balance.spares(handed, usable, self.debts.wanted_back_blocks())
+        self.debts.give_back(back if self._borrower is None else idle)
+        if self._borrower is not None and self._balance.may_shrink():
+            is_spacious = self._balance.own_blocks > self._balance.keep_blocks
+            if back:
+                self._spawn("retire", self._retire(self._borrower, back))
+            elif is_spacious and self._recalls and self._config.recall and self._recalls.may_recall():
+                self._spawn("recall", self._recall(self._recalls))
+
+    async def _recall(self, recalls: Recalls) -> None:
+        pressures = self.pressures.of(self.debts.wanted_back_by_creditor())
+        await recalls.recall(pressures, self._balance.own_blocks, self._balance.keep_blocks)
+        self._balance.on_shrunk()
+
+    async def _retire(self, borrower: BlockBorrower, blocks: int) -> None:
+        try:
+            self.debts.release(await borrower.retire(blocks))
+        except Overloaded as error:
+            _log.debug("nothing was returned: %s", error)
+        self._balance.on_shrunk()
+
+    def on_creditor_failed(self, creditor_id: str) -> None:
+        """It did not answer in the middle of a step: nothing of it is counted on any more."""
+        self._lose(self.debts.on_creditor_gone(creditor_id), f"{creditor_id} failed")
+
+    async def _send_renewal(self, due: Renewal) -> None:
+        sent_s = self._clock()
+        try:
+            reply = await self._bus.request(
+                subjects.worker_renew(due.creditor_id, due.message.debtor_id),
+                due.message,
+                LeasesRenewed,
+                deadline_s=min(ANSWER_DEADLINE_S, self._config.lease_s / 2),
+            )
+        except KvasirError as error:
+            _log.debug("%s renewed nothing: %s", due.creditor_id, error)
+            return
+        self._lose(self.debts.on_renewed(due, reply, sent_s), f"{due.creditor_id} knows them no more")
+
+    async def _send_repayment(self, repayment: Repayment) -> bool:
+        """Whether the creditor has confirmed."""
+        try:
+            reply = await self._bus.request(
+                subjects.worker_repay(repayment.creditor_id, repayment.message.debtor_id),
+                repayment.message,
+                BlocksReturned,
+                deadline_s=ANSWER_DEADLINE_S,
+            )
+        except KvasirError as error:
+            _log.debug("%s took nothing back: %s", repayment.creditor_id, error)
+            return False
+        self.debts.on_returned(repayment, reply)
+        if self._borrower is not None:
+            asked = repayment.message
+            key = GrantKey(repayment.creditor_id, asked.creditor_incarnation, asked.grant_id)
+            self._borrower.rename(key, reply.generation)
+        return True
+
+    def _lose(self, logical: Sequence[int], why: str) -> None:
+        if logical:
+            canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
+            self._untold += logical
+            if self._recalls is not None:
+                self._recalls.on_lost(logical)
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        untold, self._untold = self._untold, []
+        try:
+            if untold:
+                self._on_lost(untold)
+        except Overloaded as error:
+            _log.debug("lost blocks are told of later: %s", error)
+            self._untold = untold
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, object]) -> None:
+        """One at a time of a name: an unanswered question is not asked again."""
+        if self._tasks is None or name in self._open:
+            work.close()
+            return
+        self._open.add(name)
+        self._tasks.create_task(work).add_done_callback(lambda _: self._open.discard(name))

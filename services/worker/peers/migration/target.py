@@ -1,0 +1,208 @@
+"""The taking side: fetches blocks by name into the prefix cache, a batch at a time, while the engine goes on.
+
+A batch is quarantined: allocated, filled by the link's thread, verified block by block, and only then named,
+so a fetch may end anywhere and leaves whole blocks or nothing. Where it stops the target computes the rest.
+One question at a time for each source. Decides nothing about sequences.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from services.worker.kv.tiers.records import Records, checksum
+from services.worker.kv.tiers.throttle import Throttle
+from services.worker.peers.attention.plane import BulkPlane
+from services.worker.peers.migration.ledge import Ledge
+from services.worker.peers.migration.messages import BLOCKS, PROBE, LinkProbe, Wanted, read_given
+from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.transport.base import PeerLink
+from services.worker.peers.transport.buffers import bytes_of
+from shared.blocks import BlockHash, chain, root
+from shared.clock import Clock, monotonic_s
+from shared.errors import DeadlineExceeded, InvalidMessage
+from shared.messages.moves import BlocksPulled, PullBlocks
+
+WEIGHT = 0.3
+"""Of the newest measurement."""
+
+
+class LinkRates:
+    """Bytes a second, by the worker they came from."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def on_transfer(self, worker_id: str, size_bytes: int, took_s: float) -> None:
+        """So much arrived in that time, questions and waits included."""
+        if size_bytes > 0 and took_s > 0:
+            now = size_bytes / took_s
+            old = self._rates.get(worker_id, now)
+            self._rates[worker_id] = old + WEIGHT * (now - old)
+
+    def forget(self, worker_id: str) -> None:
+        """That worker is another now."""
+        self._rates.pop(worker_id, None)
+
+    def knows(self, worker_id: str) -> bool:
+        return worker_id in self._rates
+
+    def bytes_per_s(self) -> dict[str, float]:
+        """A copy."""
+        return dict(self._rates)
+
+
+@dataclass(slots=True)
+class _Way:
+    """To one incarnation of one worker."""
+
+    incarnation: int
+    lock: asyncio.Lock
+    link: PeerLink | None = None
+
+
+class Target:
+    """One worker's. `fingerprint` names what must agree for KV to be exchanged."""
+
+    def __init__(
+        self,
+        plane: BulkPlane,
+        ledge: Ledge,
+        records: Records,
+        fingerprint: bytes,
+        block_tokens: int,
+        config: TransferConfig,
+        clock: Clock = monotonic_s,
+    ) -> None:
+        self._plane = plane
+        self._ledge = ledge
+        self._records = records
+        self._fingerprint = fingerprint
+        self._block_tokens = block_tokens
+        self._config = config
+        self._clock = clock
+        self._throttle = Throttle(config.link_bytes_per_s)
+        self._ways: dict[str, _Way] = {}
+        self.rates = LinkRates()
+        self.fetched_blocks = 0
+        self.refused_blocks = 0
+        """That arrived and were not what they were called."""
+
+    async def pull(self, order: PullBlocks) -> BlocksPulled:
+        """As far as it gets within the order's time. Raises KvasirError when nothing could be fetched."""
+        names = chain(root(self._fingerprint, order.cache_salt), order.tokens, self._block_tokens)
+        way = self._way(order.source, order.source_incarnation)
+        try:
+            async with asyncio.timeout(order.valid_for_s + self._config.answer_s), way.lock:
+                return await self._pull(order, way, names)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{order.source} did not give its blocks in time") from None
+
+    async def _pull(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
+        began_s = now_s = self._clock()
+        known = held = await asyncio.wrap_future(self._ledge.known_blocks(names))
+        while held < len(names) and now_s - began_s < order.valid_for_s:
+            batch = names[held : held + self._config.batch_blocks]
+            count = await self._fetch(order.source, way, names[held - 1] if held else None, batch)
+            now_s, held = self._clock(), held + count
+            if count < len(batch):
+                break
+        size_bytes = (held - known) * self._records.record_bytes
+        self.rates.on_transfer(order.source, size_bytes, now_s - began_s)
+        return BlocksPulled(
+            held_tokens=held * self._block_tokens,
+            fetched_blocks=held - known,
+            fetched_bytes=size_bytes,
+            took_s=now_s - began_s,
+        )
+
+    async def probe(self, source: str, incarnation: int) -> None:
+        """Measure the link once. Raises KvasirError."""
+        way = self._way(source, incarnation)
+        async with asyncio.timeout(self._config.answer_s), way.lock:
+            link = await self._linked(source, way)
+            began_s = self._clock()
+            try:
+                await asyncio.to_thread(self._receive_probe, link)
+            except asyncio.CancelledError:
+                link.close()  # The thread is in the middle of a call: whoever is next needs another link.
+                raise
+            self.rates.on_transfer(source, self._config.probe_bytes, self._clock() - began_s)
+
+    def forget(self, source: str) -> None:
+        """That worker is gone or another now."""
+        way = self._ways.pop(source, None)
+        self.rates.forget(source)
+        if way is not None and way.link is not None:
+            way.link.close()
+
+    def close(self) -> None:
+        """Ends all links."""
+        for source in list(self._ways):
+            self.forget(source)
+
+    def _way(self, source: str, incarnation: int) -> _Way:
+        way = self._ways.get(source)
+        if way is None or way.incarnation != incarnation:
+            self.forget(source)
+            way = self._ways[source] = _Way(incarnation, asyncio.Lock())
+        return way
+
+    async def _linked(self, source: str, way: _Way) -> PeerLink:
+        if way.link is None or way.link.closed:
+            way.link = await self._plane.dial(source, way.incarnation)
+        return way.link
+
+    async def _fetch(
+        self, source: str, way: _Way, parent: BlockHash | None, names: Sequence[BlockHash]
+    ) -> int:
+        """How many of `names` are there now, from the first on. Raises KvasirError when the link fails."""
+        link = await self._linked(source, way)
+        blocks = await self._ledge.make_room(len(names))
+        if not blocks:
+            return 0
+        receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, names, blocks))
+        count = 0
+        try:
+            count = await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            link.close()  # nothing is written once the thread has noticed
+            receiving.add_done_callback(lambda late: self._give_back(late, blocks))
+            raise
+        except BaseException:
+            self._ledge.take_in(blocks, (), parent)
+            raise
+        self.fetched_blocks += count
+        return await asyncio.wrap_future(self._ledge.take_in(blocks, names[:count], parent))
+
+    def _give_back(self, late: "asyncio.Future[int]", blocks: Sequence[int]) -> None:
+        if not late.cancelled():
+            late.exception()
+        self._ledge.take_in(blocks, (), None)
+
+    def _receive(self, link: PeerLink, names: Sequence[BlockHash], blocks: Sequence[int]) -> int:
+        """On a thread of its own: into scratch memory, then, verified, into `blocks`."""
+        rows = np.empty((len(names), self._records.record_bytes), dtype=np.uint8)
+        header = msgspec.msgpack.encode(Wanted(self._fingerprint, tuple(names)))
+        into = [bytes_of(row) for row in rows]
+        answer = link.ask(BLOCKS, header, into=into, deadline_s=self._config.answer_s)
+        checksums = read_given(answer.header).checksums
+        if len(checksums) != answer.buffers:
+            raise InvalidMessage("blocks came without their checksums")
+        self._throttle.wait(answer.buffers * self._records.record_bytes)
+        good = 0
+        for row, name, expected in zip(rows, names, checksums, strict=False):
+            if checksum(row, name, self._fingerprint) != expected:
+                self.refused_blocks += answer.buffers - good
+                break
+            good += 1
+        self._records.write(list(rows[:good]), list(blocks[:good]))
+        return good
+
+    def _receive_probe(self, link: PeerLink) -> None:
+        scratch = np.empty(self._config.probe_bytes, dtype=np.uint8)
+        header = msgspec.msgpack.encode(LinkProbe(self._config.probe_bytes))
+        link.ask(PROBE, header, into=[bytes_of(scratch)], deadline_s=self._config.answer_s)
+        self._throttle.wait(self._config.probe_bytes)

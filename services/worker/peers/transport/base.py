@@ -1,0 +1,220 @@
+"""What a bulk transport is: framed messages with raw buffers between two workers, request and reply.
+
+The asking side dials a *link* and has it to itself: a link belongs to one thread at a time, blocks that
+thread, and every call on it has a deadline. On an engine's thread call it directly; from asyncio use
+`await asyncio.to_thread(link.ask, …)`. Who needs small quick questions and large transfers to one peer dials
+two links. The answering side serves each link on a thread of its own and calls the *receiver* registered for
+the kind of message there; a receiver computes on that thread, so it must be safe to be called from several.
+
+    call = link.begin("attention", header, [bytes_of(q)], into=[bytes_of(o), bytes_of(lse)], deadline_s=0.05)
+    ...                                   # own work, while the peer computes
+    answer = call.finish()                # o and lse are filled
+
+Rules, the same for every transport (`tests/services/worker/bulk/test_base.py`):
+
+- Dialling takes a ticket: a secret that the answering worker issued for this peer, valid once and briefly.
+- A receiver is asked first where the buffers belong (`admit`), is told that length and checksum agree
+  (`commit`), or that they never will (`abandon`); nothing writes into its buffers after either of the two.
+- Who gives up (deadline, error) aborts the link; a link that failed is closed and never used again. What was
+  under way is abandoned at the other side: a peer that was only stopped and wakes up commits nothing.
+- `into` and admitted buffers may be partly overwritten when a transfer fails. They are quarantine: use
+  what is in them only after `finish` returned or `commit` was called.
+- A transport allocates nothing in proportion to what a peer announces; sizes are checked before.
+
+Knows neither blocks nor requests, nor what is in a header.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+Buffer = memoryview
+"""Contiguous bytes, one-dimensional, format `B`; writable where something is received into it.
+`services.worker.peers.transport.buffers.bytes_of` makes one of a tensor or array, without copying."""
+
+INLINE_BYTES = 64 << 10
+"""Payloads up to this size travel with their envelope, whatever the transport. Only such may be begun while
+other calls of the link are outstanding (their `into` may be larger): a larger one could wait for a peer that
+waits for us."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportLimits:
+    """Of one end. What exceeds them is refused before a byte of it is received."""
+
+    header_bytes: int = 1 << 20
+    buffers: int = 1 << 16
+    message_bytes: int = 1 << 30
+    links: int = 64
+    """That may be open to one listener."""
+    outstanding: int = 64
+    """Calls begun on one link and not finished."""
+    idle_s: float = 600.0
+    """A link on which nobody asks for longer is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a link."""
+
+    worker_id: str
+    incarnation: int
+    """The larger one is the one that lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Of a receiver. `header` is the receiver's own, MessagePack by convention."""
+
+    header: bytes = b""
+    buffers: Sequence[Buffer] = ()
+    done: Callable[[], None] = field(default=lambda: None)
+    """Called once, when `buffers` are no longer read: they were handed over, or never will be."""
+
+
+class Reception(Protocol):
+    """One incoming message that a receiver admitted."""
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """Quarantined memory, of exactly the announced sizes, in their order."""
+        ...
+
+    def commit(self) -> Reply:
+        """Everything arrived intact and the peer still waits. A KvasirError goes to the peer as it is."""
+        ...
+
+    def abandon(self) -> None:
+        """It did not, or nobody waits; nothing writes into the buffers any more. Must not raise."""
+        ...
+
+
+class Receiver(Protocol):
+    """Of one kind of message."""
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
+        """Where the buffers belong. Raises KvasirError to refuse: it goes to the peer, nothing is stored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReply:
+    """Of the peer."""
+
+    header: bytes
+    buffers: int
+    """How many of `into` were filled, from the first."""
+
+
+class Call(Protocol):
+    """One question under way."""
+
+    def finish(self) -> PeerReply:
+        """Waits for the answer, until the deadline given to `begin`. Calls of one link are finished in the
+        order they were begun, each once.
+
+        Raises DeadlineExceeded; PeerLost; InvalidMessage when what arrived was corrupted or did not fit
+        `into` (in these three cases the link is closed); or the KvasirError of the peer's receiver."""
+        ...
+
+
+class PeerLink(Protocol):
+    """To one peer, by one transport. One thread at a time."""
+
+    @property
+    def peer(self) -> Peer: ...
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def closed(self) -> bool:
+        """By us, by an error, or by the peer as far as is known: no call succeeds any more."""
+        ...
+
+    def begin(
+        self,
+        kind: str,
+        header: bytes = b"",
+        buffers: Sequence[Buffer] = (),
+        *,
+        into: Sequence[Buffer] = (),
+        deadline_s: float,
+    ) -> Call:
+        """Sends; `buffers` may be reused when it returns, `into` belongs to the call until it is finished.
+
+        The answer has at most as many buffers as `into`, each exactly as large as the one it goes to.
+        Raises DeadlineExceeded and PeerLost (the link is closed), MessageTooLarge and Overloaded
+        (nothing was sent; see `TransportLimits`, `INLINE_BYTES`)."""
+        ...
+
+    def ask(
+        self,
+        kind: str,
+        header: bytes = b"",
+        buffers: Sequence[Buffer] = (),
+        *,
+        into: Sequence[Buffer] = (),
+        deadline_s: float,
+    ) -> PeerReply:
+        """`begin(…).finish()`."""
+        ...
+
+    def close(self) -> None:
+        """Aborts what is under way; idempotent, and the one method that other threads may call."""
+        ...
+
+
+class Desk(Protocol):
+    """What a listener asks about those that dial and what they send (`tickets`)."""
+
+    @property
+    def own(self) -> Peer: ...
+
+    @property
+    def limits(self) -> TransportLimits: ...
+
+    def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
+        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
+        ...
+
+    def is_current(self, peer: Peer) -> bool:
+        """False when a later incarnation of the peer has been heard of: its links are to be closed."""
+        ...
+
+    def receiver(self, kind: str) -> Receiver:
+        """Raises InvalidRequest for a kind nobody serves here."""
+        ...
+
+
+class TransportListener(Protocol):
+    """Serves links, on threads of its own, until closed."""
+
+    @property
+    def address(self) -> str:
+        """What peers dial."""
+        ...
+
+    @property
+    def links(self) -> int:
+        """Open now."""
+        ...
+
+    def close(self, deadline_s: float) -> bool:
+        """Closes every link and ends the threads. False when some receiver did not return in time."""
+        ...
+
+
+class BulkTransport(Protocol):
+    """A way to move bytes between two workers."""
+
+    name: ClassVar[str]
+
+    def listen(self, desk: Desk) -> TransportListener:
+        """Raises ConfigError when it cannot."""
+        ...
+
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> PeerLink:
+        """Raises NoResponder when nobody answers there, Unauthorized for the ticket, StaleEpoch when
+        another incarnation of the peer answers, Overloaded when it has links enough, DeadlineExceeded."""
+        ...

@@ -1,0 +1,284 @@
+"""The answering side of links over stream sockets: one thread accepts, one thread serves each link.
+
+A thread a link, because a receiver computes (attention for another worker) or copies (blocks) and should
+start within microseconds of a question's arrival, and because there are as many links as neighbours, not as
+requests. Knows no transport beyond sockets and no receiver.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from hmac import compare_digest
+from secrets import token_bytes
+from typing import NoReturn
+
+from services.worker.peers.transport import wire
+from services.worker.peers.transport.base import Buffer, Desk, Peer, Reception, Reply, TransportLimits
+from services.worker.peers.transport.buffers import sizes_of
+from services.worker.peers.transport.digest import SLICE_BYTES, sizes_as_slices, slices
+from services.worker.peers.transport.link import (
+    Carriage,
+    receive_envelope,
+    receive_payload,
+    send_message,
+)
+from services.worker.peers.transport.pipe import Pipe
+from shared.clock import monotonic_s
+from shared.errors import (
+    CallerError,
+    DeadlineExceeded,
+    InvalidMessage,
+    KvasirError,
+    Overloaded,
+    PeerLost,
+    StaleEpoch,
+    Unauthorized,
+    to_wire,
+)
+
+_log = logging.getLogger("kvasir.worker.bulk")
+_HELLO_S = 2.0
+_HELLO_LIMITS = TransportLimits(header_bytes=4096, buffers=0)
+_MOST_S = 60.0
+"""However long a peer says its question is worth an answer: nothing is received or sent for longer."""
+_PART_S = 1.0
+_CHALLENGE_BYTES = 16
+_MOST_STRANGERS = 64
+"""That have not shown a ticket yet; the next one takes the place of the one that has waited longest."""
+_ACCEPT_POLL_S = 0.5
+
+Wrap = Callable[[socket.socket, float], tuple[Pipe, Carriage]]
+"""What a transport makes of an accepted socket, until the given time. Raises KvasirError or OSError."""
+
+
+class SocketListener:
+    """`base.Listener` on a listening socket, which it takes over."""
+
+    def __init__(self, sock: socket.socket, address: str, transport: str, desk: Desk, wrap: Wrap) -> None:
+        self.address = address
+        self._sock = sock
+        self._transport = transport
+        self._desk = desk
+        self._wrap = wrap
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        self._open: dict[socket.socket, threading.Thread] = {}
+        """Those that have shown a ticket."""
+        self._closing = False
+        sock.settimeout(_ACCEPT_POLL_S)
+        self._thread = threading.Thread(target=self._accept, name=f"bulk-{transport}", daemon=True)
+        self._thread.start()
+
+    @property
+    def links(self) -> int:
+        return len(self._open)
+
+    def close(self, deadline_s: float) -> bool:
+        """See `base.Listener`."""
+        self._closing = True
+        until_s = monotonic_s() + deadline_s
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(deadline_s)
+        self._sock.close()
+        with self._lock:
+            ending = self._strangers | self._open
+            for sock in ending:
+                _hang_up(sock)
+            threads = list(ending.values())
+        for thread in threads:
+            thread.join(max(0.0, until_s - monotonic_s()))
+        return not any(thread.is_alive() for thread in (self._thread, *threads))
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, _ = self._sock.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if not self._closing:
+                    _log.warning("%s: no link accepted: %s", self._transport, error)
+                    threading.Event().wait(_ACCEPT_POLL_S)
+                continue
+            self._start(sock)
+
+    def _start(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._closing:
+                sock.close()
+                return
+            if len(self._strangers) >= _MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
+            thread = threading.Thread(
+                target=self._serve, args=(sock,), name=f"bulk-{self._transport}-link", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads: later it may have
+                sock.close()
+                _log.warning("%s: no link accepted: %s", self._transport, error)
+                return
+            self._strangers[sock] = thread
+
+    def _enter(self, sock: socket.socket) -> None:
+        """It has shown a ticket. Raises Overloaded, or PeerLost when it had to make room before."""
+        with self._lock:
+            thread = self._strangers.pop(sock, None)
+            if thread is None:
+                raise PeerLost("it took too long to greet while others waited")
+            most = self._desk.limits.links
+            if len(self._open) >= most:
+                raise Overloaded(f"{most} links are open: close some", retry_after_s=1.0)
+            self._open[sock] = thread
+
+    def _serve(self, sock: socket.socket) -> None:
+        """The thread of one link."""
+        try:
+            pipe, carriage = self._wrap(sock, monotonic_s() + _HELLO_S)
+            try:
+                Served(pipe, carriage, self._desk).run(lambda: self._enter(sock))
+            finally:
+                pipe.close()
+                carriage.close()
+        except (KvasirError, OSError) as error:
+            _log.debug("a link by %s ended: %s", self._transport, error)
+        except Exception:
+            _log.exception("a link by %s failed", self._transport)
+        finally:
+            with self._lock:
+                self._strangers.pop(sock, None)
+                self._open.pop(sock, None)
+            sock.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Its thread notices, and closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+class Served:
+    """One link at the answering side, on the thread that calls `run`."""
+
+    def __init__(self, pipe: Pipe, carriage: Carriage, desk: Desk) -> None:
+        self._pipe = pipe
+        self._carriage = carriage
+        self._desk = desk
+        self._peer = Peer("", 0)
+
+    def run(self, enter: Callable[[], None]) -> None:
+        """Until the link ends. `enter` is called when the peer has shown a ticket, and raises where there is
+        no room. Raises KvasirError for the reason."""
+        self._greet(enter)
+        while True:
+            self._pipe.wait(monotonic_s() + self._desk.limits.idle_s)
+            envelope = self._next()
+            until_s = monotonic_s() + min(envelope.deadline_ms / 1e3, _MOST_S)
+            self._answer(envelope, until_s)
+            if not self._desk.is_current(self._peer):
+                raise self._stale()
+
+    def _greet(self, enter: Callable[[], None]) -> None:
+        until_s = monotonic_s() + _HELLO_S
+        challenge = token_bytes(_CHALLENGE_BYTES)
+        self._pipe.send([wire.packed(wire.Envelope(wire.CHALLENGE, 0, challenge))], until_s)
+        envelope = receive_envelope(self._pipe, _HELLO_LIMITS, until_s)
+        try:
+            if envelope.type != wire.HELLO:
+                raise Unauthorized("a link begins with a greeting")
+            hello = wire.hello(envelope.header)
+            if Peer(hello.peer_id, hello.peer_incarnation) != self._desk.own:
+                raise StaleEpoch(f"this is another worker, or incarnation, than {hello.peer_id}")
+            peer = Peer(hello.own_id, hello.own_incarnation)
+            ticket = self._desk.enter(peer, hello.ticket_name)
+            if not compare_digest(hello.proof, wire.greeting_proof(ticket, challenge)):
+                raise Unauthorized("this greeting was made without the ticket, or for another link")
+            enter()
+        except KvasirError as error:
+            self._fail(0, error, until_s)
+        self._peer = peer
+        welcome = wire.Envelope(wire.WELCOME, 0, wire.welcome_proof(ticket, challenge))
+        self._pipe.send([wire.packed(welcome)], until_s)
+        self._carriage.open(self._pipe, is_dialler=False, until_s=until_s)
+
+    def _next(self) -> wire.Envelope:
+        until_s = monotonic_s() + _MOST_S
+        try:
+            envelope = receive_envelope(self._pipe, self._desk.limits, until_s)
+            if envelope.type != wire.REQUEST:
+                raise InvalidMessage(f"a message of type {envelope.type} instead of a question")
+        except CallerError as error:
+            self._fail(0, error, until_s)
+        return envelope
+
+    def _answer(self, envelope: wire.Envelope, until_s: float) -> None:
+        sizes = envelope.sizes_bytes
+        try:
+            reception = self._admit(envelope)
+        except Exception as error:
+            scratch = memoryview(bytearray(min(SLICE_BYTES, sum(sizes))))
+            self._receive(sizes, sizes_as_slices(sizes, scratch), until_s)
+            self._refuse(envelope.call, error, until_s)
+            return
+        is_committed = False
+        try:
+            if not self._receive(sizes, slices(reception.buffers), until_s):
+                self._fail(envelope.call, InvalidMessage("the message was corrupted on its way"), until_s)
+            if self._pipe.has_hung_up:
+                raise PeerLost("the peer gave up before its message was taken in")
+            is_committed = True
+        finally:
+            if not is_committed:
+                reception.abandon()
+        try:
+            reply = reception.commit()
+        except Exception as error:
+            self._refuse(envelope.call, error, until_s)
+            return
+        self._send(envelope.call, reply, until_s)
+
+    def _stale(self) -> StaleEpoch:
+        return StaleEpoch(f"worker {self._peer.worker_id} was replaced by a later incarnation")
+
+    def _admit(self, envelope: wire.Envelope) -> Reception:
+        if not self._desk.is_current(self._peer):
+            raise self._stale()
+        reception = self._desk.receiver(envelope.kind).admit(
+            self._peer, envelope.header, envelope.sizes_bytes
+        )
+        if sizes_of(reception.buffers) != list(envelope.sizes_bytes):
+            reception.abandon()
+            raise ValueError(f"the receiver of {envelope.kind!r} has buffers of other sizes")
+        return reception
+
+    def _receive(self, sizes: Sequence[int], groups: Iterable[list[Buffer]], until_s: float) -> bool:
+        return receive_payload(self._pipe, self._carriage, sum(sizes), groups, until_s)
+
+    def _send(self, call: int, reply: Reply, until_s: float) -> None:
+        sizes = tuple(sizes_of(reply.buffers))
+        try:
+            wire.check_size(len(reply.header), sizes, self._desk.limits)
+            envelope = wire.Envelope(wire.REPLY, call, reply.header, "", sizes)
+            send_message(self._pipe, self._carriage, envelope, reply.buffers, until_s)
+        finally:
+            reply.done()
+
+    def _refuse(self, call: int, error: Exception, until_s: float) -> None:
+        """The peer gets the error, and the link goes on."""
+        if not isinstance(error, KvasirError):
+            _log.error("a receiver failed", exc_info=error)
+        header = wire.to_bytes(to_wire(error))
+        self._pipe.send([wire.packed(wire.Envelope(wire.REFUSAL, call, header))], until_s)
+
+    def _fail(self, call: int, error: KvasirError, until_s: float) -> NoReturn:
+        """The peer gets the error if it still reads, and the link ends: raises it."""
+        with contextlib.suppress(PeerLost, DeadlineExceeded):
+            header = wire.to_bytes(to_wire(error))
+            self._pipe.send([wire.packed(wire.Envelope(wire.FAILURE, call, header))], until_s)
+            self._pipe.part(min(until_s, monotonic_s() + _PART_S))
+        raise error

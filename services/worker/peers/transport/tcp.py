@@ -1,0 +1,73 @@
+"""Bulk by TCP: between any two workers that reach each other. Nothing is encrypted (`docs/bulk.md`)."""
+
+import socket
+from collections.abc import Callable
+from typing import ClassVar
+
+from services.worker.peers.transport.base import Desk, Peer
+from services.worker.peers.transport.link import Carriage, InStream, SocketLink, greet
+from services.worker.peers.transport.pipe import Pipe
+from services.worker.peers.transport.server import SocketListener
+from shared.clock import monotonic_s
+from shared.errors import ConfigError, DeadlineExceeded, InvalidRequest, NoResponder
+
+_BACKLOG = 64
+
+
+class TcpTransport:
+    """`base.BulkTransport`. Addresses are `host:port`, IPv6 hosts in brackets."""
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(
+        self,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str = "",
+        *,
+        name: str = name,
+        carriage: Callable[[], Carriage] = InStream,
+    ) -> None:
+        """Listens on `bind`:`port` (0: a free one); peers are told `advertise`, else `bind`.
+
+        `name` and `carriage` are another transport's that takes TCP for everything but large payloads."""
+        self._link_name = name
+        self._carriage = carriage
+        self._bind = bind
+        self._port = port
+        self._advertise = advertise or bind
+
+    def listen(self, desk: Desk) -> SocketListener:
+        """Raises ConfigError when the address cannot be had."""
+        family = socket.AF_INET6 if ":" in self._bind else socket.AF_INET
+        try:
+            sock = socket.create_server((self._bind, self._port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"the bulk plane cannot listen on {self._bind}:{self._port}: {error.strerror}",
+                param="bulk.bind",
+            ) from error
+        host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
+        return SocketListener(sock, f"{host}:{sock.getsockname()[1]}", self._link_name, desk, self._wrap)
+
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
+        """See `base.BulkTransport`."""
+        until_s = monotonic_s() + deadline_s
+        try:
+            sock = socket.create_connection(split_address(address), timeout=deadline_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from error
+        except OSError as error:
+            raise NoResponder(f"nobody answers at {address}: {error.strerror or error}") from error
+        return greet(Pipe(sock), self._carriage(), (own, peer), ticket, self._link_name, until_s)
+
+    def _wrap(self, sock: socket.socket, until_s: float) -> tuple[Pipe, Carriage]:
+        return Pipe(sock), self._carriage()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises InvalidRequest."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidRequest(f"{address!r} is no host:port")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,213 @@
+"""Bulk by UCX (InfiniBand, RoCE, shared memory of its own, or TCP) through ucxx, an optional extra.
+
+A link is a TCP link whose large payloads alone go through UCX: greeting, envelopes, small messages and the
+detection of a dead peer are TCP's. So nobody listens by UCX (its listener knows no authentication), and a
+wait watches both. Each link has a UCX worker to itself, matched by a random tag and driven by the thread that
+owns the link: nothing is received into our memory while that thread does something else. Payloads are fetched
+by the receiver (`get_zcopy`), never put, and endpoints are made with error handling (which rules out UCX's
+own shared memory and CMA: `shm` is there for that), so that aborting ends every transfer, also with a peer
+that was only stopped (decision 0016).
+CPU memory only. `make setup-ucx` installs ucxx.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+
+from services.worker.peers.transport import wire
+from services.worker.peers.transport.base import Buffer, Desk, Peer, TransportLimits
+from services.worker.peers.transport.digest import Digest, slices
+from services.worker.peers.transport.link import SocketLink, receive_envelope
+from services.worker.peers.transport.pipe import Pipe
+from services.worker.peers.transport.server import SocketListener
+from services.worker.peers.transport.tcp import TcpTransport
+from shared.clock import monotonic_s
+from shared.errors import ConfigError, DeadlineExceeded, InvalidMessage, PeerLost
+
+_WINDOW = 4
+"""Slices under way at a time."""
+_SPINS = 32
+_NAP_MS = 50.0
+_ADDRESS = struct.Struct("<QI")
+_MOST_ADDRESS_BYTES = 1 << 16
+_DEFAULTS = {
+    "RNDV_SCHEME": "get_zcopy",
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    "LOG_FILE": "stderr",
+    "WARN_UNUSED_ENV_VARS": "n",
+}
+"""Where the environment (`UCX_…`) says nothing."""
+
+
+@cache
+def _ucx() -> tuple[Any, Any, Any]:
+    """ucxx's core, its array wrapper and this process's context. Raises ConfigError."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(f"UCX_{name}", value)
+    try:
+        with contextlib.suppress(ImportError):  # UCX may be the system's instead.
+            import_module("libucx").load_library()
+        core = import_module("ucxx._lib.libucxx")
+        array = import_module("ucxx._lib.arr").Array
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            "the bulk transport ucx needs ucxx: run `make setup-ucx`", param="bulk.transports"
+        ) from error
+    return core, array, core.UCXContext({}, feature_flags=(core.Feature.TAG, core.Feature.WAKEUP))
+
+
+class UcxTransport:
+    """`base.BulkTransport`. Addresses are those of TCP."""
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, bind: str = "127.0.0.1", port: int = 0, advertise: str = "") -> None:
+        """As `TcpTransport`. Raises ConfigError where ucxx is not installed."""
+        _ucx()
+        self._control = TcpTransport(bind, port, advertise, name=self.name, carriage=UcxCarriage)
+
+    def listen(self, desk: Desk) -> SocketListener:
+        """See `base.BulkTransport`."""
+        return self._control.listen(desk)
+
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
+        """See `base.BulkTransport`."""
+        return self._control.dial(address, own, peer, ticket, deadline_s=deadline_s)
+
+
+class UcxCarriage:
+    """`link.Carriage` of one link."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._worker: Any = None
+        self._endpoint: Any = None
+        self._tag: Any = None
+        self._wake = select.poll()
+
+    def open(self, pipe: Pipe, *, is_dialler: bool, until_s: float) -> None:
+        """Each tells the other where its UCX worker is; the dialler chooses the tag."""
+        with self._lock, _typed_errors():
+            if is_dialler:
+                self._tell_address(pipe, secrets.randbits(63), until_s)
+                self._hear_address(pipe, until_s)
+            else:
+                self._tell_address(pipe, self._hear_address(pipe, until_s), until_s)
+
+    def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
+        """See `link.Carriage`."""
+        with self._lock, _typed_errors():
+            made = Digest()
+            under_way: deque[list[Any]] = deque()
+            for group in slices(buffers):
+                under_way.append(self._post(self._endpoint.tag_send, group))
+                made.update(group)
+                if len(under_way) >= _WINDOW:
+                    self._await(pipe, under_way.popleft(), until_s)
+            for requests in under_way:
+                self._await(pipe, requests, until_s)
+            pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
+
+    def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
+        """See `link.Carriage`."""
+        with self._lock, _typed_errors():
+            made = Digest()
+            under_way: deque[tuple[list[Any], list[Buffer]]] = deque()
+            for group in groups:
+                under_way.append((self._post(self._endpoint.tag_recv, group), group))
+                if len(under_way) >= _WINDOW:
+                    self._take(pipe, under_way.popleft(), made, until_s)
+            while under_way:
+                self._take(pipe, under_way.popleft(), made, until_s)
+            return int.from_bytes(pipe.take(wire.DIGEST_BYTES, until_s), "little") == made.value
+
+    def close(self) -> None:
+        """Aborts what is under way, which is over when this returns. After the pipe was closed."""
+        with self._lock:
+            self._endpoint = None  # Its destructor cancels, without waiting for the peer.
+            self._worker = None
+
+    def _tell_address(self, pipe: Pipe, tag: int, until_s: float) -> None:
+        if self._worker is None:
+            self._make_worker(tag)
+        address = self._worker.address.tobytes()
+        pipe.send([_ADDRESS.pack(tag, len(address)), address], until_s)
+
+    def _hear_address(self, pipe: Pipe, until_s: float) -> int:
+        """The tag that comes with it."""
+        tag, size = _ADDRESS.unpack(pipe.take(_ADDRESS.size, until_s))
+        if size > _MOST_ADDRESS_BYTES:
+            raise InvalidMessage("this is no UCX address: the peer speaks another protocol")
+        if self._worker is None:
+            self._make_worker(tag)
+        address = _ucx()[0].UCXAddress.create_from_buffer(bytes(pipe.take(size, until_s)))
+        self._endpoint = self._worker.create_endpoint_from_worker_address(
+            address, endpoint_error_handling=True
+        )
+        return int(tag)
+
+    def _make_worker(self, tag: int) -> None:
+        core, _, context = _ucx()
+        self._worker = core.UCXWorker(context)
+        self._worker.init_blocking_progress_mode()
+        self._wake.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        self._tag = core.UCXXTag(tag)
+
+    def _post(self, operation: Any, group: list[Buffer]) -> list[Any]:
+        array = _ucx()[1]
+        return [operation(array(np.frombuffer(view, np.uint8)), tag=self._tag) for view in group]
+
+    def _take(
+        self, pipe: Pipe, received: tuple[list[Any], list[Buffer]], made: Digest, until_s: float
+    ) -> None:
+        self._await(pipe, received[0], until_s)
+        made.update(received[1])
+
+    def _await(self, pipe: Pipe, requests: list[Any], until_s: float) -> None:
+        """Raises DeadlineExceeded and PeerLost, or the error with which the peer ended the link."""
+        for request in requests:
+            while not request.completed:
+                self._progress(pipe, request, until_s)
+            request.check_error()
+
+    def _progress(self, pipe: Pipe, request: Any, until_s: float) -> None:
+        for _ in range(_SPINS):
+            self._worker.progress()
+            if request.completed:
+                return
+        left_s = until_s - monotonic_s()
+        if left_s <= 0:
+            raise DeadlineExceeded("the peer did not take part in a UCX transfer in time")
+        if pipe.has_hung_up:
+            raise wire.error_from(receive_envelope(pipe, TransportLimits(), until_s).header)
+        if self._worker.arm():
+            self._wake.poll(min(left_s * 1e3, _NAP_MS))
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Raises PeerLost for whatever UCX raises."""
+    try:
+        yield
+    except _ucx()[0].UCXError as error:
+        raise PeerLost(f"the UCX transfer broke: {error}") from error
+
+
+def is_available() -> bool:
+    """Whether ucxx is installed and loads."""
+    try:
+        _ucx()
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""What Pie's swapping costs: waits per layer, bytes and times of copies, windows for the expansion
+controller. Pure.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from services.worker.pie.core.expansion import Window
+from services.worker.pie.core.swap import Direction, SwapController
+
+_WEIGHT = 0.1
+"""Of the newest step."""
+_ENOUGH_SWAPS, _LATEST_SWAPS, _LATEST_STEPS = 2, 8, 32
+_LATEST_DECODES, _LEAST_DECODES, _LEAST_RANGE = 128, 8, 1.2
+
+
+class SwapMeter:
+    """Sums since the start, and since the last window."""
+
+    def __init__(self, layers: int) -> None:
+        self.stall_s = [0.0] * layers
+        """By layer: how long its computation waited for its KV."""
+        self.stalls = [0] * layers
+        self.compute_s = 0.0
+        """Of all steps, without the waits."""
+        self.moved_bytes = dict.fromkeys(Direction, 0)
+        self.copying_s = 0.0
+        """Both directions added up, whether anybody waited or not."""
+        self.resize_s = 0.0
+        """In which slots changed size and nothing was computed."""
+        self.iterations = 0
+        self._swap_s: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+        self._used_blocks = 0
+        self._tokens = 0
+        self._work_rates: list[float] = []
+        self._step_times: list[float] = []
+        self._latest_s: dict[Direction, deque[float]] = {
+            direction: deque(maxlen=_LATEST_SWAPS) for direction in Direction
+        }
+        self._latest_steps_s: deque[float] = deque(maxlen=_LATEST_STEPS)
+        self._decodes: deque[tuple[int, float]] = deque(maxlen=_LATEST_DECODES)
+        self._step_s = 0.0
+        self._before = (0.0, 0.0, 0, 0)
+
+    @property
+    def stall_share(self) -> float:
+        """Waiting over computing, since the start."""
+        return sum(self.stall_s) / self.compute_s if self.compute_s else 0.0
+
+    def on_stall(self, layer: int, waited_s: float) -> None:
+        self.stall_s[layer] += waited_s
+        self.stalls[layer] += 1
+
+    def on_copied(self, direction: Direction, sent_bytes: int, took_s: float) -> None:
+        self.moved_bytes[direction] += sent_bytes
+        self.copying_s += took_s
+        self._swap_s[direction].append(took_s)
+        self._latest_s[direction].append(took_s)
+
+    def forget_swaps(self) -> None:
+        """What `pace` says is measured anew from here on."""
+        for times in self._latest_s.values():
+            times.clear()
+
+    def pace(self) -> tuple[float, tuple[float, ...]] | None:
+        """One swap, the slower direction, and the latest steps' computation, in seconds; None before two
+        swaps in each direction.
+
+        Where out is shorter a layer is back after as many swaps in as there are layers in the queue, for the
+        next one begins with the last one's end; where in is shorter, the same holds of those out."""
+        if min(len(times) for times in self._latest_s.values()) < _ENOUGH_SWAPS:
+            return None
+        return max(median(times) for times in self._latest_s.values()), tuple(self._latest_steps_s)
+
+    def window_stall_s(self) -> float:
+        """Waited since the last window."""
+        return sum(self.stall_s) - self._before[0]
+
+    @property
+    def step_s(self) -> float:
+        """One step's computation, smoothed; 0 before the first."""
+        return self._step_s
+
+    def on_step(
+        self, tokens: int, compute_s: float, stall_s: float, used_blocks: int, *, is_decoding: bool
+    ) -> None:
+        """One iteration; `is_decoding`: no prompt is in it."""
+        self.iterations += 1
+        if is_decoding and compute_s > 0:
+            self._work_rates.append(used_blocks / (compute_s + stall_s))
+            self._decodes.append((tokens, compute_s))
+        self._step_times.append(compute_s)
+        self._latest_steps_s.append(compute_s)
+        self._step_s = compute_s if not self._step_s else self._step_s + _WEIGHT * (compute_s - self._step_s)
+        self.compute_s += compute_s
+        self._tokens += tokens
+        self._used_blocks = max(self._used_blocks, used_blocks)
+
+    def close_window(self, iterations: int, controller: SwapController, capacity_blocks: int) -> Window:
+        """What was since the last call. Time without steps, in which nobody asked, does not count."""
+        stall_s, compute_s, ins, early = self._before
+        self._before = (sum(self.stall_s), self.compute_s, controller.swap_ins, controller.early_swap_ins)
+        window = Window(
+            iterations=iterations,
+            tokens=self._tokens,
+            elapsed_s=self._before[0] - stall_s + self._before[1] - compute_s,
+            compute_s=self._before[1] - compute_s,
+            stall_s=self._before[0] - stall_s,
+            swap_ins=self._before[2] - ins,
+            early_swap_ins=self._before[3] - early,
+            used_blocks=self._used_blocks,
+            capacity_blocks=capacity_blocks,
+            swap_s=max(_mean(times) for times in self._swap_s.values()),
+            steps_s=tuple(self._step_times),
+            work_rate=median(self._work_rates) if self._work_rates else 0.0,
+            fixed_share=fixed_share(self._decodes),
+        )
+        self._work_rates, self._step_times = [], []
+        self._tokens = self._used_blocks = 0
+        for times in self._swap_s.values():
+            times.clear()
+        return window
+
+
+def fixed_share(steps: Iterable[tuple[int, float]]) -> float:
+    """Of the time of steps (tokens, seconds), what does not grow with their tokens; 0: cannot be told.
+
+    From the medians of the smaller and of the larger third: outliers do not count.
+    """
+    ordered = sorted(steps)
+    third = len(ordered) // 3
+    if third < _LEAST_DECODES:
+        return 0.0
+    (few, short_s), (many, long_s) = (
+        (median(tokens for tokens, _ in part), median(took_s for _, took_s in part))
+        for part in (ordered[:third], ordered[-third:])
+    )
+    if many < _LEAST_RANGE * few:
+        return 0.0
+    middle, took_s = (few + many) / 2, (short_s + long_s) / 2
+    per_token_s = max(0.0, (long_s - short_s) / (many - few))
+    return max(0.0, 1 - per_token_s * middle / took_s) if took_s > 0 else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
