@@ -11,7 +11,7 @@ from shared.config import load
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 TARGETS = sorted(set(re.findall(r"`?make ([a-z-]+)", README)) - {"and"})
-LINKS = sorted(set(re.findall(r"\]\((?!http|#)([^)]+)\)", README)))
+LINKS = sorted(set(re.findall(r"\]\((?!http|#)([^)#]+)", README)))
 
 
 @pytest.mark.parametrize("target", TARGETS)
