@@ -24,8 +24,8 @@ from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
+from services.worker.neighbourhood import Neighbourhood, staged_blocks
 from services.worker.peers.attention.plane import BulkPlane
-from services.worker.peers.attention.service import Neighbourhood, staged_blocks
 from services.worker.peers.migration.service import Transfers
 from shared.bus import Bus
 from shared.clock import Clock

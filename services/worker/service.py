@@ -26,7 +26,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine_thread import Runner
 from services.worker.heartbeat import Heartbeat
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
-from services.worker.peers.attention.service import Neighbourhood
+from services.worker.neighbourhood import Neighbourhood
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s

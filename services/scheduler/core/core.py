@@ -12,14 +12,14 @@ from services.scheduler.core.effects import Effect, StepDown
 from services.scheduler.core.fleet import Fleet
 from services.scheduler.core.intake import Admission, Intake
 from services.scheduler.core.moves import Moves
+from services.scheduler.core.oversized import OversizedWatch
 from services.scheduler.core.pressure import PressureWatch
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Sequence, kinds_of
+from services.scheduler.core.standstill import Standstill
 from services.scheduler.core.worker_pipeline import Sync
-from services.scheduler.oversized import OversizedWatch
 from services.scheduler.policy.contract import PolicyFactory
-from services.scheduler.standstill import Standstill
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.moves import BlocksPulled, SequenceMove

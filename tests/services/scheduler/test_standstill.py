@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from services.scheduler.core.standstill import ANYWHERE, STANDSTILL_S
 from services.scheduler.policy.contract import PlannedBatch
 from services.scheduler.policy.first_come import VllmPolicy
-from services.scheduler.standstill import ANYWHERE, STANDSTILL_S
 from tests.services.scheduler.world import SMALL, World
 
 

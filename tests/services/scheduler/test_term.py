@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from services.scheduler import standstill
+from services.scheduler.core import standstill
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.leader_term import _say_lost
 from shared import metrics, subjects

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants
+from services.worker.peers.lending.core.interfaces import BlockBorrower, Vault
 from services.worker.peers.lending.core.repayment import CreditorPressure, in_order
 from services.worker.peers.lending.core.settling import Copy, Settling, Swap
 from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.lending.interfaces import BlockBorrower, Vault
 from shared import subjects
 from shared.bus import Endpoint, Handler
 from shared.clock import Clock

@@ -20,12 +20,12 @@ from services.worker.peers.lending.core.borrowing import (
 )
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
 from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.interfaces import BlockBorrower, Owner, Vault
 from services.worker.peers.lending.core.lendable_memory import Stock
 from services.worker.peers.lending.core.repayment import Pressures
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import GrantKey, RBlockTable
 from services.worker.peers.lending.core.watermarks import Balance, Marks
-from services.worker.peers.lending.interfaces import BlockBorrower, Owner, Vault
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
 from services.worker.peers.lending.telling import annotated, loans

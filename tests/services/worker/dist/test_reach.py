@@ -1,6 +1,6 @@
 """The context announced: own KV and what others lend at most, steady while workers come and go."""
 
-from services.worker.peers.attention.service import Reach
+from services.worker.neighbourhood import Reach
 from shared.messages.reports import Capacity, WorkerReported
 from tests.shared.messages.builders import worker_report
 

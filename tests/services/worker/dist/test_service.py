@@ -5,7 +5,7 @@ from typing import cast
 
 from services.worker.config import WorkerConfig
 from services.worker.engine_thread import Runner
-from services.worker.peers.attention.service import Neighbourhood, staged_blocks
+from services.worker.neighbourhood import Neighbourhood, staged_blocks
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.transport.base import Peer
 from shared.clock import monotonic_s

@@ -11,10 +11,10 @@ from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import BlockState
-from services.worker.peers.lending.interfaces import Owner
 from services.worker.peers.lending.service import Lending
 from shared import subjects
 from shared.bus import Bus

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.grants import Freed
-from services.worker.peers.lending.interfaces import Vault
+from services.worker.peers.lending.core.interfaces import Vault
 from shared.errors import Overloaded
 from shared.messages.lending import KvTier
 

@@ -27,9 +27,9 @@ from services.worker.peers.attention.memory import LentMemory, host_blocks, host
 from services.worker.peers.attention.plane import BulkPlane
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.grants import Freed
+from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.lendable_memory import LendablePool
 from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.peers.lending.interfaces import Owner
 from services.worker.peers.lending.service import Lending
 from services.worker.peers.lending.vault import PoolVault
 from services.worker.peers.transport.base import PeerLink
