@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH ?=
 AT_ONCE ?= auto
 SEEDS ?= $(shell shuf -i 1-1000000000 -n 5)
-NUMERICS := tests/services/worker/engine tests/services/worker/dist/test_segments.py
+NUMERICS := tests/services/worker/engine tests/services/worker/peers/attention/test_segments.py
 CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"

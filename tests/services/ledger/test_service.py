@@ -10,7 +10,7 @@ from shared.messages.base import Empty
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
-from tests.services.ledger.test_state import report
+from tests.services.ledger.core.test_debt_ledger import report
 
 
 async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:

@@ -14,7 +14,7 @@ from shared.config import BusConfig
 from shared.messages.sequence import FinishReason
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
-from tests.services.worker.test_outbox import LISTENERS, Reader, effects
+from tests.services.worker.test_egress import LISTENERS, Reader, effects
 from tests.shared.bus.desk import until
 
 

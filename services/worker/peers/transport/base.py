@@ -10,7 +10,7 @@ the kind of message there; a receiver computes on that thread, so it must be saf
     ...                                   # own work, while the peer computes
     answer = call.finish()                # o and lse are filled
 
-Rules, the same for every transport (`tests/services/worker/bulk/test_base.py`):
+Rules, the same for every transport (`tests/services/worker/peers/transport/test_base.py`):
 
 - Dialling takes a ticket: a secret that the answering worker issued for this peer, valid once and briefly.
 - A receiver is asked first where the buffers belong (`admit`), is told that length and checksum agree

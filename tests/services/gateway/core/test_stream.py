@@ -1,0 +1,293 @@
+"""One sequence against everything that may happen to it: the true tokens, each once, or it stays open."""
+
+import msgspec
+import pytest
+from hypothesis import settings
+
+from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
+from services.gateway.core.stream import Stream, StreamPhase
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder, Overloaded
+from shared.messages.sequence import FinishReason, proof_of
+from shared.messages.tokens import TokenDelta, TokenLogprobs
+from tests.services.gateway.core.stream_rig import KEY, TIMING, A, B, begun, delta, listed, ref
+from tests.services.gateway.core.stream_world import Anything
+
+TestAnything = Anything.TestCase
+TestAnything.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_tokens_are_taken_once_and_in_order() -> None:
+    stream = begun()
+    stream.on_delta(delta(1, 0, (10, 11)), A, 0.3)
+    stream.on_delta(delta(1, 1, (11, 12)), A, 0.3)
+    assert stream.tokens == [10, 11, 12]
+    assert stream.on_delta(delta(1, 3, (13,), FinishReason.STOP), A, 0.4) == (Acknowledge("a", ref(1)),)
+    assert (stream.tokens, stream.finish_reason, stream.phase) == (
+        [10, 11, 12, 13],
+        FinishReason.STOP,
+        StreamPhase.ENDED,
+    )
+    stream.check_integrity()
+
+
+def test_a_gap_is_fetched() -> None:
+    stream = begun()
+    assert stream.on_delta(delta(1, 5, (15,)), A, 0.3) == (Fetch(A, ref(1), 2),)
+    assert stream.on_delta(delta(1, 6, (16,)), A, 0.3) == (), "one fetch at a time"
+    stream.on_fetched(ref(1), delta(1, 2, (12, 13, 14, 15, 16)), A, 0.4)
+    assert stream.tokens == [10, 11, 12, 13, 14, 15, 16]
+
+
+def test_a_lost_last_frame_is_fetched_when_a_heartbeat_shows_the_end() -> None:
+    stream = begun()
+    assert stream.on_report(listed(1, 3, FinishReason.LENGTH), A, 1.0) == (), "the frame may be on its way"
+    assert stream.on_tick(1.2) == ()
+    assert stream.on_tick(1.3) == (Fetch(A, ref(1), 2),)
+    ended = stream.on_fetched(ref(1), delta(1, 2, (12,), FinishReason.LENGTH), A, 1.4)
+    assert ended == (Acknowledge("a", ref(1)),)
+    assert stream.tokens == [10, 11, 12]
+
+
+def test_a_heartbeat_ahead_of_its_frames_fetches_nothing() -> None:
+    stream = begun()
+    assert stream.on_report(listed(1, 3), A, 1.0) == ()
+    stream.on_delta(delta(1, 2, (12,)), A, 1.1)
+    assert stream.on_tick(1.5) == ()
+
+
+def test_a_lost_worker_means_a_higher_attempt_and_its_late_frames_mean_nothing() -> None:
+    stream = begun()
+    assert stream.on_worker_lost(A, 1, 1.0) == (Submit(2, 2),)
+    assert stream.on_delta(delta(1, 2, (99,)), A, 1.1) == ()
+    assert stream.on_report(listed(1, 9), A, 1.1) == (Cancel(ref(1), "a", is_final=False),)
+    assert stream.on_report(listed(1, 9, FinishReason.STOP), A, 1.1) == (Acknowledge("a", ref(1)),)
+    stream.on_delta(delta(2, 2, (12,)), B, 1.2)
+    assert stream.tokens == [10, 11, 12]
+    assert stream.server == B
+    assert stream.handovers == {"worker_lost": 1}
+
+
+def test_a_prepared_move_hands_over_what_is_held_and_the_source_is_told() -> None:
+    stream = begun()
+    assert stream.on_prepared(ref(2), 1.0) == (), "of an attempt that is not there yet"
+    assert stream.on_prepared(ref(1), 1.0) == (Cancel(ref(1), "a", is_final=False), Submit(2, 2))
+    assert stream.on_prepared(ref(1), 1.0) == (), "once"
+    stream.on_delta(delta(1, 2, (99,)), A, 1.1)
+    stream.on_delta(delta(2, 2, (12,), FinishReason.STOP), B, 1.2)
+    assert (stream.tokens, stream.handovers) == ([10, 11, 12], {"moved": 1})
+    assert stream.on_prepared(ref(2), 1.3) == (), "it is over"
+
+
+def test_a_loss_that_concerns_another_run_or_attempt_is_ignored() -> None:
+    stream = begun()
+    assert stream.on_worker_lost(("a", 0), 1, 1.0) == ()
+    assert stream.on_worker_lost(B, 1, 1.0) == ()
+    waiting = Stream(KEY, TIMING, 0.0)
+    waiting.submit(0.0)
+    assert waiting.on_worker_lost(A, None, 1.0) == ()
+    assert waiting.on_worker_lost(A, 1, 1.0) == (Submit(2, 2),), "sent there, nothing heard from it yet"
+
+
+def test_two_workers_on_one_attempt_are_one_too_many() -> None:
+    stream = begun()
+    effects = stream.on_delta(delta(1, 2, (12,)), B, 1.0)
+    assert effects == (Cancel(ref(1), "a", is_final=False), Submit(2, 2))
+    assert stream.tokens == [10, 11]
+
+
+def test_a_worker_that_no_longer_holds_the_attempt_means_a_higher_one() -> None:
+    stream = begun()
+    stream.on_delta(delta(1, 5, (15,)), A, 0.3)
+    assert Submit(2, 2) in stream.on_fetched(ref(1), None, A, 0.4)
+
+
+def test_fetches_are_repeated_and_then_given_up() -> None:
+    stream = begun()
+    effects: StreamEffects = stream.on_delta(delta(1, 5, (15,)), A, 0.3)
+    now_s, fetches = 0.3, 0
+    while stream.attempt == 1:
+        assert isinstance(effects[0], Fetch)
+        fetches += 1
+        effects = stream.on_fetch_failed(ref(1), now_s)
+        now_s += 0.3
+        effects = effects or stream.on_tick(now_s)
+    assert fetches == 5
+
+
+def test_silence_is_audited_under_the_same_attempt() -> None:
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    stream.on_submitted(1, 0.0)
+    assert stream.on_tick(2.9) == ()
+    assert stream.on_tick(3.0) == (Submit(1, 2),)
+    assert stream.on_tick(3.5) == (), "the answer is still due"
+    stream.on_submitted(2, 3.5)
+    assert stream.on_tick(9.0) == (), "the second audit waits longer"
+    assert stream.on_tick(9.5) == (Submit(1, 3),)
+
+
+def test_a_worker_that_lists_it_no_more_loses_it() -> None:
+    stream = begun()
+    now_s = 0.2
+    while stream.attempt == 1 and now_s < 20:
+        now_s += 0.1
+        for effect in stream.on_tick(now_s):
+            if isinstance(effect, Submit):
+                stream.on_submitted(effect.serial, now_s)
+    assert stream.handovers == {"silent": 1}
+    assert 6 <= now_s <= 6.5
+
+
+def test_a_new_scheduler_gets_the_same_attempt() -> None:
+    stream = begun()
+    assert stream.submit(1.0) == (Submit(1, 2),)
+    assert stream.on_submit_failed(1, NoResponder("old"), 1.0) == (), "an answer to an earlier submission"
+    stream.on_submit_failed(2, NoResponder("gone"), 1.0)
+    assert stream.on_tick(1.1) == ()
+    assert stream.on_tick(1.2) == (Submit(1, 3),)
+
+
+def test_tries_come_ever_more_rarely_up_to_once_a_second() -> None:
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    now_s, tries = 0.0, []
+    for serial in range(1, 7):
+        stream.on_submit_failed(serial, NoResponder("away"), now_s)
+        while not stream.on_tick(now_s):
+            now_s = round(now_s + 0.1, 1)
+        tries.append(now_s)
+    assert tries == pytest.approx([0.2, 0.6, 1.4, 2.4, 3.4, 4.4], abs=0.5)
+    assert tries[-1] - tries[-2] == pytest.approx(1.0, abs=0.11)
+
+
+def test_overload_refuses_only_what_was_not_accepted() -> None:
+    fresh = Stream(KEY, TIMING, 0.0)
+    fresh.submit(0.0)
+    fresh.on_submit_failed(1, Overloaded("full"), 0.1)
+    assert isinstance(fresh.failure, Overloaded)
+    running = begun()
+    running.submit(1.0)
+    running.on_submit_failed(2, Overloaded("full"), 1.1)
+    assert running.is_open
+    running.submit(2.0)
+    running.on_submit_failed(3, InvalidRequest("no"), 2.1)
+    assert running.phase is StreamPhase.FAILED
+
+
+def test_a_scheduler_that_keeps_failing_ends_in_failure() -> None:
+    stream = begun()
+    for serial in (2, 3, 4):
+        assert stream.is_open
+        stream.submit(1.0)
+        stream.on_submit_failed(serial, InternalError("given up: no worker can run it"), 1.0)
+    assert isinstance(stream.failure, InternalError)
+
+
+def test_after_an_absence_what_waits_is_handed_over_and_what_runs_is_not() -> None:
+    waiting = Stream(KEY, TIMING, 0.0)
+    waiting.submit(0.0)
+    waiting.on_submitted(1, 0.1)
+    assert waiting.on_absence(20.0) == (Submit(2, 2),)
+    assert begun().on_absence(20.0) == ()
+
+
+def test_nobody_answering_ends_in_failure() -> None:
+    stream = begun()
+    effects = stream.on_tick(60.3)
+    assert effects == (Cancel(ref(1), "a"),)
+    assert isinstance(stream.failure, DeadlineExceeded)
+    stream.check_integrity()
+
+
+def test_an_engine_that_keeps_failing_ends_in_failure() -> None:
+    stream = begun()
+    for attempt in (1, 2):
+        assert Submit(attempt + 1, attempt + 1) in stream.on_delta(
+            delta(attempt, 2, (), FinishReason.ERROR), A, 1.0
+        )
+    stream.on_delta(delta(3, 2, (), FinishReason.ERROR), A, 1.0)
+    assert isinstance(stream.failure, InternalError)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.GATEWAY_LOST, FinishReason.KV_LOST])
+def test_an_end_that_is_no_fault_of_the_engine_is_no_end(reason: FinishReason) -> None:
+    stream = begun()
+    for attempt in range(1, 5):
+        effects = stream.on_delta(delta(attempt, 2, (), reason), A, 1.0)
+        assert effects[0] == Acknowledge("a", ref(attempt))
+        assert effects[-1] == Submit(attempt + 1, attempt + 1)
+    assert stream.is_open
+
+
+def test_cancelling_tells_scheduler_and_worker_once() -> None:
+    stream = begun()
+    assert stream.cancel() == (Cancel(ref(1), "a"),)
+    assert stream.cancel() == ()
+    assert stream.on_tick(100.0) == stream.submit(100.0) == stream.on_worker_lost(A, 1, 100.0) == ()
+    assert stream.on_delta(delta(1, 2, (12,)), A, 1.0) == ()
+    assert stream.tokens == [10, 11]
+
+
+def test_cached_tokens_are_those_of_the_first_attempt() -> None:
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.submit(0.0)
+    stream.on_delta(delta(1, 0, (10,), cached=5), A, 0.2)
+    stream.on_worker_lost(A, 1, 1.0)
+    stream.on_delta(delta(2, 1, (11,), cached=7), B, 1.2)
+    assert stream.cached_tokens == 5
+
+
+def test_log_probabilities_of_new_tokens_only_are_kept_over_overlaps_gaps_and_resumes() -> None:
+    def with_logprobs(attempt: int, first: int, last: int) -> TokenDelta:
+        values = tuple(TokenLogprobs(-at - attempt / 10) for at in range(first, last))
+        return TokenDelta(*KEY, attempt, first, tuple(range(first, last)), logprobs=values)
+
+    stream = Stream(KEY, TIMING, 0.0)
+    stream.on_delta(with_logprobs(1, 0, 3), A, 1.0)
+    stream.on_delta(with_logprobs(1, 1, 5), A, 1.0)
+    stream.on_delta(with_logprobs(1, 6, 7), A, 1.0)
+    assert {at: kept.chosen for at, kept in stream.logprobs.items()} == {at: -at - 0.1 for at in range(5)}
+    stream.on_worker_lost(A, 1, 2.0)
+    stream.on_delta(with_logprobs(2, 5, 7), B, 3.0)
+    assert [stream.logprobs[at].chosen for at in range(7)] == [-0.1, -1.1, -2.1, -3.1, -4.1, -5.2, -6.2]
+    stream.on_delta(delta(2, 7, (7,)), B, 3.0)
+    assert 7 not in stream.logprobs, "a worker that sends none is taken at its word"
+
+
+def test_only_who_was_given_the_attempt_may_speak_for_it() -> None:
+    """A worker that has read a sequence's name somewhere neither serves it nor disturbs who does."""
+    stream = Stream(KEY, TIMING, 0.0, secret=b"of this gateway")
+    stream.submit(0.0)
+    stream.on_submitted(1, 0.1)
+    proofs = {worker: proof_of(stream.capability, *worker) for worker in (A, B)}
+    proven = [msgspec.structs.replace(delta(1, 0, (10, 11)), proof=proofs[worker]) for worker in (A, B)]
+    forged = (
+        delta(1, 0, (66,), FinishReason.STOP),
+        proven[0],
+        msgspec.structs.replace(proven[0], proof=b"x"),
+    )
+    for one in forged:
+        assert stream.on_delta(one, B, 0.2) == ()
+    claim = msgspec.structs.replace(listed(1, 9), proof=proofs[A])
+    assert stream.on_report(claim, B, 0.2) == () and stream.on_report(listed(1, 9), B, 0.2) == ()
+    assert (stream.tokens, stream.server, stream.stale_deltas) == ([], None, len(forged))
+    stream.on_delta(proven[0], A, 0.3)
+    for one in (*forged, delta(1, 2, (66,))):
+        assert stream.on_delta(one, B, 0.4) == ()
+    assert stream.on_report(claim, B, 0.4) == ()
+    assert (stream.tokens, stream.server, stream.handovers) == ([10, 11], A, {})
+    stream.on_delta(delta(1, 2, (12,)), A, 0.5)
+    assert stream.tokens == [10, 11, 12], "once proven, its frames need no proof"
+    assert Submit(2, 2) in stream.on_delta(proven[1], B, 0.6), "two were given it: neither goes on"
+    stream.on_delta(proven[0], A, 0.7)
+    assert stream.server is None and proof_of(stream.capability, *A) != proofs[A]
+
+
+def test_a_heartbeat_proves_it_too() -> None:
+    """Where the first frame was lost, what it missed is fetched, and so on."""
+    stream = Stream(KEY, TIMING, 0.0, secret=b"of this gateway")
+    stream.submit(0.0)
+    proof = proof_of(stream.capability, *A)
+    stream.on_report(msgspec.structs.replace(listed(1, 0), proof=proof), A, 0.2)
+    assert stream.server == A
+    assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))

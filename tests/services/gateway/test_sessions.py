@@ -1,0 +1,148 @@
+"""The desk on a bus where nobody answers, told by hand what happened."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.gateway.config import GatewayConfig
+from services.gateway.core.stream import StreamPhase
+from services.gateway.exchange import Exchange
+from services.gateway.openai.admission import AdmittedRequest
+from services.gateway.sessions import Sessions
+from services.gateway.text.tokenizer import Codec
+from shared import subjects
+from shared.bus import Bus, Listener
+from shared.errors import NoResponder, Overloaded
+from shared.messages.moves import MovePrepared
+from shared.messages.reports import SchedulerAnnounced, SequenceFinished
+from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
+from shared.messages.tokens import TokenDelta
+from tests.services.gateway.core.test_peers import report
+from tests.services.gateway.fakes import until
+
+W = ("worker-0", 1)
+
+
+def said(
+    exchange: Exchange, choice: int, tokens: tuple[int, ...], end: FinishReason | None = None
+) -> TokenDelta:
+    """By the worker that was given the sequence."""
+    stream = exchange.sequences[choice].stream
+    proof = proof_of(stream.capability, *W)
+    return TokenDelta(*stream.key, stream.attempt, 0, tokens, end, proof=proof)
+
+
+class Learner:
+    """Keeps the finished sequences."""
+
+    HANDLERS = (Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "on_finished"),)
+
+    def __init__(self) -> None:
+        self.finished: list[SequenceFinished] = []
+
+    def on_finished(self, event: SequenceFinished) -> None:
+        self.finished.append(event)
+
+
+def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
+    sampling = Sampling(seed=1, max_tokens=10, end_token_ids=(2,))
+    defaults: dict[str, Any] = {"kind": "chat", "stops": (), "stream": False, "include_usage": False}
+    return AdmittedRequest(
+        prompts=((5, 6, 7),) * prompts,
+        samplings=(sampling,) * prompts,
+        n=n,
+        unknown_fields=(),
+        **defaults | fields,
+    )
+
+
+@pytest_asyncio.fixture
+async def desk(connect_bus: Callable[..., Awaitable[Bus]], codec: Codec) -> AsyncIterator[Sessions]:
+    config = GatewayConfig.model_validate({"served_name": "m", "max_active_sequences": 4})
+    async with asyncio.TaskGroup() as tasks:
+        desk = Sessions(config, await connect_bus("gateway", "gateway-0"), codec, tasks, lambda: 0.0)
+        sending = tasks.create_task(desk.dispatch.outbox.run())
+        yield desk
+        sending.cancel()
+
+
+async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Sessions) -> None:
+    exchange = desk.open(job(prompts=2, n=2), "req_1")
+    keys = [sequence.stream.key for sequence in exchange.sequences]
+    assert keys == [("req_1", 0), ("req_1", 1), ("req_1-1", 0), ("req_1-1", 1)]
+    assert desk.active == 4
+    assert [answer.index for answer in desk.answers(exchange, job(2, 2))] == [0, 1, 2, 3]
+    with pytest.raises(Overloaded):
+        desk.open(job(), "req_2")
+    desk.close(exchange)
+    assert desk.active == 0
+    assert {sequence.stream.phase for sequence in exchange.sequences} == {StreamPhase.CANCELLED}
+    desk.open(job(), "req_2")
+
+
+async def test_an_answer_is_told_once_to_whoever_learns(
+    desk: Sessions, connect_bus: Callable[..., Awaitable[Bus]]
+) -> None:
+    learner = Learner()
+    await (await connect_bus()).attach(Learner.HANDLERS, learner)
+    exchange = desk.open(job(n=3), "req_1")
+    desk.on_delta(said(exchange, 0, (8, 9, 2), FinishReason.STOP), W, 0.0)
+    desk.on_delta(said(exchange, 1, (8, 9, 9)), W, 0.0)
+    desk.finish(exchange.sequences[1], output_tokens=2)
+    desk.finish(exchange.sequences[0], output_tokens=1)
+    desk.close(exchange)
+    await until(lambda: len(learner.finished) == 2)
+    await asyncio.sleep(0.05)
+    told = {event.ref.choice: (event.output_tokens, event.finish_reason) for event in learner.finished}
+    assert told == {0: (3, FinishReason.STOP), 1: (2, FinishReason.STOP)}
+
+
+async def test_deltas_of_nobody_and_of_older_attempts_are_counted_only(desk: Sessions) -> None:
+    exchange = desk.open(job(), "req_1")
+    before = said(exchange, 0, (8,))
+    desk.lose(W, {("req_1", 0): 1}, 0.0)
+    stream = exchange.sequences[0].stream
+    assert stream.attempt == 2
+    desk.on_delta(before, W, 0.0)
+    desk.on_delta(TokenDelta("req_9", 0, 1, 0, (8,)), W, 0.0)
+    assert stream.tokens == []
+    desk.on_delta(said(exchange, 0, (8,)), W, 0.0)
+    assert stream.tokens == [8]
+
+
+async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Sessions) -> None:
+    exchange = desk.open(job(n=2), "req_1")
+    for choice, request in ((0, "req_1"), (0, "req_9")):
+        moving = SequenceRef(request_id=request, choice=choice, attempt=1)
+        desk.on_prepared(MovePrepared(ref=moving, target="worker-1"), 0.0)
+    assert [sequence.stream.attempt for sequence in exchange.sequences] == [2, 1]
+
+
+async def test_waiting_for_the_first_worker(desk: Sessions) -> None:
+    with pytest.raises(NoResponder, match="no worker serves 'm'"):
+        await desk.context_tokens(0.05)
+    waiting = asyncio.create_task(desk.context_tokens(5))
+    await asyncio.sleep(0.01)
+    desk.on_worker_reported(report("worker-0", context=77), 0.0)
+    assert await asyncio.wait_for(waiting, 1) == 77
+
+
+async def test_what_is_missing_is_said(desk: Sessions) -> None:
+    assert desk.unready_reasons() == ["no scheduler has announced itself", "no worker serves 'm'"]
+    desk.on_worker_reported(report("worker-0"), 0.0)
+    event = SchedulerAnnounced(scheduler_id="s", incarnation=1, epoch=1, policy="p")
+    desk.on_scheduler_announced(event, 0.0)
+    assert desk.unready_reasons() == []
+
+
+async def test_a_silent_worker_is_lost_on_the_tick(desk: Sessions) -> None:
+    exchange = desk.open(job(), "req_1")
+    desk.on_worker_reported(report("worker-0"), 0.0)
+    desk.on_delta(said(exchange, 0, (8,)), W, 0.0)
+    desk.on_tick(2.9)
+    assert exchange.sequences[0].stream.attempt == 1
+    desk.on_tick(3.1)
+    assert exchange.sequences[0].stream.attempt == 2

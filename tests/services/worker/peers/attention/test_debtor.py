@@ -1,0 +1,313 @@
+"""An engine whose blocks lie at other workers says what an engine that has them all says."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.native.library import AttentionMode
+from services.worker.peers.attention.core.cost import ShipMode, choose_mode
+from services.worker.peers.attention.debtor import Chooser
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.transport.base import PeerLink
+from shared.errors import CreditorLost
+from shared.messages.sequence import Sampling
+from tests.services.worker.conftest import VOCABULARY, ModelFactory
+from tests.services.worker.peers.attention.process import creditor_processes
+from tests.services.worker.peers.attention.rig import (
+    BLOCK_TOKENS,
+    DEBTOR,
+    GRANT,
+    add_host,
+    always,
+    connect,
+    lender,
+    make_debtor,
+    make_engine,
+)
+
+GREEDY = Sampling(seed=0, max_tokens=64, temperature=0.0, top_logprobs=0)
+CHOOSERS: dict[str, Chooser] = {
+    "ship": always(ShipMode.SHIP),
+    "fetch": always(ShipMode.FETCH),
+    "measured": choose_mode,
+}
+
+
+def generate(
+    engine: TorchEngine, prompts: list[list[int]], blocks: list[list[int]], chunk: int, count: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy answers and the log-probabilities of their tokens, all prompts in one batch."""
+    tokens = [list(prompt) for prompt in prompts]
+    done = [0] * len(prompts)
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    while any(len(each) < len(prompt) + count for each, prompt in zip(tokens, prompts, strict=True)):
+        rows, running = [], []
+        for index, held in enumerate(tokens):
+            if len(held) == len(prompts[index]) + count:
+                continue
+            running.append(index)
+            end = min(len(held), done[index] + chunk)
+            point = None
+            if end == len(held):
+                point = SamplePoint(GREEDY, 0, end - len(prompts[index]), held)
+            rows.append(Row(held[done[index] : end], done[index], blocks[index], point))
+            done[index] = end
+        for index, sampled in zip(running, engine.step(rows), strict=True):
+            if sampled is not None:
+                tokens[index].append(sampled.token)
+                assert sampled.logprobs is not None
+                logprobs[index].append(sampled.logprobs.chosen)
+    return [each[len(prompt) :][:count] for each, prompt in zip(tokens, prompts, strict=True)], [
+        each[:count] for each in logprobs
+    ]
+
+
+@pytest.mark.parametrize("attention", ["native", "torch"])
+@pytest.mark.parametrize("way", CHOOSERS)
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_text_is_that_of_one_big_engine(
+    architecture: str, way: str, attention: AttentionMode, make_model: ModelFactory
+) -> None:
+    dice = random.Random(5)
+    model = make_model(architecture)
+    prompts = [[dice.randrange(VOCABULARY) for _ in range(length)] for length in (70, 3, 41)]
+    count = 12
+    needed = [-(-(len(prompt) + count) // BLOCK_TOKENS) for prompt in prompts]
+    big = make_engine(model, sum(needed), attention)
+    starts = [sum(needed[:index]) for index in range(len(needed))]
+    plain = [list(range(start, start + size)) for start, size in zip(starts, needed, strict=True)]
+    expected, expected_logprobs = generate(big, prompts, plain, 9, count)
+    with ExitStack() as stack:
+        lenders = [stack.enter_context(lender(model, 12)) for _ in range(3)]
+        small = make_engine(model, 6, attention)
+        debtor = make_debtor(small, lenders, 12, choose=CHOOSERS[way])
+        stack.callback(debtor.close)
+        ids = list(range(6 + 36))
+        dice.shuffle(ids)
+        scattered = [[ids.pop() for _ in range(size)] for size in needed]
+        answers, logprobs = generate(small, prompts, scattered, 9, count)
+    assert answers == expected
+    for each, other in zip(logprobs, expected_logprobs, strict=True):
+        assert torch.allclose(torch.tensor(each), torch.tensor(other), atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["native", "torch"])
+@pytest.mark.parametrize("way", ["ship", "fetch", "refused"])
+def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
+    way: str, attention: AttentionMode, make_model: ModelFactory
+) -> None:
+    """`refused`: the creditor keeps blocks in host memory and attends to none there."""
+    dice = random.Random(6)
+    model = make_model("llama")
+    prompt, count = [dice.randrange(VOCABULARY) for _ in range(70)], 12
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    own, device, host = 3, 6, needed - 9
+    expected, _ = generate(make_engine(model, needed, attention), [prompt], [list(range(needed))], 9, count)
+    attends = way != "refused"
+    lent = lender(model, device, host_blocks=host, host_attends=attends, attention=attention)
+    with lent as owner, ExitStack() as stack:
+        small = make_engine(model, own, attention)
+        choose = always(ShipMode.FETCH) if way == "fetch" else always(ShipMode.SHIP)
+        debtor = make_debtor(small, [owner], device, choose=choose)
+        stack.callback(debtor.close)
+        add_host(debtor, owner, range(own + device, needed), attends=attends)
+        ids = list(range(needed))
+        dice.shuffle(ids)
+        answers, _ = generate(small, [prompt], [ids], 9, count)
+        assert owner.host is not None and all(bool(pool.any()) for pool in owner.host.pools[0])
+        assert (debtor.modes[ShipMode.FETCH] > 0) is (way != "ship")
+        assert (debtor.modes[ShipMode.SHIP] > 0) is (way != "fetch"), "the device attends in any case"
+        homes = debtor.homes.locate(ids)[0].tolist()
+        assert sorted(set(homes)) == [0, 1, 2]
+    assert answers == expected
+
+
+def test_a_copy_comes_home_from_host_memory(make_model: ModelFactory) -> None:
+    with lender(make_model("llama"), 2, host_blocks=4) as owner:
+        small = make_engine(make_model("llama"), 3)
+        debtor = make_debtor(small, [owner], 2)
+        add_host(debtor, owner, [5, 6], blocks=[3, 1])
+        assert owner.host is not None
+        for layer, (k_pool, v_pool) in enumerate(owner.host.pools):
+            k_pool[1], v_pool[1] = layer + 1.0, layer + 2.0
+        debtor.bring_home([(6, 2), (5, 0)])
+        for layer, (k_pool, v_pool) in enumerate(small.pools):
+            assert k_pool[2].eq(layer + 1.0).all() and v_pool[2].eq(layer + 2.0).all()
+            assert not k_pool[0].any() and not k_pool[1].any()
+        debtor.close()
+
+
+def _long(dice_seed: int, tokens: int) -> list[int]:
+    dice = random.Random(dice_seed)
+    return [dice.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize(("creditors", "way"), [(1, "ship"), (3, "measured")])
+def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
+    creditors: int, way: str, make_model: ModelFactory
+) -> None:
+    model = make_model("llama")
+    prompt, count, own = _long(11, 180), 16, 15
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    assert len(prompt) >= 3 * own * BLOCK_TOKENS
+    big = make_engine(model, needed)
+    expected, _ = generate(big, [prompt], [list(range(needed))], 24, count)
+    each = -(-(needed - own) // creditors)
+    with creditor_processes("llama", each, [f"worker-{n}" for n in range(creditors)]) as running:
+        small = make_engine(model, own)
+        links = [process.dial(DEBTOR) for process in running]
+        debtor = connect(small, links, each, choose=CHOOSERS[way])
+        answers, _ = generate(small, [prompt], [list(range(needed))], 24, count)
+        debtor.close()
+    assert answers == expected
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
+    blow: signal.Signals, make_model: ModelFactory
+) -> None:
+    model = make_model("llama")
+    prompt, own, each = _long(12, 40), 4, 4
+    other = _long(13, 30)
+    big = make_engine(model, 12)
+    expected, _ = generate(big, [other], [list(range(12))], 24, 8)
+    with creditor_processes("llama", 16, ["worker-a", "worker-b"]) as running:
+        small = make_engine(model, own)
+        links: list[PeerLink] = [process.dial(DEBTOR) for process in running]
+        debtor = connect(small, links, 16, deadline_s=1.0, choose=CHOOSERS["ship"])
+        of_both = [*range(own), *range(own, own + each), *range(own + 16, own + 16 + each)]
+        row = Row(prompt, 0, of_both, None)
+        assert small.step([row]) == [None]
+        os.kill(running[0].process.pid, blow)
+        os.waitid(os.P_PID, running[0].process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        began_s = time.monotonic()
+        with pytest.raises(CreditorLost) as lost:
+            small.step([row])
+        assert lost.value.creditor_id == "worker-a"
+        assert time.monotonic() - began_s < 3.0
+        of_b = [own + 16 + 4 + index for index in range(10)]
+        answers, _ = generate(small, [other], [of_b], 24, 8)
+        debtor.close()
+    assert answers == expected
+
+
+@pytest.mark.parametrize("way", ["ship", "fetch"])
+def test_a_step_that_fails_half_way_costs_no_loan(
+    way: str, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers under way stayed on their links, which broke with the next step: every borrower ended."""
+    model = make_model("llama")
+    prompts = [_long(16, 30), _long(17, 26)]
+    needed = 10
+    tables = [list(range(needed)), list(range(needed, 2 * needed))]
+    expected, _ = generate(make_engine(model, 2 * needed), prompts, tables, 9, 6)
+    with lender(model, 8) as one, lender(model, 8) as other:
+        small = make_engine(model, 4)
+        debtor = connect(small, [one.dial(), other.dial()], 8, choose=CHOOSERS[way])
+        borrowed = [[0, 1, *range(4, 12)], [2, 3, *range(12, 20)]]
+        assert small.step([Row(prompts[0], 0, borrowed[0], None)]) == [None]
+        backends = debtor._lendings[1].staging.backends if way == "fetch" else [small.attention._partial]
+        for layer in range(2):
+            with monkeypatch.context() as failing:
+                for backend in backends:
+                    failing.setattr(backend, "attend_part", failing_at(layer, backend))
+                with pytest.raises(MemoryError):
+                    small.step(
+                        [Row(prompt, 0, held, None) for prompt, held in zip(prompts, borrowed, strict=True)]
+                    )
+            debtor.bring_home([(4, 0)])
+        answers, _ = generate(small, prompts, borrowed, 9, 6)
+        debtor.close()
+    assert answers == expected
+
+
+def failing_at(layer: int, backend: Any) -> Callable[..., Any]:
+    """`attend_part` of a backend that has no memory for that layer."""
+    real = backend.attend_part
+
+    def attend_part(at: int, *args: Any) -> Any:
+        if at == layer:
+            raise MemoryError("as told")
+        return real(at, *args)
+
+    return attend_part
+
+
+def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    prompt, count = _long(14, 40), 6
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    expected, _ = generate(make_engine(model, needed), [prompt], [list(range(needed))], 9, count)
+    with lender(model, needed, fraction=1e-6, is_busy=lambda: True) as stingy:
+        stingy.creditor.budget.on_computed(1.0, is_busy=True)
+        small = make_engine(model, 4)
+        debtor = make_debtor(small, [stingy], needed, choose=CHOOSERS["ship"])
+        answers, _ = generate(small, [prompt], [list(range(needed))], 9, count)
+        debtor.close()
+        assert stingy.creditor.budget.refusals > 0
+        assert stingy.creditor.budget.lent_s == 1.0
+    assert answers == expected
+
+
+def test_blocks_of_a_grant_that_was_granted_anew_are_not_touched(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    with lender(model, 8) as owner:
+        small = make_engine(model, 2)
+        debtor = make_debtor(small, [owner], 8)
+        row = Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)
+        assert small.step([row]) == [None]
+        before = [pool.clone() for pools in owner.engine.pools for pool in pools]
+        owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, GRANT.generation + 1), range(8))
+        with pytest.raises(CreditorLost, match="borrow anew"):
+            small.step([row])
+        after = [pool for pools in owner.engine.pools for pool in pools]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        debtor.close()
+
+
+def test_blocks_that_no_grant_covers_are_refused(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    with lender(model, 8) as owner:
+        owner.book.grant(DEBTOR.worker_id, GRANT, range(2))
+        small = make_engine(model, 2)
+        debtor = make_debtor(small, [owner], 8)
+        with pytest.raises(CreditorLost, match="none of these grants"):
+            small.step([Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)])
+        debtor.close()
+
+
+def test_blocks_come_home_whole(make_model: ModelFactory) -> None:
+    model = make_model("llama")
+    prompt, count = _long(16, 40), 6
+    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
+    expected, _ = generate(make_engine(model, needed), [prompt], [list(range(needed))], 9, count)
+    with lender(model, 10) as one, lender(model, 10) as other:
+        engine = make_engine(model, needed)
+        debtor = make_debtor(engine, [one, other], 10)
+        theirs = [*range(needed, needed + 9), *range(needed + 10, needed + 13)][:needed]
+        tokens = generate(engine, [prompt[:36]], [theirs], 9, 1)
+        assert tokens
+        debtor.bring_home([(there, own) for own, there in enumerate(theirs[:9])])
+        debtor.homes.forget(theirs[:9])
+        sampled = None
+        answer: list[int] = []
+        home = [*range(9), *range(9, needed)]
+        row = Row(prompt[36:], 36, home, SamplePoint(GREEDY, 0, 0, prompt))
+        held = list(prompt)
+        while len(answer) < count:
+            (sampled,) = engine.step([row])
+            assert sampled is not None
+            answer.append(sampled.token)
+            held.append(sampled.token)
+            row = Row(held[-1:], len(held) - 1, home, SamplePoint(GREEDY, 0, len(answer), held))
+        debtor.close()
+    assert [answer] == expected

@@ -1,0 +1,154 @@
+"""Who may touch lent blocks, seen from the threads that serve links."""
+
+import sys
+import threading
+
+import numpy as np
+
+from services.worker.peers.attention.lent import LentGrants, SharedGrants
+from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.lending.telling import loans
+from services.worker.peers.transport.base import Peer
+from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
+from tests.services.worker.peers.lending.builders import renew
+
+DEBTOR = Peer("debtor", 3)
+REF = GrantRef(1, 1)
+
+
+class World:
+    """A creditor with one grant of three blocks."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.freed: list[Freed] = []
+        self.table = RBlockTable("creditor", 8, 3)
+        self.grants = SharedGrants(self.table, 1, Terms(8, 4.0, 0.5, most_host_blocks=3))
+        self.lent = LentGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
+        asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=1, blocks=3)
+        reply = self.grants.lend(asked, [2, 5, 6], 0.0)
+        assert reply.grant is not None and reply.grant.grant_id == REF.grant_id
+
+    def covers(self, *blocks: int) -> bool:
+        return self.lent.covers(DEBTOR, [REF], KvTier.DEVICE, np.array(blocks, dtype=np.int32))
+
+    def give_back(self, *blocks: int) -> Freed | None:
+        asked = ReturnBlocks(
+            debtor_id="debtor", debtor_incarnation=3, creditor_incarnation=1, grant_id=1, blocks=blocks
+        )
+        return self.grants.give_back(asked)[1]
+
+
+def test_only_the_debtor_and_only_while_the_lease_lasts() -> None:
+    world = World()
+    assert world.lent.enter(DEBTOR, [REF])
+    world.lent.leave(DEBTOR, [REF])
+    assert not world.lent.enter(Peer("debtor", 2), [REF])
+    assert not world.lent.enter(Peer("other", 3), [REF])
+    assert not world.lent.enter(DEBTOR, [REF, GrantRef(2, 1)])
+    world.now_s = 4.6
+    assert not world.lent.enter(DEBTOR, [REF])
+    (freed,) = world.grants.tick(4.6)
+    assert freed.blocks == (2, 5, 6), "a refusal left nobody inside"
+
+
+def test_blocks_of_the_grant_and_no_others() -> None:
+    world = World()
+    assert world.covers(2, 6, 5) and world.covers()
+    assert not world.covers(2, 3)
+    assert not world.lent.covers(DEBTOR, [GrantRef(7, 1)], KvTier.DEVICE, np.array([2], dtype=np.int32))
+    assert not world.covers(-1) and not world.covers(8)
+
+
+def test_a_number_is_of_one_tier() -> None:
+    world = World()
+    asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=2, blocks=2, tier=KvTier.HOST)
+    world.grants.lend(asked, [0, 2], 0.0)
+    both = [REF, GrantRef(2, 1)]
+    for tier, blocks, is_covered in (
+        (KvTier.HOST, [0, 2], True),
+        (KvTier.HOST, [5], False),
+        (KvTier.DEVICE, [0], False),
+        (KvTier.DEVICE, [2, 5], True),
+    ):
+        assert world.lent.covers(DEBTOR, both, tier, np.array(blocks, dtype=np.int32)) is is_covered
+    assert not world.lent.covers(DEBTOR, [REF], KvTier.HOST, np.array([2], dtype=np.int32))
+
+
+def test_an_earlier_generation_is_served_for_blocks_that_are_left() -> None:
+    world = World()
+    world.give_back(5)
+    assert world.lent.enter(DEBTOR, [REF]) == (GrantRef(1, 2),), "what to compare with the next time"
+    assert world.covers(2, 6) and not world.covers(5)
+    world.lent.leave(DEBTOR, [REF])
+    assert world.lent.enter(DEBTOR, [GrantRef(1, 3)]) is None, "never given"
+
+
+def test_what_is_returned_while_somebody_is_inside_is_lent_no_more() -> None:
+    """It is not free yet, for whoever is inside may be writing to it: nobody may begin to."""
+    world = World()
+    assert world.lent.enter(DEBTOR, [REF])
+    assert world.give_back(5) is None
+    assert world.covers(2, 6) and not world.covers(5)
+    assert world.table.lent_row(KvTier.DEVICE, 5) is not None
+    world.grants.check_integrity()
+    world.lent.leave(DEBTOR, [REF])
+    assert [freed.blocks for freed in world.freed] == [(5,)]
+
+
+def test_loans_are_told_while_links_free_blocks() -> None:
+    """A heartbeat walked through a table that a link's thread changed, and the worker ended."""
+    world = World()
+    world.table = RBlockTable("creditor", 4096)
+    world.grants = SharedGrants(world.table, 1, Terms(4096, 1e9, 0.5))
+    freed: list[Freed] = []
+    lent = LentGrants(world.grants, world.table, freed.append, lambda: 0.0)
+    telling, failures = threading.Event(), []
+
+    def serve_links() -> None:
+        try:
+            for number in range(300):
+                asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=number, blocks=1500)
+                grant = world.grants.lend(asked, range(1500), 0.0).grant
+                assert grant is not None
+                ref = GrantRef(grant.grant_id, 1)
+                assert lent.enter(DEBTOR, [ref])
+                back = ReturnBlocks(
+                    debtor_id="debtor",
+                    debtor_incarnation=3,
+                    creditor_incarnation=1,
+                    grant_id=grant.grant_id,
+                    blocks=grant.blocks,
+                )
+                assert world.grants.give_back(back)[1] is None
+                lent.leave(DEBTOR, [ref])
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            telling.set()
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=serve_links)
+    try:
+        thread.start()
+        while not telling.is_set():
+            assert loans(world.table)["lent_blocks"] in (0, 1500)
+            world.grants.answer(BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=-1, blocks=1))
+            world.grants.renew(renew("debtor", 1, incarnation=3), 0.0)
+    finally:
+        sys.setswitchinterval(before_s)
+        thread.join()
+    assert not failures and sum(len(part.blocks) for part in freed) == 300 * 1500
+
+
+def test_what_ends_while_somebody_is_inside_is_freed_by_the_last_who_leaves() -> None:
+    world = World()
+    assert world.lent.enter(DEBTOR, [REF]) and world.lent.enter(DEBTOR, [REF])
+    assert world.grants.tick(5.0) == []
+    world.lent.leave(DEBTOR, [REF])
+    assert world.freed == []
+    world.lent.leave(DEBTOR, [REF])
+    assert [freed.blocks for freed in world.freed] == [(2, 5, 6)]

@@ -1,0 +1,55 @@
+"""Host memory for other workers: of the engine's layout, in RAM, as much as the settings grant."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.engine.backends import NativeBackend, TorchBackend
+from services.worker.peers.attention.memory import block_bytes, device_memory, host_blocks, host_memory
+from services.worker.peers.lending.core.settings import HostAttention, LendingConfig
+from shared.errors import ConfigError
+from tests.services.worker.conftest import ModelFactory
+from tests.services.worker.peers.attention.rig import make_engine
+
+
+def test_a_pool_of_its_own_of_the_same_layout(make_model: ModelFactory) -> None:
+    engine = make_engine(make_model("llama"), 6)
+    device, host = device_memory(engine.attention), host_memory(engine.attention, 4)
+    assert (device.blocks, host.blocks) == (6, 4)
+    for (k_own, v_own), (k_host, v_host) in zip(device.pools, host.pools, strict=True):
+        assert k_host.shape[1:] == k_own.shape[1:] and v_host.shape[1:] == v_own.shape[1:]
+        assert (k_host.dtype, k_host.device.type) == (k_own.dtype, "cpu")
+    host.pools[0][0].fill_(1.0)
+    assert not engine.pools[0][0].any()
+    assert host.nbytes == 4 * block_bytes(engine.attention) and device.nbytes == 6 * host.nbytes // 4
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_it_is_in_ram_where_the_engine_is_elsewhere(attends: bool) -> None:
+    pool = torch.zeros(5, 2, 16, 4, device="meta"), torch.zeros(5, 2, 4, 16, device="meta")
+    attention: Any = SimpleNamespace(pools=[pool, pool])
+    host = host_memory(attention, 3, attends=attends)
+    assert host.attends is attends
+    assert [tuple(each.shape) for each in host.pools[1]] == [(3, 2, 16, 4), (3, 2, 4, 16)]
+    assert all(each.device.type == "cpu" for pools in host.pools for each in pools)
+    assert isinstance(host.backend, NativeBackend | TorchBackend)
+    host.backend.write(0, torch.ones(1, 2, 16), torch.ones(1, 2, 16), torch.tensor([5]))
+    assert host.pools[0][0][1, :, :, 1].eq(1).all()
+
+
+def test_the_settings_grant_blocks_or_mebibytes(make_model: ModelFactory) -> None:
+    attention = make_engine(make_model("llama"), 2).attention
+    assert host_blocks(LendingConfig(), attention) == 0
+    assert host_blocks(LendingConfig(host_mb=1), attention) == (1 << 20) // block_bytes(attention)
+    assert host_blocks(LendingConfig(host_mb=1, host_blocks=7), attention) == 7
+    large = torch.zeros(1, 1 << 10, 1 << 10, 4, device="meta")
+    huge: Any = SimpleNamespace(pools=[(large, large)])
+    with pytest.raises(ConfigError, match="holds no block"):
+        host_blocks(LendingConfig(host_mb=1), huge)
+
+
+def test_who_attends_to_host_memory() -> None:
+    assert HostAttention.AUTO.attends("cpu") and not HostAttention.AUTO.attends("cuda")
+    assert HostAttention.COMPUTE.attends("cuda") and not HostAttention.FETCH.attends("cpu")

@@ -1,0 +1,120 @@
+"""The search for a creditor, question by question."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.peers.lending.core.borrowing import (
+    AskCreditor,
+    AskLedger,
+    Borrowing,
+    CreditorQuestion,
+    Manners,
+)
+from shared.messages.commands import CreditorCandidate, CreditorCandidates
+from shared.messages.lending import BorrowReply, KvTier, Refusal
+from tests.services.worker.peers.lending.builders import grant
+
+NO = BorrowReply(refusal=Refusal.AT_CAP)
+
+
+def candidates(*names: str) -> CreditorCandidates:
+    return CreditorCandidates(
+        candidates=tuple(CreditorCandidate(worker_id=name, free_tokens=1, distance=0) for name in names)
+    )
+
+
+def lends(blocks: int) -> BorrowReply:
+    return BorrowReply(grant=grant("c", *range(blocks)))
+
+
+def asks(question: CreditorQuestion | None) -> tuple[str, int]:
+    assert isinstance(question, AskCreditor)
+    return question.creditor_id, question.question.blocks
+
+
+def test_candidates_in_order_until_one_confirms() -> None:
+    search = Borrowing("d", 1, block_tokens=16)
+    asked = search.start(4)
+    assert isinstance(asked, AskLedger) and asked.question.tokens == 64
+    assert asks(search.on_candidates(candidates("d", "a", "b"), 0.0)) == ("a", 4)
+    assert asks(search.on_reply("a", NO, 0.0)) == ("b", 4)
+    assert search.on_reply("b", lends(4), 0.0) is None
+    assert not search.is_busy and search.may_start(0.0)
+    search.check_integrity()
+
+
+def test_a_part_counts_and_the_rest_is_asked_of_the_next() -> None:
+    search = Borrowing("d", 1, 16)
+    search.start(4)
+    search.on_candidates(candidates("a", "b"), 0.0)
+    assert asks(search.on_reply("a", lends(3), 0.0)) == ("b", 1)
+
+
+def test_after_three_refusals_the_ledger_is_asked_again_and_told_who_refused() -> None:
+    search = Borrowing("d", 1, 16, manners=Manners(most_rounds=2, rest_s=1.0))
+    search.start(4)
+    search.on_candidates(candidates("a", "b", "c"), 0.0)
+    search.on_reply("a", NO, 0.0)
+    search.on_reply("b", None, 0.0)
+    again = search.on_reply("c", NO, 0.0)
+    assert isinstance(again, AskLedger) and again.question.refused_by == ("a", "b", "c")
+    assert asks(search.on_candidates(candidates("e"), 0.0)) == ("e", 4)
+    assert search.on_reply("e", NO, 5.0) is None
+    assert (search.may_start(5.9), search.may_start(6.0), search.refusals) == (False, True, 4)
+
+
+def test_each_candidate_is_asked_for_the_tier_that_the_ledger_names() -> None:
+    search = Borrowing("d", 1, 16)
+    search.start(4)
+    named = [("a", KvTier.DEVICE), ("a", KvTier.HOST), ("b", KvTier.HOST)]
+    found = tuple(
+        CreditorCandidate(worker_id=name, free_tokens=1, distance=0, tier=tier) for name, tier in named
+    )
+    question = search.on_candidates(CreditorCandidates(candidates=found), 0.0)
+    for name, tier in named:
+        assert isinstance(question, AskCreditor)
+        assert (question.creditor_id, question.question.tier) == (name, tier)
+        question = search.on_reply(name, lends(1) if tier is KvTier.HOST and name == "a" else NO, 0.0)
+    assert isinstance(question, AskLedger) and question.question.tokens == 3 * 16
+    assert (question.question.refused_by, question.question.refused_host_by) == (("a",), ("a", "b"))
+
+
+def test_without_candidates_or_a_ledger_it_rests() -> None:
+    search = Borrowing("d", 1, 16)
+    search.start(4)
+    with pytest.raises(ValueError, match="looked for"):
+        search.start(1)
+    assert search.on_candidates(candidates(), 1.0) is None
+    assert not search.may_start(1.0)
+    search.start(4)
+    search.on_no_ledger(2.0)
+    assert search.may_start(2.5)
+
+
+@settings(deadline=None)
+@given(
+    wanted=st.integers(1, 20),
+    offers=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=3), min_size=1, max_size=6),
+    grants=st.lists(st.integers(0, 8), max_size=40),
+)
+def test_any_search_ends_and_never_takes_more_than_wanted(
+    wanted: int, offers: list[list[str]], grants: list[int]
+) -> None:
+    search = Borrowing("d", 1, 16)
+    question: CreditorQuestion | None = search.start(wanted)
+    got, asked, requests = 0, 0, []
+    while question is not None:
+        asked += 1
+        assert asked < 100
+        if isinstance(question, AskLedger):
+            question = search.on_candidates(candidates(*offers.pop() if offers else []), 0.0)
+        else:
+            requests.append(question.question.request)
+            most = question.question.blocks
+            granted = min(most, grants.pop() if grants else 0)
+            got += granted
+            question = search.on_reply(question.creditor_id, lends(granted) if granted else NO, 0.0)
+        search.check_integrity()
+    assert got <= wanted and not search.is_busy
+    assert len(set(requests)) == len(requests)

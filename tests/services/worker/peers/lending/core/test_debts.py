@@ -1,0 +1,138 @@
+"""The debtor: leases from the time of sending, blocks in use, returns, losses."""
+
+import pytest
+
+from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.table import BlockState, RBlockTable
+from shared.messages.lending import BlocksReturned, HeldGrant, KvTier, LeasesRenewed
+from tests.services.worker.peers.lending.builders import grant
+
+
+def debtor() -> tuple[Debts, RBlockTable]:
+    table = RBlockTable("d", 10)
+    return Debts(table, incarnation=1), table
+
+
+def renewed(*grants: int, incarnation: int = 1, wanted_back: int = 0) -> LeasesRenewed:
+    held = tuple(HeldGrant(grant_id=grant_id, generation=2) for grant_id in grants)
+    return LeasesRenewed(
+        creditor_incarnation=incarnation, lease_s=4.0, held=held, wanted_back_blocks=wanted_back
+    )
+
+
+def test_blocks_are_taken_oldest_first_and_released() -> None:
+    debts, table = debtor()
+    assert debts.on_granted(grant("c", 5, 6), 0.0) == [10, 11]
+    assert debts.on_granted(grant("c", 5, 6), 0.0) == [], "known already"
+    assert debts.take(1) == [10]
+    with pytest.raises(ValueError, match="1 free"):
+        debts.take(2)
+    debts.release([10])
+    with pytest.raises(ValueError, match="not used"):
+        debts.release([10])
+    assert (debts.free_blocks, debts.borrowed_blocks) == (2, 2)
+    debts.check_integrity()
+    table.check_integrity()
+
+
+def test_leases_are_renewed_a_quarter_in_and_count_from_the_sending() -> None:
+    debts, table = debtor()
+    debts.on_granted(grant("c", 5), 0.0)
+    debts.on_granted(grant("c", 6, grant_id=2), 0.5)
+    assert debts.renewals(0.9) == []
+    (due,) = debts.renewals(1.0)
+    assert [held.grant_id for held in due.message.held] == [1, 2]
+    assert debts.renewals(1.1) == [], "asked already"
+    assert debts.on_renewed(due, renewed(1, 2), sent_s=1.0) == []
+    assert table.generation(table.grants()[0]) == 2
+    assert debts.tick(4.9) == []
+    assert sorted(debts.tick(5.0)) == [10, 11]
+    debts.check_integrity()
+
+
+def test_what_the_creditor_does_not_know_is_lost() -> None:
+    debts, _ = debtor()
+    debts.on_granted(grant("c", 5), 0.0)
+    debts.on_granted(grant("c", 6, grant_id=2), 0.0)
+    used = debts.take(2)
+    (due,) = debts.renewals(1.0)
+    assert debts.on_renewed(due, renewed(2), sent_s=1.0) == [used[0]]
+    (due,) = debts.renewals(2.0)
+    assert debts.on_renewed(due, renewed(2, incarnation=9), sent_s=2.0) == [used[1]]
+    debts.release(used)
+    debts.check_integrity()
+
+
+def test_a_creditor_that_is_gone_takes_its_blocks_along() -> None:
+    debts, _ = debtor()
+    debts.on_granted(grant("c", 5), 0.0)
+    debts.on_granted(grant("e", 5), 0.0)
+    assert debts.on_creditor_gone("c") == [10]
+    assert debts.borrowed_blocks == 1
+    debts.check_integrity()
+
+
+def test_returns_go_to_creditors_in_need_first_and_are_retried() -> None:
+    debts, table = debtor()
+    debts.on_granted(grant("c", 5, 6), 0.0)
+    debts.on_granted(grant("e", 3), 0.0)
+    (_, at_e) = debts.renewals(1.0)
+    debts.on_renewed(at_e, renewed(1, wanted_back=1), sent_s=1.0)
+    assert debts.wanted_back_blocks() == 1
+    to_e, to_c = debts.give_back(2)
+    assert (to_e.creditor_id, to_e.message.blocks) == ("e", (3,))
+    assert (to_c.creditor_id, to_c.message.blocks) == ("c", (6,))
+    assert debts.free_blocks == 1
+    assert sorted(debts.retries(), key=lambda one: one.creditor_id) == [to_c, to_e]
+    debts.on_returned(to_e, BlocksReturned(generation=2))
+    debts.on_returned(to_e, BlocksReturned(generation=2))
+    debts.on_returned(to_c, BlocksReturned(generation=2, left_blocks=1))
+    assert (debts.retries(), debts.wanted_back_blocks()) == ([], 0)
+    assert table.borrowed_from() == {"c": 1}
+    debts.check_integrity()
+    table.check_integrity()
+
+
+def test_host_memory_goes_back_before_device_memory_that_nobody_is_short_of() -> None:
+    debts, table = debtor()
+    debts.on_granted(grant("c", 5), 0.0)
+    debts.on_granted(grant("e", 3), 0.0)
+    debts.on_granted(grant("c", 0, grant_id=2, tier=KvTier.HOST), 0.0)
+    assert table.borrowed_from(KvTier.HOST) == {"c": 1}
+    assert table.lenders() == [("c", KvTier.DEVICE), ("c", KvTier.HOST), ("e", KvTier.DEVICE)]
+    at_c, _ = debts.renewals(1.0)
+    debts.on_renewed(at_c, renewed(1, 2, wanted_back=1), sent_s=1.0)
+    (to_c,) = debts.give_back(1)
+    assert (to_c.creditor_id, to_c.message.grant_id) == ("c", 1), "its device memory is what it lacks"
+    (host,) = debts.give_back(1)
+    assert (host.creditor_id, host.message.grant_id) == ("c", 2)
+    debts.on_returned(host, BlocksReturned(generation=2))
+    assert debts.wanted_back_blocks() == 1, "host memory is no help"
+    debts.on_returned(to_c, BlocksReturned(generation=2))
+    assert debts.wanted_back_blocks() == 0
+    debts.check_integrity()
+
+
+def test_grants_that_are_only_on_the_way_back_are_not_renewed() -> None:
+    debts, _ = debtor()
+    debts.on_granted(grant("c", 5), 0.0)
+    debts.give_back(1)
+    assert debts.renewals(3.0) == []
+
+
+def test_frozen_blocks_stay_until_they_thaw_or_are_at_home() -> None:
+    debts, table = debtor()
+    debts.on_granted(grant("c", 5, 6), 0.0)
+    first, second = debts.take(2)
+    debts.freeze([first, second])
+    with pytest.raises(ValueError, match="in use"):
+        debts.freeze([first])
+    debts.release([first])
+    assert debts.free_blocks == 0
+    (repayment,) = debts.recalled([second])
+    assert repayment.message.blocks == (6,)
+    debts.thaw([first, second])
+    assert debts.free_blocks == 1
+    assert table.in_state(BlockState.RETURNING) == [second]
+    debts.check_integrity()
+    table.check_integrity()

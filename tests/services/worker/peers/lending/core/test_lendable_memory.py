@@ -1,0 +1,71 @@
+"""Blocks leave a pool, cached prefixes first of all, and come back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.peers.lending.core.lendable_memory import lend, spare_blocks
+from shared.blocks import chain, root
+from tests.services.worker.kv.core.test_prefix_cache import MemoryMover
+
+
+def test_what_is_kept_stays_and_a_part_may_be_too_little() -> None:
+    pool = BlockPool(10, 4)
+    assert lend(pool, most_blocks=20, least_blocks=9, keep_blocks=2) == []
+    taken = lend(pool, most_blocks=20, least_blocks=1, keep_blocks=2)
+    assert (len(taken), pool.total_blocks, pool.withdrawn_blocks, pool.free_blocks) == (8, 2, 8, 2)
+    for wrong in (pool.release, pool.withdraw):
+        with pytest.raises(ValueError, match="not taken"):
+            wrong(taken[:1])
+    pool.readmit(taken)
+    with pytest.raises(ValueError, match="not withdrawn"):
+        pool.readmit(taken[:1])
+    assert (pool.total_blocks, pool.free_blocks) == (10, 10)
+
+
+def test_cached_prefixes_make_room_and_blocks_in_use_do_not() -> None:
+    mover = MemoryMover()
+    cache = PrefixCache(BlockPool(6, 2), Tiers(host_blocks=8), mover, CostGate())
+    names = chain(root(b"f"), bytes(4 * 2 * 4), 2)
+    blocks = cache.allocate(4)
+    for at, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        mover.device[block] = name
+        assert cache.publish(block, name, names[at - 1] if at else None)
+    assert spare_blocks(cache, 0) == 2, "a sequence uses them"
+    with pytest.raises(ValueError, match="name"):
+        cache.withdraw(blocks[:1])
+    cache.release(blocks)
+    assert spare_blocks(cache, 1) == 5
+    taken = lend(cache, most_blocks=5, least_blocks=5, keep_blocks=1)
+    assert (len(taken), cache.total_blocks, cache.counts["evicted_device"]) == (5, 1, 3)
+    cache.check_integrity([*[]] if not taken else [])
+    cache.readmit(taken)
+    assert cache.total_blocks == 6
+    hit = cache.acquire(names, 4)
+    assert hit.loaded[1] > 0 or hit.blocks, "the host tier still has what was evicted"
+    cache.check_integrity(hit.blocks)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "lend", "back"]), st.integers(0, 9)), max_size=60))
+def test_blocks_are_conserved(moves: list[tuple[str, int]]) -> None:
+    pool = BlockPool(16, 4)
+    held: list[int] = []
+    lent: list[int] = []
+    for verb, number in moves:
+        if verb == "take" and pool.can_allocate(number):
+            held += pool.allocate(number)
+        elif verb == "give":
+            pool.release(held[:number])
+            del held[:number]
+        elif verb == "lend":
+            lent += lend(pool, number, 1, 3)
+            assert pool.free_blocks >= 3 or not number or pool.withdrawn_blocks == len(lent)
+        elif verb == "back":
+            pool.readmit(lent[:number])
+            del lent[:number]
+        pool.check_integrity(held)
+        assert pool.total_blocks == 16 - len(lent) == len(held) + pool.free_blocks

@@ -1,0 +1,227 @@
+"""Settling and repaying on the event loop: what the engine's side is asked for, and when memory is whose."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.debts import Debts, Repayment
+from services.worker.peers.lending.core.grants import Grants, Terms
+from services.worker.peers.lending.core.lendable_memory import lend
+from services.worker.peers.lending.core.repayment import CreditorPressure
+from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
+from services.worker.peers.lending.recalls import Recalls
+from shared.errors import CreditorLost, Overloaded
+from shared.messages.lending import BlocksReturned, Grant, Settle, SettlePhase
+from tests.services.worker.peers.lending.builders import borrow, grant
+
+OWN = 10
+
+
+class Engine:
+    """Records what it is asked; every borrowed block but those in `unused` has a sequence."""
+
+    def __init__(self) -> None:
+        self.apart: set[int] = set()
+        self.unused: set[int] = set()
+        self.copied: list[tuple[int, int]] = []
+        self.swapped: list[tuple[int, int]] = []
+        self.is_creditor_dead = self.is_overloaded = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        return True
+
+    def rename(self, grant: GrantKey, generation: int) -> None:
+        return
+
+    def lose(self, logical: Sequence[int]) -> None:
+        return
+
+    async def retire(self, most_blocks: int) -> list[int]:
+        return []
+
+    async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
+        chosen = list(logical)[:most_blocks]
+        self.apart.update(chosen)
+        return chosen
+
+    def rejoin(self, logical: Sequence[int]) -> None:
+        self.apart.difference_update(logical)
+
+    async def copy_home(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        self.copied += pairs
+        return not self.is_creditor_dead
+
+    async def swap_home(self, pairs: Sequence[tuple[int, int]]) -> list[int] | None:
+        if self.is_overloaded:
+            raise Overloaded("as told")
+        if self.is_creditor_dead:
+            return None
+        self.swapped += pairs
+        return [own for there, own in pairs if there in self.unused]
+
+    async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
+        await self.gate.wait()
+        if self.is_overloaded:
+            raise Overloaded("as told")
+        return [number for number in logical if number not in self.unused][:most_blocks]
+
+
+class Memory:
+    """Own blocks."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(OWN, 16)
+
+    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+        return lend(self.pool, most_blocks, least_blocks, keep_blocks)
+
+    async def readmit(self, blocks: Sequence[int]) -> None:
+        self.pool.readmit(blocks)
+
+
+class World:
+    """A worker that owes `c` four blocks and is owed three by `d`."""
+
+    def __init__(self, bounce: int = 2) -> None:
+        self.now_s = 0.0
+        self.table = RBlockTable("w", OWN)
+        self.grants, self.debts = Grants(self.table, 1, Terms(most_blocks=5)), Debts(self.table, 1)
+        self.memory, self.engine = Memory(), Engine()
+        taken = self.memory.pool.allocate(3)
+        self.memory.pool.withdraw(taken)
+        self.grants.lend(borrow("d", blocks=3), taken, 0.0)
+        self.there = self.debts.on_granted(grant("c", 20, 21, 22, 23, lease_s=99.0), 0.0)
+        self.debts.use(self.there)
+        self.repaid: list[Repayment] = []
+        self.confirms = True
+        parts = self.table, self.debts, self.grants
+        self.recalls = Recalls(parts, self.engine, self.memory, bounce, self.repay, lambda: self.now_s)
+
+    async def repay(self, repayment: Repayment) -> bool:
+        self.repaid.append(repayment)
+        if self.confirms:
+            self.debts.on_returned(repayment, BlocksReturned(generation=2))
+        return self.confirms
+
+    async def ask(self, phase: SettlePhase, blocks: int = 2, round: int = 0) -> int:
+        step = Settle(settlement="s", phase=phase, round=round, blocks=blocks, creditor_id="c", debtor_id="d")
+        return (await self.recalls.settle(step)).blocks
+
+    def bounce(self) -> object:
+        return self.recalls.details()["bounce_blocks"]
+
+
+async def test_a_settlement_from_end_to_end() -> None:
+    world = World()
+    assert await world.ask(SettlePhase.FREEZE) == 0, "nothing to copy into yet"
+    assert world.engine.apart == set(), "and nothing stays apart"
+    await world.recalls.tick()
+    assert (world.bounce(), world.memory.pool.withdrawn_blocks) == (2, 5)
+    assert await world.ask(SettlePhase.FREEZE, 3) == 3
+    assert world.engine.apart == set(world.there[:3]) and world.recalls.is_settling
+    assert await world.ask(SettlePhase.COPY) == 2
+    world.engine.unused = {world.there[1]}
+    assert await world.ask(SettlePhase.COMMIT) == 2
+    assert [one.message.blocks for one in world.repaid] == [(20, 21)]
+    assert world.debts.borrowed_blocks == 2
+    assert (world.bounce(), world.recalls.settled_blocks) == (1, 1), "one had no sequence"
+    assert await world.ask(SettlePhase.UNFREEZE) == 0
+    assert world.engine.apart == set() and not world.recalls.is_settling
+
+
+async def test_a_settlement_waits_for_memory_and_for_a_recall_to_end() -> None:
+    world = World()
+    freezing = asyncio.create_task(world.ask(SettlePhase.FREEZE, 3))
+    await asyncio.sleep(0.05)
+    assert not freezing.done()
+    await world.recalls.tick()
+    assert await freezing == 3
+    await world.ask(SettlePhase.UNFREEZE)
+    world.engine.gate.clear()
+    recalling = asyncio.create_task(world.recalls.recall({}, free_blocks=7, keep_blocks=5))
+    await asyncio.sleep(0)
+    freezing = asyncio.create_task(world.ask(SettlePhase.FREEZE, 4))
+    await asyncio.sleep(0.05)
+    assert not freezing.done() and not world.recalls.is_settling
+    world.engine.gate.set()
+    await recalling
+    assert await freezing == 2, "of four, two are at home already"
+
+
+async def test_a_copy_waits_for_what_a_debtor_has_returned() -> None:
+    world = World()
+    await world.recalls.tick()
+    await world.ask(SettlePhase.FREEZE, 3)
+    await world.ask(SettlePhase.COPY)
+    await world.ask(SettlePhase.COMMIT)
+    assert world.bounce() == 0
+    copying = asyncio.create_task(world.ask(SettlePhase.COPY, 1, round=1))
+    await asyncio.sleep(0.05)
+    assert not copying.done()
+    assert world.recalls.keep([0, 1, 2]) == [2]
+    assert await copying == 1
+
+
+async def test_a_creditor_that_dies_before_the_commit_keeps_the_memory_whole() -> None:
+    world = World()
+    await world.recalls.tick()
+    await world.ask(SettlePhase.FREEZE)
+    world.engine.is_creditor_dead = True
+    assert await world.ask(SettlePhase.COPY) == 0
+    world.engine.is_creditor_dead = False
+    assert await world.ask(SettlePhase.COPY, round=1) == 2
+    world.engine.is_creditor_dead = True
+    with pytest.raises(CreditorLost):
+        await world.ask(SettlePhase.COMMIT, round=1)
+    assert world.bounce() == 2 and not world.recalls.is_swapping and not world.repaid
+
+
+async def test_an_unconfirmed_return_is_no_success() -> None:
+    world = World()
+    await world.recalls.tick()
+    await world.ask(SettlePhase.FREEZE)
+    await world.ask(SettlePhase.COPY)
+    world.confirms = False
+    with pytest.raises(CreditorLost, match="confirmed"):
+        await world.ask(SettlePhase.COMMIT)
+    assert len(world.table.in_state(BlockState.RETURNING)) == 2
+
+
+async def test_nobody_goes_on_with_it_and_it_is_over() -> None:
+    world = World()
+    await world.recalls.tick()
+    await world.ask(SettlePhase.FREEZE)
+    assert world.engine.apart
+    world.now_s = 5.1
+    await world.recalls.tick()
+    assert not world.engine.apart and not world.recalls.is_settling
+    assert len(world.table.used_at("c")) == 4
+
+
+async def test_a_repayment_brings_home_what_sequences_use() -> None:
+    world = World()
+    world.engine.unused = {world.there[0]}
+    idle = world.debts.on_granted(grant("b", *range(30, 36), grant_id=2, lease_s=99.0), 0.0)
+    world.debts.use(idle)
+    world.engine.unused.update(idle)
+    assert world.recalls.may_recall()
+    await world.recalls.recall({"b": CreditorPressure(short_blocks=1)}, free_blocks=7, keep_blocks=5)
+    assert [one.message.blocks for one in world.repaid] == [(21, 22)]
+    assert (world.recalls.recalled_blocks, world.debts.borrowed_blocks) == (2, 8), "b waits"
+    assert len(world.table.used_at("c")) == 2, "the rest is as it was"
+    await world.recalls.recall({}, free_blocks=5, keep_blocks=5)
+    world.engine.is_overloaded = True
+    await world.recalls.recall({}, free_blocks=7, keep_blocks=5)
+    assert len(world.table.used_at("c")) == 2 and world.recalls.may_recall()
+    world.debts.check_integrity()
+
+
+async def test_no_repayment_during_a_settlement() -> None:
+    world = World()
+    await world.recalls.tick()
+    await world.ask(SettlePhase.FREEZE)
+    assert not world.recalls.may_recall()

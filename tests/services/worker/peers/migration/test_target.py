@@ -1,0 +1,170 @@
+"""Blocks fetched from another worker: found like one's own, the same answer, nothing half-done."""
+
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from services.worker.kv.tiers.records import RecordRow, checksum
+from services.worker.peers.migration.settings import TransferConfig
+from services.worker.peers.transport.base import PeerLink
+from shared.errors import DeadlineExceeded, KvasirError, ModelMismatch
+from shared.messages.moves import PullBlocks
+from shared.messages.sequence import pack_tokens
+from tests.services.worker.peers.migration.rig import pair
+from tests.services.worker.prefix_rig import DEVICE_BLOCKS
+
+PROMPT = [3, 5, 7, 9, 11, 2, 4, 6, 8, 10, 12, 14, 16, 18, 1, 2, 3, 4, 5]
+
+
+def order(tokens: list[int], incarnation: int = 1) -> PullBlocks:
+    return PullBlocks(source="giver", source_incarnation=incarnation, tokens=pack_tokens(tokens))
+
+
+async def test_what_was_fetched_is_not_computed_again_and_answers_the_same() -> None:
+    with pair() as (giver, taker):
+        answer = giver.rig.serve([PROMPT])
+        pulled = await taker.target.pull(order(PROMPT))
+        assert (pulled.held_tokens, pulled.fetched_blocks) == (16, 4)
+        assert pulled.fetched_bytes == 4 * taker.rig.store.record_bytes  # type: ignore[union-attr]
+        before = taker.rig.prefilled_tokens
+        assert taker.rig.serve([PROMPT]) == answer
+        assert taker.rig.prefilled_tokens - before == len(PROMPT) - 16
+        assert taker.target.rates.bytes_per_s()["giver"] > 0
+        for side in (giver, taker):
+            side.integrity()
+
+
+async def test_again_costs_nothing_and_more_is_added() -> None:
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        assert (await taker.target.pull(order(PROMPT[:9]))).held_tokens == 8
+        assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 2
+        assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 0
+
+
+async def test_what_the_source_lacks_is_left_to_compute() -> None:
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT[:9]])
+        pulled = await taker.target.pull(order(PROMPT))
+        assert pulled.held_tokens == 8
+        taker.integrity()
+
+
+async def test_a_corrupted_block_is_refused_and_those_before_it_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        verified = 0
+
+        def wrong_from_the_third_on(row: RecordRow, name: bytes, fingerprint: bytes) -> int:
+            nonlocal verified
+            verified += 1
+            return checksum(row, name, fingerprint) ^ (verified > 2)
+
+        monkeypatch.setattr("services.worker.peers.migration.target.checksum", wrong_from_the_third_on)
+        pulled = await taker.target.pull(order(PROMPT))
+        assert pulled.held_tokens == 8 and taker.target.refused_blocks == 2
+        taker.integrity()
+
+
+async def test_no_room_is_no_error() -> None:
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        cache = taker.rig.store.cache  # type: ignore[union-attr]
+        taken = cache.allocate(cache.free_blocks - 1)
+        assert (await taker.target.pull(order(PROMPT))).held_tokens == 0
+        cache.release(taken)
+        taker.integrity()
+
+
+async def test_a_source_that_died_or_was_started_anew() -> None:
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        with pytest.raises(KvasirError):
+            await taker.target.pull(order(PROMPT, incarnation=2))
+        assert (await taker.target.pull(order(PROMPT[:9]))).held_tokens == 8
+        giver.plane.close()
+        with pytest.raises(KvasirError):
+            await taker.target.pull(order(PROMPT))
+        taker.integrity()
+
+
+async def test_another_model_gives_nothing() -> None:
+    with pair() as (giver, taker):
+        giver.source.fingerprint = b"x" * 16
+        with pytest.raises(ModelMismatch):
+            await taker.target.pull(order(PROMPT))
+        taker.integrity()
+
+
+async def test_a_throttled_link_is_as_slow_as_it_is_told_and_is_measured_so() -> None:
+    with pair(TransferConfig(batch_blocks=2, link_bytes_per_s=200_000.0, probe_bytes=20_000)) as (_, taker):
+        await taker.target.probe("giver", 1)
+        assert 20_000 < taker.target.rates.bytes_per_s()["giver"] <= 200_000
+        taker.target.forget("giver")
+        assert not taker.target.rates.knows("giver")
+
+
+@pytest.mark.parametrize("before", ["the bytes are asked for", "the bytes are stored"])
+async def test_a_fetch_given_up_during_a_long_step_leaves_no_block_behind(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its deadline must not withdraw what brings blocks back to the cache, nor lose those on their way."""
+    with pair(TransferConfig(batch_blocks=2, answer_s=0.2)) as (giver, taker):
+        giver.rig.serve([PROMPT])
+        cache = taker.rig.store.cache  # type: ignore[union-attr]
+        write = taker.target._records.write
+
+        def arrive(rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
+            write(rows, blocks)
+            taker.door.begin_long_step()
+
+        if before == "the bytes are stored":
+            monkeypatch.setattr(taker.target._records, "write", arrive)
+        else:
+            make_room = taker.target._ledge.make_room
+
+            async def make(blocks: int) -> list[int]:
+                taker.door.begin_long_step()
+                return await make_room(blocks)
+
+            monkeypatch.setattr(taker.target._ledge, "make_room", make)
+        with pytest.raises(DeadlineExceeded):
+            await taker.target.pull(msgspec.structs.replace(order(PROMPT), valid_for_s=0.1))
+        taker.integrity()
+        assert cache.free_blocks + cache.evictable_blocks == DEVICE_BLOCKS
+
+
+async def test_a_source_whose_engine_is_in_a_long_step_holds_nothing_for_who_went_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.worker.peers.migration.source._HOLD_S", 0.1)
+    with pair() as (giver, taker):
+        giver.rig.serve([PROMPT])
+        cache = giver.rig.store.cache  # type: ignore[union-attr]
+        stored = cache.evictable_blocks
+        giver.door.begin_long_step()
+        with pytest.raises(DeadlineExceeded):
+            await taker.target.pull(order(PROMPT))
+        giver.integrity()
+        assert cache.evictable_blocks == stored > 0
+        taker.integrity()
+
+
+async def test_a_probe_given_up_leaves_no_thread_on_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread went on with the link, and the next fetch used it at the same time."""
+    with pair(TransferConfig(batch_blocks=2, answer_s=0.3)) as (giver, taker):
+        giver.rig.serve([PROMPT])
+        may_go_on, links = threading.Event(), list[PeerLink]()
+
+        def slow(link: PeerLink) -> None:
+            links.append(link)
+            may_go_on.wait(5.0)
+
+        monkeypatch.setattr(taker.target, "_receive_probe", slow)
+        with pytest.raises(TimeoutError):
+            await taker.target.probe("giver", 1)
+        assert links[0].closed
+        assert (await taker.target.pull(order(PROMPT))).fetched_blocks == 4
+        may_go_on.set()

@@ -1,0 +1,397 @@
+"""What holds for every bulk transport, against another process that is real, killed and stopped."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from services.worker.peers.transport.base import Buffer, BulkTransport, Peer, PeerLink
+from shared.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidMessage,
+    InvalidRequest,
+    KvasirError,
+    MessageTooLarge,
+    NoResponder,
+    Overloaded,
+    PeerLost,
+    StaleEpoch,
+    Unauthorized,
+)
+from tests.services.worker.peers.transport.conftest import LIMITS, OWN, Dial, End
+from tests.services.worker.peers.transport.peer import Process
+from tests.services.worker.peers.transport.receivers import Taken, pattern
+
+MIB = 1 << 20
+LARGE_BYTES = 48 * MIB
+"""More than what any transport keeps between two processes."""
+SIZES: list[list[int]] = [
+    [],
+    [0],
+    [1],
+    [7, 0, 4095],
+    [4096, 4097],
+    [16383, 16384],
+    [65536],
+    [65537],
+    [MIB - 1, 1, MIB + 3],
+    [5 * MIB, 0, 123],
+    [100] * 3000,
+    [33_000] * 200,
+]
+
+
+def _eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    until_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def _rests(buffers: list[Buffer]) -> None:
+    """Nobody writes into the buffers any more."""
+    before = [bytes(buffer) for buffer in buffers]
+    time.sleep(0.3)
+    assert [bytes(buffer) for buffer in buffers] == before
+
+
+def _warm(link: PeerLink) -> PeerLink:
+    """Whatever a transport sets up for its first large message is set up."""
+    link.ask("keep", b"", [pattern(MIB)], deadline_s=10.0)
+    return link
+
+
+class Held:
+    """A receiver that lets nothing be received before it is told to."""
+
+    def __init__(self, end: End, kind: str = "keep") -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+        self._receiver = end.desk.receiver(kind)
+        end.desk.serve(kind, self)
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Taken:
+        taken = self._receiver.admit(peer, header, sizes_bytes)
+        self.reached.set()
+        assert self.go_on.wait(30.0)
+        assert isinstance(taken, Taken)
+        return taken
+
+
+@contextmanager
+def _aside(call: Callable[[], object]) -> "Iterator[list[BaseException]]":
+    """Runs `call` on a thread meanwhile; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield raised
+    thread.join(30.0)
+    assert not thread.is_alive()
+
+
+class TestMessages:
+    def test_arrive_and_come_back_in_all_sizes(self, dial: Dial, process: Process) -> None:
+        link = dial()
+        for number, sizes in enumerate(SIZES):
+            sent: list[Buffer] = [pattern(size, number) for size in sizes]
+            into: list[Buffer] = [memoryview(bytearray(size)) for size in sizes]
+            answer = link.ask("echo", b"header %d" % number, sent, into=into, deadline_s=20.0)
+            assert (answer.header, answer.buffers) == (b"header %d" % number, len(sizes))
+            assert into == sent
+        assert process.ask("counts") == {"admitted": 12, "committed": 12, "abandoned": 0, "done": 12}
+
+    def test_of_one_link_may_overlap_when_small(self, dial: Dial) -> None:
+        link = dial()
+        into = [memoryview(bytearray(8192)) for _ in range(20)]
+        calls = [
+            link.begin("echo", b"", [pattern(8192, seed)], into=[into[seed]], deadline_s=10.0)
+            for seed in range(20)
+        ]
+        with pytest.raises(MessageTooLarge):
+            link.begin("keep", b"", [pattern(MIB)], deadline_s=10.0)
+        for call in calls:
+            call.finish()
+        assert into == [pattern(8192, seed) for seed in range(20)]
+
+    def test_large_answers_may_be_asked_for_while_others_are_under_way(self, dial: Dial) -> None:
+        link = dial()
+        into = [memoryview(bytearray(7 * MIB)) for _ in range(4)]
+        calls = [link.begin("source", b"%d" % (7 * MIB), into=[one], deadline_s=20.0) for one in into]
+        for call in calls:
+            call.finish()
+        assert all(one == pattern(7 * MIB) for one in into)
+
+    def test_of_several_links_are_served_at_once(self, dial: Dial) -> None:
+        links = [dial() for _ in range(5)]
+        began_s = time.monotonic()
+        calls = [link.begin("slow", b"0.4", deadline_s=10.0) for link in links]
+        assert {call.finish().header for call in calls} == {b"at last"}
+        assert time.monotonic() - began_s < 1.9
+
+    def test_from_many_threads_keep_apart(self, dial: Dial) -> None:
+        def talk(link: PeerLink, seed: int) -> bool:
+            for size in (1, 9000, 70_000, 3 * MIB):
+                into = [memoryview(bytearray(size))]
+                link.ask("echo", b"", [pattern(size, seed)], into=into, deadline_s=30.0)
+                if into[0] != pattern(size, seed):
+                    return False
+            return True
+
+        with ThreadPoolExecutor(6) as threads:
+            assert all(threads.map(talk, [dial() for _ in range(6)], range(6)))
+
+    def test_an_answer_may_have_fewer_buffers_than_there_is_room_for(self, dial: Dial) -> None:
+        into = [memoryview(bytearray(size)) for size in (10, 70_000, 5)]
+        answer = dial().ask("source", b"10 70000", into=into, deadline_s=10.0)
+        assert answer.buffers == 2
+        assert into == [pattern(10), pattern(70_000), bytes(5)]
+
+    def test_an_answer_of_another_size_closes_the_link(self, dial: Dial) -> None:
+        link = dial()
+        with pytest.raises(InvalidMessage):
+            link.ask("source", b"11", into=[memoryview(bytearray(10))], deadline_s=10.0)
+        assert link.closed
+
+
+class TestErrors:
+    def test_of_a_receiver_reach_the_asker_and_the_link_goes_on(self, dial: Dial, process: Process) -> None:
+        link = dial()
+        with pytest.raises(InvalidRequest) as refused:
+            link.ask("refuse", b"", [pattern(3 * MIB)], deadline_s=10.0)
+        assert (refused.value.message, refused.value.retry_after_s) == ("no room", 0.5)
+        with pytest.raises(InvalidRequest, match="nowhere"):
+            link.ask("nowhere", b"", [pattern(10)], deadline_s=10.0)
+        with pytest.raises(InternalError):
+            link.ask("fail", deadline_s=10.0)
+        assert link.ask("echo", b"still here", deadline_s=10.0).header == b"still here"
+        assert process.ask("counts")["abandoned"] == 0
+
+    def test_a_late_answer_is_for_nobody(self, dial: Dial, process: Process) -> None:
+        link = dial()
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            link.ask("slow", b"0.6", deadline_s=0.2)
+        assert 0.15 < time.monotonic() - began_s < 0.5
+        assert link.closed
+        with pytest.raises(PeerLost):
+            link.ask("echo", deadline_s=1.0)
+        _eventually(lambda: process.ask("links") == 0)
+        assert dial().ask("echo", b"again", deadline_s=5.0).header == b"again"
+
+    def test_corrupted_data_is_never_committed(self, end: End, process: Process) -> None:
+        end.dial_in(process)
+        process.ask("lie")
+        for sizes in ([8192], [LARGE_BYTES]):
+            assert process.ask("keep", sizes, 20.0) == "InvalidMessage"
+            end.dial_in(process)
+        assert (end.counts.admitted, end.counts.committed, end.counts.abandoned) == (2, 0, 2)
+
+    @pytest.mark.parametrize("size", [8192, 3 * MIB])
+    def test_a_corrupted_answer_closes_the_link(self, dial: Dial, process: Process, size: int) -> None:
+        link = dial()
+        process.ask("lie")
+        with pytest.raises(InvalidMessage, match="corrupted"):
+            link.ask("source", b"%d" % size, into=[memoryview(bytearray(size))], deadline_s=10.0)
+        assert link.closed
+
+    def test_closing_from_another_thread_ends_a_wait(self, dial: Dial) -> None:
+        link = dial()
+        with _aside(lambda: link.ask("slow", b"5", deadline_s=20.0)) as raised:
+            time.sleep(0.1)
+            link.close()
+        assert isinstance(raised[0], PeerLost)
+
+
+class TestDeaths:
+    def test_of_the_answering_peer_while_it_is_sent_to(self, dial: Dial, process: Process) -> None:
+        link = _warm(dial())
+        process.send_signal(signal.SIGSTOP)
+        with _aside(lambda: link.ask("keep", b"", [pattern(LARGE_BYTES)], deadline_s=20.0)) as raised:
+            time.sleep(0.3)
+            killed_s = time.monotonic()
+            process.send_signal(signal.SIGKILL)
+        assert time.monotonic() - killed_s < 2.0
+        assert isinstance(raised[0], PeerLost) and link.closed
+
+    def test_of_the_answering_peer_while_it_answers(self, dial: Dial, process: Process) -> None:
+        link = _warm(dial())
+        into = [memoryview(bytearray(LARGE_BYTES))]
+        call = link.begin("source", b"%d" % LARGE_BYTES, into=into, deadline_s=20.0)
+        time.sleep(0.4)
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            call.finish()
+        assert link.closed
+        _rests(into)
+
+    def test_of_the_asking_peer_while_it_sends(self, end: End, process: Process) -> None:
+        end.dial_in(process)
+        assert process.ask("keep", [MIB], 10.0) == "kept"
+        held = Held(end)
+        process.tell("keep", [LARGE_BYTES], 20.0)
+        assert held.reached.wait(10.0)
+        process.send_signal(signal.SIGKILL)
+        held.go_on.set()
+        _eventually(lambda: end.counts.abandoned == 1)
+        assert end.counts.committed == 1
+        _rests(end.counts.buffers)
+        _eventually(lambda: end.listener.links == 0)
+
+
+class TestStops:
+    """SIGSTOP: no end of file, nothing but silence; later the peer wakes up and goes on."""
+
+    def test_of_the_answering_peer_while_it_is_sent_to(self, dial: Dial, process: Process) -> None:
+        link = _warm(dial())
+        process.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            link.ask("keep", b"", [pattern(LARGE_BYTES)], deadline_s=0.5)
+        assert time.monotonic() - began_s < 1.5
+        process.send_signal(signal.SIGCONT)
+        _eventually(lambda: process.ask("links") == 0)
+        assert process.ask("counts")["committed"] == 1
+        assert dial().ask("echo", b"again", deadline_s=5.0).header == b"again"
+
+    def test_a_whole_message_that_lay_there_meanwhile_is_dropped(self, dial: Dial, process: Process) -> None:
+        link = _warm(dial())
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            link.ask("keep", b"", [pattern(8192)], deadline_s=0.3)
+        process.send_signal(signal.SIGCONT)
+        _eventually(lambda: process.ask("links") == 0)
+        counts = process.ask("counts")
+        assert counts["committed"] == 1
+        assert counts["abandoned"] == counts["admitted"] - 1
+
+    def test_of_the_answering_peer_while_it_answers(self, dial: Dial, process: Process) -> None:
+        link = _warm(dial())
+        into = [memoryview(bytearray(LARGE_BYTES))]
+        call = link.begin("source", b"%d" % LARGE_BYTES, into=into, deadline_s=1.2)
+        time.sleep(0.4)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            call.finish()
+        process.send_signal(signal.SIGCONT)
+        _rests(into)
+        _eventually(lambda: process.ask("counts")["done"] == 1)
+
+    def test_of_the_asking_peer_while_it_sends(self, end: End, process: Process) -> None:
+        end.dial_in(process)
+        assert process.ask("keep", [MIB], 10.0) == "kept"
+        held = Held(end)
+        process.tell("keep", [LARGE_BYTES], 1.0)
+        assert held.reached.wait(10.0)
+        process.send_signal(signal.SIGSTOP)
+        held.go_on.set()
+        _eventually(lambda: end.counts.abandoned == 1, within_s=4.0)
+        process.send_signal(signal.SIGCONT)
+        _rests(end.counts.buffers)
+        assert process.answer() in ("DeadlineExceeded", "PeerLost")
+        assert end.counts.committed == 1
+
+
+class TestEntry:
+    def test_takes_a_ticket_that_was_issued(self, transport: BulkTransport, end: End) -> None:
+        peer = Peer("worker-else", 1)
+        ticket = end.ticket(peer)
+        wrong: list[tuple[Peer, bytes]] = [
+            (peer, b"x" * 24),
+            (peer, b""),
+            (Peer("worker-third", 1), ticket),
+        ]
+        for who, shown in wrong:
+            with pytest.raises(Unauthorized):
+                transport.dial(end.listener.address, who, OWN, shown, deadline_s=5.0)
+
+    def test_uses_the_ticket_up(self, transport: BulkTransport, end: End) -> None:
+        peer = Peer("worker-else", 1)
+        ticket = end.ticket(peer)
+        transport.dial(end.listener.address, peer, OWN, ticket, deadline_s=5.0).close()
+        with pytest.raises(Unauthorized):
+            transport.dial(end.listener.address, peer, OWN, ticket, deadline_s=5.0)
+
+    def test_is_to_the_incarnation_that_was_meant(self, transport: BulkTransport, end: End) -> None:
+        peer = Peer("worker-else", 1)
+        with pytest.raises(StaleEpoch):
+            earlier = Peer(OWN.worker_id, OWN.incarnation - 1)
+            transport.dial(end.listener.address, peer, earlier, end.ticket(peer), deadline_s=5.0)
+
+    def test_of_a_later_incarnation_ends_the_links_of_the_earlier(
+        self, transport: BulkTransport, end: End
+    ) -> None:
+        old, new = Peer("worker-else", 1), Peer("worker-else", 2)
+        unused = end.ticket(old)
+        link = transport.dial(end.listener.address, old, OWN, end.ticket(old), deadline_s=5.0)
+        assert link.ask("echo", b"1", deadline_s=5.0).header == b"1"
+        end.ticket(new)
+        with pytest.raises((StaleEpoch, PeerLost)):
+            link.ask("keep", b"", [pattern(3 * MIB)], deadline_s=5.0)
+        assert end.counts.admitted == 1
+        _eventually(lambda: link.closed)
+        link.close()
+        with pytest.raises(Unauthorized):
+            transport.dial(end.listener.address, old, OWN, unused, deadline_s=5.0)
+
+    def test_after_a_death_is_a_new_link_to_a_new_process(
+        self, transport: BulkTransport, process: Process, dial: Dial
+    ) -> None:
+        link = dial()
+        process.end()
+        with pytest.raises(KvasirError):
+            link.ask("echo", deadline_s=5.0)
+        with pytest.raises((NoResponder, PeerLost)):
+            transport.dial(process.address, OWN, process.peer, b"x" * 24, deadline_s=5.0)
+        process.__init__(transport.name)  # type: ignore[misc]
+        assert dial().ask("echo", b"new", deadline_s=5.0).header == b"new"
+
+
+class TestBounds:
+    def test_of_links(self, transport: BulkTransport, end: End) -> None:
+        peer = Peer("worker-else", 1)
+        address = end.listener.address
+        links = [
+            transport.dial(address, peer, OWN, end.ticket(peer), deadline_s=5.0) for _ in range(LIMITS.links)
+        ]
+        with pytest.raises(Overloaded):
+            transport.dial(address, peer, OWN, end.ticket(peer), deadline_s=5.0)
+        links.pop().close()
+        _eventually(lambda: end.listener.links == LIMITS.links - 1)
+        links.append(transport.dial(address, peer, OWN, end.ticket(peer), deadline_s=5.0))
+        assert links[-1].ask("echo", b"in", deadline_s=5.0).header == b"in"
+        for link in links:
+            link.close()
+
+    @pytest.mark.parametrize(
+        ("header_bytes", "sizes"), [(LIMITS.header_bytes + 1, [1]), (1, [1] * 4097), (1, [40 * MIB] * 2)]
+    )
+    def test_of_messages_are_the_receivers(
+        self, transport: BulkTransport, end: End, header_bytes: int, sizes: list[int]
+    ) -> None:
+        peer = Peer("worker-else", 1)
+        link = transport.dial(end.listener.address, peer, OWN, end.ticket(peer), deadline_s=5.0)
+        with pytest.raises((MessageTooLarge, PeerLost)):
+            link.ask("keep", bytes(header_bytes), [pattern(size) for size in sizes], deadline_s=5.0)
+        assert end.counts.admitted == 0
+        link.close()
+
+    def test_of_memory(self, dial: Dial, process: Process) -> None:
+        link = dial()
+        data, into = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
+        link.ask("echo", b"", [data], into=[into], deadline_s=10.0)
+        before = process.ask("peak_bytes")
+        for _ in range(40):
+            link.ask("echo", b"", [data], into=[into], deadline_s=10.0)
+        assert process.ask("peak_bytes") - before < 24 * MIB

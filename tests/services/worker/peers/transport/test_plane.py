@@ -1,0 +1,147 @@
+"""Planes that connect by the transport that suits both ends, with tickets, and fall back."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.link import SocketLink
+from services.worker.peers.transport.plane import Issue, PeerAddress, Plane
+from services.worker.peers.transport.shm import ShmTransport
+from services.worker.peers.transport.tcp import TcpTransport
+from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
+from tests.services.worker.peers.transport.receivers import furnish
+
+A, B = Peer("worker-a", 1), Peer("worker-b", 1)
+
+
+@pytest.fixture
+def a() -> Iterator[Plane]:
+    plane = Plane(A, "host-1", [TcpTransport(), ShmTransport()])
+    plane.open()
+    yield plane
+    assert plane.close()
+
+
+@pytest.fixture
+def b() -> Iterator[Plane]:
+    plane = Plane(B, "host-1", [TcpTransport(), ShmTransport()])
+    plane.open()
+    furnish(plane.desk)
+    yield plane
+    assert plane.close()
+
+
+def _issue(plane: Plane, peer: Peer = A) -> Issue:
+    async def issue() -> bytes:
+        return plane.desk.issue(peer, valid_for_s=5.0)
+
+    return issue
+
+
+@pytest.mark.parametrize(("host", "transport"), [("host-1", "shm"), ("host-2", "tcp")])
+async def test_connects_by_what_suits_the_hosts(a: Plane, b: Plane, host: str, transport: str) -> None:
+    a.choice.on_compared("worker-b", float("inf"))
+    link = await a.connect(PeerAddress(B, host, b.addresses), _issue(b), deadline_s=5.0)
+    assert link.transport == transport
+    assert link.ask("echo", b"hello", deadline_s=5.0).header == b"hello"
+    link.close()
+
+
+async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane) -> None:
+    addresses = {**b.addresses, "shm": "@nobody-listens-here"}
+    link = await a.connect(PeerAddress(B, "host-1", addresses), _issue(b), deadline_s=5.0)
+    assert link.transport == "tcp"
+    assert a.choice.ranking(
+        "worker-b", addresses, "host-1", a.choice.aside_until_s["worker-b", "shm"] - 1
+    ) == ["tcp"]
+    link.close()
+
+
+async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: Plane, b: Plane) -> None:
+    to = PeerAddress(B, "host-1", b.addresses)
+    (await a.connect(to, _issue(b), deadline_s=5.0)).close()
+    assert {transport for _, transport in a.choice.gb_per_s} == {"tcp", "shm"}
+    a.choice.gb_per_s["worker-b", "tcp"] = 1e3
+    link = await a.connect(to, _issue(b), deadline_s=5.0)
+    assert (link.transport, a.choice.gb_per_s["worker-b", "tcp"]) == ("tcp", 1e3), "no second comparison"
+    a.on_transfer(link, 1 << 20, 1.0)
+    assert a.choice.gb_per_s["worker-b", "tcp"] < 1e3
+    link.close()
+    a.choice.on_lost("worker-b")
+    link = await a.connect(to, _issue(b), deadline_s=5.0)
+    assert 0 < a.choice.gb_per_s["worker-b", "tcp"] < 100
+    link.close()
+
+
+async def test_one_way_only_is_not_measured(a: Plane, b: Plane) -> None:
+    link = await a.connect(PeerAddress(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
+    assert a.choice.gb_per_s == {}
+    link.close()
+
+
+async def test_says_why_there_is_no_link(a: Plane, b: Plane) -> None:
+    with pytest.raises(NoResponder):
+        await a.connect(PeerAddress(B, "host-2", {}), _issue(b), deadline_s=5.0)
+    with pytest.raises(NoResponder):
+        await a.connect(PeerAddress(B, "host-2", {"tcp": "127.0.0.1:1"}), _issue(b), deadline_s=5.0)
+    with pytest.raises(Unauthorized):
+        other = _issue(b, Peer("worker-c", 1))
+        await a.connect(PeerAddress(B, "host-1", b.addresses), other, deadline_s=5.0)
+    with pytest.raises(StaleEpoch):
+        earlier = Peer("worker-b", 0)
+        await a.connect(PeerAddress(earlier, "host-1", b.addresses), _issue(b), deadline_s=5.0)
+
+
+def test_a_port_that_is_taken_is_a_setting_to_change(a: Plane) -> None:
+    port = int(a.addresses["tcp"].rpartition(":")[2])
+    with pytest.raises(ConfigError, match=str(port)):
+        Plane(B, "host-1", [ShmTransport(), TcpTransport(port=port)]).open()
+
+
+async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plane) -> None:
+    """It stayed open at both ends, one of the few that a listener takes."""
+    slow = SlowTransport()
+    a._transports["tcp"] = slow
+    to = PeerAddress(B, "host-2", b.addresses)
+    connecting = asyncio.create_task(a.connect(to, _issue(b), deadline_s=5.0))
+    assert await asyncio.to_thread(slow.is_dialling.wait, 5.0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    slow.may_go_on.set()
+    for _ in range(500):
+        if slow.links and slow.links[0].closed:
+            break
+        await asyncio.sleep(0.01)
+    assert slow.links[0].closed
+
+
+class SlowTransport(TcpTransport):
+    """Answers a dial when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dialling, self.may_go_on = threading.Event(), threading.Event()
+        self.links: list[SocketLink] = []
+
+    def dial(self, address: str, own: Peer, peer: Peer, ticket: bytes, *, deadline_s: float) -> SocketLink:
+        self.is_dialling.set()
+        assert self.may_go_on.wait(5.0)
+        self.links.append(super().dial(address, own, peer, ticket, deadline_s=deadline_s))
+        return self.links[0]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["a" * 70 + ":1", "\udc80:1", "x\0y:1", "nowhere", "h:99999"],
+    ids=["too long", "no text", "a zero", "no port", "no such port"],
+)
+async def test_an_address_that_makes_no_sense_is_the_peers_fault(a: Plane, b: Plane, address: str) -> None:
+    """What another worker wrote into its ticket ended the worker that dialled."""
+    with pytest.raises(KvasirError):
+        await a.connect(PeerAddress(B, "host-2", {"tcp": address}), _issue(b), deadline_s=5.0)
+    with pytest.raises(KvasirError):
+        await a.connect(PeerAddress(B, "host-1", {"shm": f"@{address}"}), _issue(b), deadline_s=5.0)

@@ -1,0 +1,165 @@
+"""A listener against someone who speaks the protocol wrongly: byte by byte over a plain socket."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from services.worker.peers.transport import wire
+from services.worker.peers.transport.base import Peer, TransportLimits, TransportListener
+from services.worker.peers.transport.digest import digest
+from services.worker.peers.transport.tcp import TcpTransport, split_address
+from services.worker.peers.transport.tickets import WorkerDesk
+from shared.errors import Unauthorized
+from tests.services.worker.peers.transport.receivers import Counts, furnish, pattern
+
+OWN, PEER = Peer("own", 1), Peer("peer", 1)
+SIZE = 20_000
+
+
+def heard(sock: socket.socket) -> wire.Envelope:
+    """The next message, as its bytes say."""
+    limits = TransportLimits()
+    length, crc = wire.envelope_bytes(sock.recv(wire.PREFIX.size, socket.MSG_WAITALL), limits)
+    return wire.unpacked(sock.recv(length, socket.MSG_WAITALL), crc, limits)
+
+
+def greeting(ticket: bytes, challenge: bytes) -> bytes:
+    proof = wire.greeting_proof(ticket, challenge)
+    hello = wire.Hello(PEER.worker_id, 1, OWN.worker_id, 1, wire.ticket_name(ticket), proof)
+    return wire.packed(wire.Envelope(wire.HELLO, 0, wire.to_bytes(hello)))
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.desk = WorkerDesk(OWN)
+        self.counts: Counts = furnish(self.desk)
+        self.listener: TransportListener = TcpTransport().listen(self.desk)
+
+    def greeted(self) -> socket.socket:
+        """A socket that the listener takes for a link."""
+        sock = socket.create_connection(split_address(self.listener.address), timeout=5.0)
+        sock.sendall(greeting(self.desk.issue(PEER, valid_for_s=5.0), heard(sock).header))
+        assert heard(sock).type == wire.WELCOME
+        return sock
+
+    def settled(self, condition: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 10.0
+        while not condition():
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    assert made.listener.close(5.0)
+
+
+def _message(data: memoryview) -> bytearray:
+    head = wire.packed(wire.Envelope(wire.REQUEST, 1, b"", "keep", (data.nbytes,), 5000))
+    return bytearray(head + bytes(data) + digest([data]).to_bytes(wire.DIGEST_BYTES, "little"))
+
+
+def test_a_message_written_by_hand_is_taken(rig: Rig) -> None:
+    with rig.greeted() as sock:
+        sock.sendall(_message(pattern(SIZE)))
+        assert b"kept" in sock.recv(4096)
+    assert rig.counts.buffers == [pattern(SIZE)]
+
+
+@pytest.mark.parametrize("kept", [1, 15, 40, 100, SIZE, -9, -1])
+def test_a_truncated_one_is_not(rig: Rig, kept: int) -> None:
+    with rig.greeted() as sock:
+        sock.sendall(_message(pattern(SIZE))[:kept])
+    rig.settled(lambda: rig.listener.links == 0)
+    assert rig.counts.committed == 0
+    assert rig.counts.abandoned == rig.counts.admitted
+
+
+@pytest.mark.parametrize("place", [0, 5, 9, 20, 30, 100, SIZE // 2, SIZE, -1, -8])
+def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
+    message = _message(pattern(SIZE))
+    message[place] ^= 0x10
+    with rig.greeted() as sock:
+        sock.sendall(message)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            continue
+    rig.settled(lambda: rig.listener.links == 0)
+    assert rig.counts.committed == 0
+    assert rig.counts.abandoned == rig.counts.admitted
+
+
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB2" + b"\xff" * 100])
+def test_a_stranger_gets_nowhere(rig: Rig, greeting: bytes) -> None:
+    with socket.create_connection(split_address(rig.listener.address), timeout=8.0) as sock:
+        sock.sendall(greeting)
+        with contextlib.suppress(OSError):  # It may have been shown the door already.
+            sock.shutdown(socket.SHUT_WR)
+        rig.settled(lambda: rig.listener.links == 0)
+    assert rig.counts.admitted == 0
+
+
+def test_a_greeting_is_good_for_the_link_it_was_made_for(rig: Rig) -> None:
+    """Who sees it pass, and is quicker, gets nowhere with it; and never sees the ticket."""
+    address, ticket = split_address(rig.listener.address), rig.desk.issue(PEER, valid_for_s=5.0)
+    with socket.create_connection(address, timeout=5.0) as one, socket.create_connection(address) as other:
+        seen = greeting(ticket, heard(one).header)
+        assert ticket not in seen
+        heard(other)
+        other.sendall(seen)
+        refused = heard(other)
+    assert refused.type == wire.FAILURE
+    assert isinstance(wire.error_from(refused.header), Unauthorized)
+
+
+def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_served(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if "link" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with socket.create_connection(split_address(rig.listener.address), timeout=5.0) as sock:
+        assert sock.recv(1) == b"", "closed at once"
+    monkeypatch.undo()
+    rig.settled(lambda: "can't start new thread" in caplog.text)
+    assert rig.listener.links == 0
+    with rig.greeted() as sock:
+        sock.sendall(_message(pattern(SIZE)))
+        assert b"kept" in sock.recv(4096)
+
+
+def test_strangers_take_no_place_from_those_with_a_ticket(rig: Rig) -> None:
+    """However many connect and say nothing, and go on doing so: who shows a ticket is served at once."""
+    address, over = split_address(rig.listener.address), threading.Event()
+    silent = [socket.create_connection(address, timeout=5.0) for _ in range(200)]
+
+    def flood() -> None:
+        while not over.wait(0.001):
+            silent.append(socket.create_connection(address, timeout=5.0))
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        for _ in range(5):
+            began_s = time.monotonic()
+            with rig.greeted() as sock:
+                sock.sendall(_message(pattern(SIZE)))
+                assert b"kept" in sock.recv(4096)
+            assert time.monotonic() - began_s < 1.5, "sooner than a stranger's time is up"
+    finally:
+        over.set()
+        flooding.join()
+        for one in silent:
+            one.close()
+    assert rig.counts.committed == 5
