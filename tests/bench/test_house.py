@@ -1,10 +1,10 @@
-"""What `bench house` counts, on a small tree of its own."""
+"""What `bench house` counts, and the layers that it draws, on small trees of their own."""
 
 from pathlib import Path
 
 import pytest
 
-from bench.house import static
+from bench.house import layers, static
 
 TREE = {
     "services/__init__.py": "",
@@ -43,3 +43,38 @@ def test_a_word_with_two_meanings_counts_whether_class_or_alias(tree: list[stati
 def test_imports_count_all_their_lines(tree: list[static.Module]) -> None:
     lines = sum(text.count("\n") for text in TREE.values())
     assert static.import_share(tree) == pytest.approx((2 + 3 + 1) / lines)
+
+
+def test_rooms_that_import_each_other_share_a_box() -> None:
+    circle = {"top": {"left"}, "left": {"right"}, "right": {"left", "base"}, "base": set[str]()}
+    assert layers.without_cycles(circle) == {
+        "top": {"left + right"},
+        "left + right": {"base"},
+        "base": set(),
+    }
+
+
+def test_an_arrow_is_left_out_where_a_longer_way_leads_there() -> None:
+    graph = {"top": {"middle", "base"}, "middle": {"base"}, "base": set[str]()}
+    assert layers.without_detours(graph) == {"top": {"middle"}, "middle": {"base"}, "base": set()}
+
+
+def test_a_room_imports_what_its_modules_import(tmp_path: Path) -> None:
+    """Folders named core are one room, wherever they lie; the first pattern that fits counts."""
+    for name, text in {
+        "services/worker/kv/core/tree.py": "from shared.clock import Clock\n",
+        "services/worker/kv/store.py": "from services.worker.kv.core.tree import Clock\n",
+        "services/ledger/core/table.py": "import shared.clock\n",
+        "shared/clock.py": "Clock = int\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    lines = [line.strip() for line in layers.mermaid(tmp_path).splitlines()]
+    assert lines == [
+        "flowchart TD",
+        'r0["worker: kv/"]',
+        'r1["core/, policy/: what services decide"]',
+        'r2["shared: messages, subjects, configuration, errors"]',
+        "r0 --> r1",
+        "r1 --> r2",
+    ]

@@ -1,4 +1,4 @@
-"""The README names only targets, folders, links and settings that exist; its tree is the tree."""
+"""README and docs name only targets, files, links and settings that exist; README's tree is the tree."""
 
 import re
 from importlib import import_module
@@ -11,7 +11,16 @@ from shared.config import load
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 TARGETS = sorted(set(re.findall(r"`?make ([a-z-]+)", README)) - {"and"})
-LINKS = sorted(set(re.findall(r"\]\((?!http|#)([^)#]+)", README)))
+FOLDERS = ("services", "shared", "sim", "bench", "models", "deploy", "docs", "tests")
+FILES = {
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for ending in ("py", "cpp", "h", "md")
+    for path in (ROOT / folder).rglob(f"*.{ending}")
+}
+DOCUMENTS = sorted(
+    path for path in (*FILES, *(path.name for path in ROOT.glob("*.md"))) if path.endswith(".md")
+)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -19,9 +28,22 @@ def test_every_make_target_exists(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.M)
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_every_link_leads_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+def exists(named: str, document: str) -> bool:
+    """Whether a file's path ends like this: in a service's README below that service, or its tests."""
+    home = str(Path(document).parent)
+    near = (f"{home}/", f"tests/{home}/") if home.startswith("services/") else ("",)
+    return named in FILES or any(path.endswith(f"/{named}") and path.startswith(near) for path in FILES)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_and_link_in_a_document_leads_somewhere(document: str) -> None:
+    """A file that moves takes its mentions along."""
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"`(?:…/)?([\w./-]+\.(?:py|cpp|h))(?::[^`]*)?`", text))
+    links = set(re.findall(r"\]\((?!http|#)([^)#\s]+)", text))
+    lost = {name for name in named if not exists(name, document)}
+    lost |= {link for link in links if not (ROOT / document).parent.joinpath(link).exists()}
+    assert lost == set()
 
 
 def test_the_tree_is_the_tree() -> None:

@@ -1,4 +1,4 @@
-"""docs/request-lifecycle.md names only files, functions and subjects that exist, in at most 600 words."""
+"""docs/request-lifecycle.md names only what exists, in at most 600 words; the code draws its pictures."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.house import layers
 from services.scheduler.core.sequence import mermaid
 from shared import subjects
 
@@ -55,6 +56,11 @@ def test_every_subject_exists(subject: str) -> None:
 def test_it_is_short() -> None:
     prose = re.sub(r"```.*?```", "", DOCUMENT, flags=re.S)
     assert len(prose.split()) <= 600
+
+
+def test_the_layers_are_those_of_the_imports() -> None:
+    """Paste what `python -m bench.house.layers` prints. A box with a plus sign in it is a new circle."""
+    assert f"```mermaid\n{layers.mermaid()}\n```" in DOCUMENT
 
 
 def test_the_diagram_is_the_table() -> None:
