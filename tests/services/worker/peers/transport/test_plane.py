@@ -136,8 +136,8 @@ class SlowTransport(TcpTransport):
 
 @pytest.mark.parametrize(
     "address",
-    ["a" * 70 + ":1", "\udc80:1", "x\0y:1", "nowhere", "h:99999"],
-    ids=["too long", "no text", "a zero", "no port", "no such port"],
+    ["a" * 70 + ":1", "x\0y:1", "nowhere", "h:99999"],
+    ids=["too long", "a zero", "no port", "no such port"],
 )
 async def test_an_address_that_makes_no_sense_is_the_peers_fault(a: Plane, b: Plane, address: str) -> None:
     """What another worker wrote into its ticket ended the worker that dialled."""
