@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from services.ledger.config import LedgerConfig
-from services.ledger.core.debt_ledger import Table
+from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from services.ledger.core.leadership import Leadership
-from services.ledger.core.policy import candidates
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
@@ -103,7 +102,7 @@ class Ledger:
 
     def __init__(self, bus: Bus, config: LedgerConfig, clock: Clock = monotonic_s) -> None:
         self._bus = bus
-        self.table = Table(silence_s=config.worker_timeout_s)
+        self.table = DebtLedger(silence_s=config.worker_timeout_s)
         rules = SettleRules(
             threshold_tokens=config.settle_threshold_tokens,
             interval_s=config.settle_interval_s,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from services.stack.backoff import Backoff
 from services.stack.launch import Launcher, Program
 from services.stack.probes import AliveProbe, Probe
 from services.stack.process import ChildProcess
@@ -40,6 +39,28 @@ class ChildState(StrEnum):
     PARKED = "parked"
     """Ended because it is not needed; started again when it is."""
     STOPPED = "stopped"
+
+
+@dataclass
+class Backoff:
+    """How long to wait before a child that died is started again.
+
+    The wait doubles with every death, from `first_s` to `longest_s`. A child that lived for `stable_s` is
+    believed to be well: its next death counts as the first.
+    """
+
+    first_s: float = 0.1
+    longest_s: float = 10.0
+    stable_s: float = 10.0
+    failures: int = 0
+    """Ends in a row, each within `stable_s` of its start."""
+
+    def on_exit(self, lived_s: float) -> float:
+        """Seconds to wait before the next start of a child that lived for `lived_s`."""
+        if lived_s >= self.stable_s:
+            self.failures = 0
+        self.failures += 1
+        return min(self.longest_s, self.first_s * 2.0 ** min(self.failures - 1, 30))
 
 
 @dataclass

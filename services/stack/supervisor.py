@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from services.stack.backoff import Backoff
-from services.stack.children import Child, ChildSpec, ChildState
+from services.stack.children import Backoff, Child, ChildSpec, ChildState
 from services.stack.process import ChildProcess, describe_exit
 from shared.errors import InternalError, KvasirError
 

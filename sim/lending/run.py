@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from services.ledger.core.debt_ledger import Table
+from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
-from services.ledger.core.policy import candidates
 from services.worker.peers.lending.core.borrowing import AskLedger, CreditorQuestion
 from services.worker.peers.lending.core.debts import Repayment
 from services.worker.peers.lending.core.lendable_memory import lend
@@ -86,7 +85,7 @@ class LendingSimulation:
         self.scenario = scenario
         self._check = check
         self.now_s = 0.0
-        self.ledger = Table()
+        self.ledger = DebtLedger()
         blocks = scenario.kv_tokens // BLOCK_TOKENS
         self.members = {
             f"w{at}": LendingWorker(f"w{at}", blocks, jobs(scenario.mix, scenario.seed, at), scenario.cost)

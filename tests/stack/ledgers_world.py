@@ -6,7 +6,7 @@ Each has its own table of debts, coordinator and view of who leads; they die wit
 from dataclasses import dataclass
 from functools import partial
 
-from services.ledger.core.debt_ledger import Table
+from services.ledger.core.debt_ledger import DebtLedger
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from services.ledger.core.leadership import Leadership
 from shared.messages.reports import WorkerReported
@@ -25,7 +25,7 @@ class Ledger:
     is_alive: bool = True
 
     def __post_init__(self) -> None:
-        self.table = Table(silence_s=2.0)
+        self.table = DebtLedger(silence_s=2.0)
         self.coordinator = Coordinator(f"{self.ledger_id}-{self.incarnation}", RULES)
         self.leadership = Leadership(self.ledger_id, self.incarnation, silence_s=SILENCE_S)
 

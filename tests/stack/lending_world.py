@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.ledger.core.debt_ledger import Table
-from services.ledger.core.policy import candidates
+from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.borrowing import AskLedger, Borrowing, CreditorQuestion, Manners
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
@@ -97,7 +96,7 @@ class LendingWorld:
         self.now_s = 0.0
         self.host_blocks = host_blocks
         self.letters: list[Letter] = []
-        self.ledger = Table(silence_s=2.0)
+        self.ledger = DebtLedger(silence_s=2.0)
         self.names = [f"w{number}" for number in range(workers)]
         self.members = {name: Member(name, 1, host_blocks) for name in self.names}
 
@@ -146,7 +145,7 @@ class LendingWorld:
         self.members[name] = Member(name, self.members[name].incarnation + 1, self.host_blocks)
 
     def restart_ledger(self) -> None:
-        self.ledger = Table(silence_s=2.0)
+        self.ledger = DebtLedger(silence_s=2.0)
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
@@ -315,7 +314,7 @@ class LendingWorld:
                 assert creditor.grants.leave(key.grant_id) is None
 
 
-def _found(table: Table, asked: FindCreditors) -> CreditorCandidates:
+def _found(table: DebtLedger, asked: FindCreditors) -> CreditorCandidates:
     return CreditorCandidates(
         candidates=tuple(
             candidates(table, asked.debtor_id, asked.tokens, asked.refused_by, asked.refused_host_by)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from services.ledger.core.debt_ledger import Table
+from services.ledger.core.debt_ledger import DebtLedger
 from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
 from services.worker.peers.lending.core.settling import Copy, Settling, Swap
 from shared.messages.lending import KvTier, Settled
@@ -54,7 +54,7 @@ class SettlingWorld(LendingWorld):
     def settle(self) -> None:
         self.settle_by(self.coordinator, self.ledger)
 
-    def settle_by(self, coordinator: Coordinator, table: Table) -> None:
+    def settle_by(self, coordinator: Coordinator, table: DebtLedger) -> None:
         """A ledger starts what can be settled by what it knows."""
         sizes = dict.fromkeys(self.names, 16)
         self._send(coordinator, coordinator.on_tick(table.debts(), sizes, self.now_s))

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.ledger.core.debt_ledger import Table
-from services.ledger.core.policy import candidates
+from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.placement.core.fleet import FleetCapacity
 from services.placement.core.packer import Packer
 from services.placement.policy import create, create_packing
@@ -155,7 +154,7 @@ def test_placement(policy: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_ledger(seed: int) -> None:
-    table = Table()
+    table = DebtLedger()
     coming = events(seed, [WorkerReported, FindCreditors, CreditorOffered])
     for _ in range(EVENTS):
         message, now_s = next(coming)

@@ -2,7 +2,11 @@
 
 Loosely coherent on purpose: it is rebuilt from one round of heartbeats and nothing else is needed. It knows
 no bus and no clock; `now_s` is passed in. Amounts are tokens here (workers' blocks may differ in size).
-Source: papers/001 §4.4 (gManager); `algorithms.md` §4.
+
+`candidates` says whom a debtor should ask, sorted by (distance, −free, id), device memory before host memory.
+Free memory that was just pointed out to another debtor counts as taken, which spreads debtors that ask at the
+same time; a worker with nothing left unpromised comes last, not never. Nothing is granted here: the creditor
+decides. Source: papers/001 §4.4 (gManager); `algorithms.md` §4.
 """
 
 from collections.abc import Iterator
@@ -11,8 +15,10 @@ from dataclasses import dataclass, field
 from sortedcontainers import SortedKeyList
 
 from shared.incarnations import Incarnations
+from shared.messages.commands import CreditorCandidate
 from shared.messages.lending import KvTier
 from shared.messages.reports import WorkerReported
+from shared.messages.values import as_count
 
 _POSITIVE = (0, "")
 """Above every key of a worker that has something left, below all others."""
@@ -130,7 +136,7 @@ class Account:
         return self.offers[KvTier.DEVICE].free_tokens
 
 
-class Table:
+class DebtLedger:
     """Accounts by worker id. A worker that is silent for `silence_s` is dropped."""
 
     def __init__(self, *, silence_s: float = 2.0) -> None:
@@ -298,3 +304,51 @@ def _account(report: WorkerReported, now_s: float) -> Account:
         host_borrowed_from_tokens=tokens(report.host_borrowed_from_blocks),
         heard_s=now_s,
     )
+
+
+OFFERED_CREDITORS = 3
+SAME_HOST, OTHER_HOST = 0, 1
+
+
+def distance(debtor_host: str, creditor_host: str) -> int:
+    """0 on the same host, 1 elsewhere; an unnamed host is nobody's neighbour."""
+    return SAME_HOST if debtor_host and debtor_host == creditor_host else OTHER_HOST
+
+
+def candidates(
+    table: DebtLedger,
+    debtor_id: str,
+    tokens: int,
+    refused_by: tuple[str, ...] = (),
+    refused_host_by: tuple[str, ...] = (),
+    *,
+    limit: int = OFFERED_CREDITORS,
+) -> list[CreditorCandidate]:
+    """Up to `limit` workers to ask, best first, and for which tier of their memory.
+
+    Notes in `table` what the first of them is asked for.
+    """
+    table.on_refused(refused_by)
+    table.on_refused(refused_host_by, KvTier.HOST)
+    table.withdraw_offer(debtor_id)
+    debtor = table.get(debtor_id)
+    host = debtor.host if debtor is not None else ""
+    chosen: list[tuple[Account, KvTier]] = []
+    for account, tier in table.best(host):
+        if len(chosen) == limit:
+            break
+        fits = bool(account.fingerprint) and (debtor is None or debtor.fingerprint == account.fingerprint)
+        if account.worker_id != debtor_id and fits:
+            chosen.append((account, tier))
+    if chosen:
+        account, tier = chosen[0]
+        table.on_offered(account.worker_id, debtor_id, min(tokens, account.offers[tier].free_tokens), tier)
+    return [
+        CreditorCandidate(
+            worker_id=account.worker_id,
+            free_tokens=as_count(account.offers[tier].free_tokens),
+            distance=distance(host, account.host),
+            tier=tier,
+        )
+        for account, tier in chosen
+    ]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 
 from services.placement.core.fleet import FleetCapacity, Reservation, Resident
 from services.placement.core.packing_types import Counts, Known, PackingRules
-from services.placement.core.roster import Roll
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
@@ -32,7 +31,7 @@ class Packer:
         self._make = make
         self._capacity = 0
         self._policy: PackingPolicy | None = None
-        self._roll = Roll()
+        self._roster = WorkerRoster()
         self._known: dict[SequenceKey, Known] = {}
         self._wanting = 0
         self._asked_s = float("-inf")
@@ -101,7 +100,7 @@ class Packer:
         able = [name for name in self.idle_workers(fleet) if name not in excluded]
         able += [
             name
-            for name in self._roll.emptiest(homes, self._capacity - blocks)
+            for name in self._roster.emptiest(homes, self._capacity - blocks)
             if name in fleet.workers and name not in excluded
         ]
         if not able:
@@ -111,28 +110,28 @@ class Packer:
 
     def sync(self, fleet: FleetCapacity, now_s: float) -> None:
         """Workers that came, went or began anew."""
-        heard = self._roll.heard(fleet)
+        heard = self._roster.heard(fleet)
         capacity = min(
             (self.rules.capacity(fleet.workers[name].total_blocks) for name in heard), default=self._capacity
         )
         if capacity != self._capacity:
             self._begin_anew(capacity)
-        for name, incarnation in list(self._roll.present.items()):
+        for name, incarnation in list(self._roster.present.items()):
             if heard.get(name) != incarnation:
                 self._drop_worker(name)
         for name, incarnation in heard.items():
-            if name not in self._roll.present and self._policy is not None:
-                self._roll.present[name] = incarnation
+            if name not in self._roster.present and self._policy is not None:
+                self._roster.present[name] = incarnation
                 self._policy.add_worker(name, fleet.workers[name].host)
 
     def _begin_anew(self, capacity: int) -> None:
         """Another capacity: other classes. The next epoch finds everything again."""
         self._capacity, self._policy = capacity, self._make(capacity)
-        self._roll.present.clear()
+        self._roster.present.clear()
         self._known.clear()
 
     def _drop_worker(self, name: str) -> None:
-        del self._roll.present[name]
+        del self._roster.present[name]
         if self._policy is not None:
             for key in self._policy.remove_worker(name):
                 self._known.pop(key, None)  # type: ignore[call-overload]
@@ -152,7 +151,7 @@ class Packer:
         policy = self._policy
         if policy is None:
             return ()
-        seen = self._roll.seen(fleet)
+        seen = self._roster.seen(fleet)
         self._follow(policy, seen, now_s)
         ended = list(self._ends(seen, now_s))
         if ended:
@@ -266,7 +265,7 @@ class Packer:
 
     def _take_back(self, policy: PackingPolicy, key: SequenceKey, known: Known) -> None:
         """The books follow the world."""
-        if known.worker_id is None or known.worker_id not in self._roll.present:
+        if known.worker_id is None or known.worker_id not in self._roster.present:
             return
         policy.end(key)
         effects = policy.adopt(key, known.blocks, known.worker_id)
@@ -283,41 +282,101 @@ class Packer:
         used = {self._policy.worker_of(key) for key in self._known} if self._policy else set()
         return sorted(
             name
-            for name in self._roll.present
+            for name in self._roster.present
             if name in fleet.workers and name not in used and not fleet.workers[name].residents
         )
 
     def retire(self, worker_id: str, fleet: FleetCapacity) -> None:
         """It gets nothing more in this incarnation: it is about to be stopped."""
-        self._roll.retire(worker_id, fleet)
-        if worker_id in self._roll.present:
+        self._roster.retire(worker_id, fleet)
+        if worker_id in self._roster.present:
             self._drop_worker(worker_id)
 
     def unretire(self, worker_id: str) -> None:
         """It was not stopped after all."""
-        self._roll.unretire(worker_id)
+        self._roster.unretire(worker_id)
 
     def state_of(self, worker_id: str) -> str:
         """For people: the class of its largest item, idle, draining, retired."""
         categories = getattr(self._policy, "categories", None)
         used = [key for key in self._known if self._policy and self._policy.worker_of(key) == worker_id]
-        if used and worker_id in self._roll.present:
+        if used and worker_id in self._roster.present:
             return str(categories()[worker_id]) if categories is not None else "active"
         residents = any(known.worker_id == worker_id for known in self._known.values())
-        return self._roll.state_of(worker_id, has_residents=residents)
+        return self._roster.state_of(worker_id, has_residents=residents)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books contradict themselves."""
         if self._policy is None:
-            assert not self._known and not self._roll.present
+            assert not self._known and not self._roster.present
             return
         self._policy.check_integrity()
         for key in self._known:
-            assert self._policy.worker_of(key) in self._roll.present, f"{key} is known and has no place"
+            assert self._policy.worker_of(key) in self._roster.present, f"{key} is known and has no place"
 
     def _blocks(self, blocks: int) -> int:
         least = -(-self._capacity // self.rules.most_sequences)
         return max(1, least, min(blocks, self._capacity))
+
+
+class WorkerRoster:
+    """Which workers a packer counts on, each in one incarnation, and which get nothing more.
+
+    A worker that begins anew under its old id is another worker: it is empty, and no longer retired.
+    """
+
+    def __init__(self) -> None:
+        self.present: dict[str, int] = {}
+        """In the books, with their incarnation."""
+        self._retired: dict[str, int] = {}
+        """Incarnations of workers that get nothing more."""
+
+    def heard(self, fleet: FleetCapacity) -> dict[str, int]:
+        """The incarnation of each that may get something."""
+        return {
+            name: worker.incarnation
+            for name, worker in fleet.workers.items()
+            if self._retired.get(name) != worker.incarnation
+        }
+
+    def seen(self, fleet: FleetCapacity) -> dict[SequenceKey, tuple[str, Resident]]:
+        """Where the highest attempt of each sequence is; a rehearsal is nobody's."""
+        seen: dict[SequenceKey, tuple[str, Resident]] = {}
+        for worker in fleet.workers.values():
+            if self.present.get(worker.worker_id) != worker.incarnation:
+                continue
+            for key, resident in worker.residents.items():
+                before = seen.get(key)
+                is_newer = before is None or before[1].attempt < resident.attempt
+                if resident.is_read and is_newer:
+                    seen[key] = (worker.worker_id, resident)
+        return seen
+
+    def retire(self, worker_id: str, fleet: FleetCapacity) -> None:
+        """It gets nothing more in this incarnation."""
+        worker = fleet.workers.get(worker_id)
+        if worker is not None:
+            self._retired[worker_id] = worker.incarnation
+
+    def unretire(self, worker_id: str) -> None:
+        """It was not stopped after all."""
+        self._retired.pop(worker_id, None)
+
+    def state_of(self, worker_id: str, *, has_residents: bool) -> str:
+        """For people: of one that the books have nothing for."""
+        if worker_id not in self.present:
+            return "retired" if worker_id in self._retired else "unknown"
+        return "draining" if has_residents else "idle"
+
+    def emptiest(self, homes: Iterable[tuple[object, int]], most_blocks: int) -> list[str]:
+        """Workers that `homes`, sequences' workers and blocks, fill to at most so much, emptiest first."""
+        used = dict.fromkeys(self.present, 0)
+        for home, blocks in homes:
+            if home in used:
+                used[home] += blocks
+        return [
+            name for _, name in sorted((size, name) for name, size in used.items() if size <= most_blocks)
+        ]
 
 
 def _size(resident: Resident) -> int:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stack.backoff import Backoff
+from services.stack.children import Backoff
 
 
 def test_first_restart_is_quick_and_then_they_double() -> None:

@@ -7,8 +7,7 @@ import shlex
 from rich.console import Console
 
 from services.stack import display
-from services.stack.backoff import Backoff
-from services.stack.children import Child, ChildSpec, ChildState
+from services.stack.children import Backoff, Child, ChildSpec, ChildState
 from services.stack.display import StartDisplay, curl_line
 
 

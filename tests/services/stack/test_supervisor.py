@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.stack.backoff import Backoff
-from services.stack.children import ChildSpec, ChildState
+from services.stack.children import Backoff, ChildSpec, ChildState
 from services.stack.launch import Seedling
 from services.stack.leftovers import is_alive as alive
 from services.stack.probes import HttpProbe

@@ -1,6 +1,6 @@
 """The table of accounts."""
 
-from services.ledger.core.debt_ledger import Table
+from services.ledger.core.debt_ledger import DebtLedger
 from shared.messages.lending import KvTier
 from shared.messages.reports import Capacity, WorkerReported
 from tests.shared.messages.builders import worker_report
@@ -44,7 +44,7 @@ def report(
 
 
 def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
-    table = Table()
+    table = DebtLedger()
     table.on_reported(report("w0", free=10, borrowed=6, borrowed_free=4, lent_to={"w1": 3}), 0.0)
     account = table.get("w0")
     assert account is not None
@@ -55,7 +55,7 @@ def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
 
 
 def test_old_news_is_ignored() -> None:
-    table = Table()
+    table = DebtLedger()
     table.on_reported(report("w0", free=5, seq=7), 0.0)
     table.on_reported(report("w0", free=9, seq=7), 0.1)
     account = table.get("w0")
@@ -69,7 +69,7 @@ def test_old_news_is_ignored() -> None:
 
 
 def test_silent_workers_are_dropped() -> None:
-    table = Table(silence_s=2.0)
+    table = DebtLedger(silence_s=2.0)
     table.on_reported(report("w0"), 0.0)
     table.on_reported(report("w1"), 1.5)
     assert table.on_tick(2.5) == ["w0"]
@@ -77,7 +77,7 @@ def test_silent_workers_are_dropped() -> None:
 
 
 def test_a_refusal_and_a_promise_last_until_the_next_heartbeat() -> None:
-    table = Table()
+    table = DebtLedger()
     table.on_reported(report("w0"), 0.0)
     table.on_offered("w0", "w1", 64)
     account = table.get("w0")
@@ -94,7 +94,7 @@ def test_a_refusal_and_a_promise_last_until_the_next_heartbeat() -> None:
 
 
 def test_a_creditor_says_what_it_would_lend() -> None:
-    table = Table()
+    table = DebtLedger()
     table.on_reported(report("w0", free=10, lendable=3), 0.0)
     account = table.get("w0")
     assert account is not None
@@ -102,7 +102,7 @@ def test_a_creditor_says_what_it_would_lend() -> None:
 
 
 def test_debts_are_what_both_sides_say() -> None:
-    table = Table()
+    table = DebtLedger()
     table.on_reported(report("w0", lent_to={"w1": 5, "w2": 9, "gone": 1}), 0.0)
     table.on_reported(report("w1", borrowed_from={"w0": 7}, lent_to={"w0": 2}), 0.0)
     table.on_reported(report("w2", borrowed_from={"gone": 4}), 0.0)

@@ -5,20 +5,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.ledger.core.debt_ledger import Table
-from services.ledger.core.policy import OFFERED_CREDITORS, candidates, distance
+from services.ledger.core.debt_ledger import OFFERED_CREDITORS, DebtLedger, candidates, distance
 from shared.messages.lending import KvTier
 from tests.services.ledger.core.test_debt_ledger import report
 
 
-def table_of(**free_blocks: int) -> Table:
-    table = Table()
+def table_of(**free_blocks: int) -> DebtLedger:
+    table = DebtLedger()
     for worker, free in free_blocks.items():
         table.on_reported(report(worker, free=free), 0.0)
     return table
 
 
-def ids(table: Table, debtor: str, tokens: int = 16, refused_by: tuple[str, ...] = ()) -> list[str]:
+def ids(table: DebtLedger, debtor: str, tokens: int = 16, refused_by: tuple[str, ...] = ()) -> list[str]:
     found = [creditor.worker_id for creditor in candidates(table, debtor, tokens, refused_by)]
     table.check_integrity()
     return found
@@ -29,7 +28,7 @@ def test_most_free_first_then_id_and_never_oneself() -> None:
 
 
 def test_neighbours_come_before_more_memory_elsewhere() -> None:
-    table = Table()
+    table = DebtLedger()
     table.on_reported(report("w0", host="a"), 0.0)
     table.on_reported(report("w1", host="b", free=20), 0.0)
     table.on_reported(report("w2", host="a", free=1), 0.0)
@@ -56,7 +55,7 @@ def test_fully_promised_workers_come_last_but_are_offered() -> None:
     assert ids(table, "d1", tokens=160) == ["w2", "w1"]
 
 
-def tiers(table: Table, debtor: str, **asked: Any) -> list[tuple[str, KvTier]]:
+def tiers(table: DebtLedger, debtor: str, **asked: Any) -> list[tuple[str, KvTier]]:
     found = [(one.worker_id, one.tier) for one in candidates(table, debtor, 16, **asked)]
     table.check_integrity()
     return found
@@ -64,7 +63,7 @@ def tiers(table: Table, debtor: str, **asked: Any) -> list[tuple[str, KvTier]]:
 
 def test_device_memory_is_offered_before_host_memory() -> None:
     device, host = KvTier.DEVICE, KvTier.HOST
-    table = Table()
+    table = DebtLedger()
     for worker, free, host_free in (("w0", 0, 0), ("w1", 1, 9), ("w2", 0, 5)):
         table.on_reported(report(worker, free=free, host_lendable=host_free), 0.0)
     assert tiers(table, "w0") == [("w1", device), ("w1", host), ("w2", host)]
@@ -77,7 +76,7 @@ def test_device_memory_is_offered_before_host_memory() -> None:
 
 
 def test_workers_with_other_kv_are_not_offered() -> None:
-    table = Table()
+    table = DebtLedger()
     for worker, fingerprint in (("w0", b"a"), ("w1", b"b"), ("w2", b"a")):
         table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
     assert ids(table, "w0") == ["w2"]
@@ -85,7 +84,7 @@ def test_workers_with_other_kv_are_not_offered() -> None:
 
 
 def test_a_worker_whose_kv_nobody_knows_is_offered_to_none_and_offered_none() -> None:
-    table = Table()
+    table = DebtLedger()
     for worker, fingerprint in (("w0", b""), ("w1", b""), ("w2", b"a")):
         table.on_reported(report(worker, fingerprint=fingerprint), 0.0)
     assert ids(table, "w0") == ids(table, "w2") == []

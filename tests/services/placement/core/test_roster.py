@@ -1,7 +1,7 @@
 """Which workers a packer counts with."""
 
 from services.placement.core.fleet import FleetCapacity
-from services.placement.core.roster import Roll
+from services.placement.core.packer import WorkerRoster
 from tests.shared.messages.builders import worker_report
 
 
@@ -13,7 +13,7 @@ def fleet(*names: str, incarnation: int = 1) -> FleetCapacity:
 
 
 def test_a_retired_life_is_not_heard_and_the_next_one_is() -> None:
-    roll = Roll()
+    roll = WorkerRoster()
     assert roll.heard(fleet("a", "b")) == {"a": 1, "b": 1}
     roll.retire("a", fleet("a", "b"))
     assert roll.heard(fleet("a", "b")) == {"b": 1}
@@ -24,7 +24,7 @@ def test_a_retired_life_is_not_heard_and_the_next_one_is() -> None:
 
 
 def test_the_emptiest_come_first() -> None:
-    roll = Roll()
+    roll = WorkerRoster()
     roll.present = {"a": 1, "b": 1, "c": 1}
     assert roll.emptiest([("a", 5), ("b", 2), ("a", 4), ("gone", 9)], 8) == ["c", "b"]
     assert roll.state_of("a", has_residents=True) == "draining"
