@@ -44,7 +44,7 @@ def _overview() -> str:
     width = max(len(bench.name) for bench in BENCHES) + 2
     lines = [f"  {bench.name:{width}}{bench.description}" for bench in BENCHES]
     lines.append(f"  {'data':{width}}data sets: what is there and where from; downloads what is missing")
-    lines.append(f"  {'record':{width}}writes figures of runs into docs/benchmarks.md")
+    lines.append(f"  {'record':{width}}writes figures of runs into docs/benchmarks/NAME.md")
     usage = "python -m bench NAME [--quick] [--json FILE|-] [--out DIR] [--seed N]   (NAME --help: its flags)"
     return "\n".join([usage, "", *lines])
 

@@ -10,7 +10,6 @@ publishing.
 
 import json
 import os
-import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
@@ -21,14 +20,13 @@ import httpx
 
 from bench.house import static
 from bench.kit.context import Context
-from bench.kit.load import Target, answers
+from bench.kit.models import TINY_CHAT
 from bench.kit.outcome import Outcome, Table
-from bench.kit.processes import ProcessTree, free_port
 from bench.kit.provenance import ROOT
+from bench.kit.stacks import start_stack
 from shared.errors import InternalError
 
 _TRACER = Path(__file__).parent / "tracer"
-_MODEL = ROOT / "models" / "tiny_chat"
 _READY_S = 180.0
 _ANSWER_S = 120.0
 _WRITTEN_S = 20.0
@@ -109,28 +107,19 @@ def _trace(
 
     It is sent once the gateway takes `context_tokens`: lenders make themselves known after a while.
     """
-    folder = context.run_dir / f"trace-{name}"
+    folder = context.run_dir.resolve() / f"trace-{name}"
     folder.mkdir()
     (folder / "flag").write_bytes(b"\0")
-    port = free_port()
-    argv = [sys.executable, "-m", "services", "up", "--run-dir", str(folder / "stack"), "--port", str(port)]
-    argv += ["--nats-port", str(free_port()), "--workers", "2", "--model", str(_MODEL)]
-    for key, value in settings.items():
-        argv += ["--set", f"{key}={value}"]
     path = os.pathsep.join(filter(None, [str(_TRACER), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "KVASIR_TRACE": str(folder)}
+    environ = {"PYTHONPATH": path, "KVASIR_TRACE": str(folder)}
     context.say(f"tracing: {name}")
-    side = ProcessTree("kvasir", argv, env, folder / "stack.log", ROOT)
-    try:
-        side.await_(lambda: answers(Target(port, _MODEL.name), "/ready"), _READY_S)
-        key = str(json.loads((folder / "stack" / "credentials.json").read_text())["api_key"])
-        side.await_(lambda: _longest(port, key) >= context_tokens, _READY_S)
+    with start_stack(folder / "stack", settings, workers=2, environ=environ) as stack:
+        port, key = stack.target.port, stack.target.key
+        stack.tree.await_(lambda: _longest(port, key) >= context_tokens, _READY_S)
         _chat(port, key, "Good morning! " + prompt, max_tokens)
         time.sleep(_QUIET_S)  # What follows an answer's end is neither idle nor the next one's.
         on_timers = _window(folder, lambda: time.sleep(_QUIET_S))
         return _window(folder, lambda: _chat(port, key, prompt, max_tokens)) - on_timers
-    finally:
-        side.end()
 
 
 def _longest(port: int, key: str) -> int:
@@ -143,7 +132,7 @@ def _longest(port: int, key: str) -> int:
 def _chat(port: int, key: str, prompt: str, max_tokens: int) -> None:
     """One streamed chat, read to its end. Raises InternalError when it is refused or breaks off."""
     body = {
-        "model": _MODEL.name,
+        "model": TINY_CHAT.name,
         "stream": True,
         "max_tokens": max_tokens,
         "ignore_eos": True,

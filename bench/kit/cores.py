@@ -7,7 +7,8 @@ side is under load. The same rule for every side.
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +31,28 @@ class Cores:
 
     def bind_client(self) -> None:
         """This process, all its threads, to the core that is not the engine's."""
-        _bind_all_threads(self.rest)
+        bind_threads({self.rest})
+
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """`bind_client` for a `with` block: what is started after it has all cores again."""
+        before = os.sched_getaffinity(0)
+        self.bind_client()
+        try:
+            yield
+        finally:
+            bind_threads(before)
 
     def bind_engine(self) -> None:
         """This process, all its threads, to the engine's core: it is the engine."""
-        _bind_all_threads(self.engine)
+        bind_threads({self.engine})
 
 
-def _bind_all_threads(core: int) -> None:
+def bind_threads(cores: Collection[int]) -> None:
+    """This process, all its threads, to these cores, also to some that who started it did not have."""
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            os.sched_setaffinity(int(thread.name), {core})
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def pin(side: ProcessTree, cores: Cores, load: Callable[[], object], process: str = "") -> int:

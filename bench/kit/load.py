@@ -17,6 +17,7 @@ import orjson
 from shared.errors import InternalError
 
 _DONE = b"[DONE]"
+_LOAD_DEADLINE_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Answer:
     def first_s(self) -> float:
         """From sending to the first text. Raises IndexError without one."""
         return self.event_s[0] - self.sent_s
+
+
+def full_answer(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    """The body of a request for exactly so many tokens, greedily, after a prompt of token ids."""
+    return {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
 async def complete(target: Target, body: dict[str, Any], deadline_s: float) -> Answer:
@@ -213,3 +219,43 @@ class _Exchange(asyncio.Protocol):
         if not self.over.done():
             self._answer.error = error
             self.over.set_result(None)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """One load, whole."""
+
+    answers: Sequence[Answer]
+    elapsed_s: float
+
+    @property
+    def failures(self) -> int:
+        return sum(not answer.ok for answer in self.answers)
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.answers) / self.elapsed_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompts and answers."""
+        return sum(one.prompt_tokens + one.completion_tokens for one in self.answers) / self.elapsed_s
+
+    @property
+    def cached_share(self) -> float:
+        """Of all tokens of prompts, as usage says."""
+        prompts = sum(answer.prompt_tokens for answer in self.answers)
+        return sum(answer.cached_tokens for answer in self.answers) / prompts if prompts else 0.0
+
+
+async def serve_all(target: Target, bodies: Sequence[dict[str, Any]], at_once: int) -> LoadResult:
+    """In order, so many in flight; the next is sent when one ends."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(body: dict[str, Any]) -> Answer:
+        async with slots:
+            return await complete(target, body, _LOAD_DEADLINE_S)
+
+    began_s = time.perf_counter()
+    answers = await asyncio.gather(*(one(body) for body in bodies))
+    return LoadResult(answers, time.perf_counter() - began_s)

@@ -1,13 +1,15 @@
-"""Where pictures are drawn with: matplotlib. A bench measures without it, too, and says that it draws none.
+"""Pictures: lines over something, and bars. PNG, no display.
 
-`@picture` marks a function that draws and returns nothing; `Figure` is matplotlib's, for use inside one.
+Drawn with matplotlib. A bench measures without it, too, and says that it draws none.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ParamSpec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 HAS_MATPLOTLIB = find_spec("matplotlib") is not None
 
@@ -16,11 +18,35 @@ if TYPE_CHECKING or HAS_MATPLOTLIB:
 else:
     Figure = None
 
-__all__ = ["Figure", "picture"]
 P = ParamSpec("P")
+Curve = Sequence[tuple[float, float]]
+"""(x, y) in order of x."""
+_MARKS = "os^vDP*X<>hd"
 
 
-def picture(draw: Callable[P, None]) -> Callable[P, None]:
+@dataclass(frozen=True)
+class Chart:
+    """One panel of lines, one for each label."""
+
+    curves: Mapping[str, Curve]
+    title: str = ""
+    xlabel: str = ""
+    ylabel: str = ""
+    marks: bool = True
+    dashed_y: float | None = None
+    """A limit."""
+    log_x: float = 0
+    """The base, 0 for a linear axis."""
+    log_y: bool = False
+    bottom: float | None = None
+    top: float | None = None
+    shaded: Sequence[tuple[float, float]] = ()
+    """Stretches of x."""
+    down_to: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """How far thin lines reach down from the points of a curve, to the worst, say."""
+
+
+def _picture(draw: Callable[P, None]) -> Callable[P, None]:
     """`draw`, skipped with a sentence where matplotlib is not installed."""
 
     @wraps(draw)
@@ -36,3 +62,76 @@ def picture(draw: Callable[P, None]) -> Callable[P, None]:
 @cache
 def _say_once() -> None:
     print("no pictures, as matplotlib is not installed (`make dev` does that)", file=sys.stderr)
+
+
+@_picture
+def draw_lines(path: Path, *charts: Chart, beside: bool = False) -> None:
+    """The charts below each other, or `beside` each other."""
+    count = len(charts)
+    size = (3.2 * count, 3.2) if beside else (7, 4.5 if count == 1 else 2.2 * count)
+    figure = Figure(figsize=size, layout="constrained")
+    for at, chart in enumerate(charts):
+        _draw_chart(figure.add_subplot(*((1, count) if beside else (count, 1)), at + 1), chart)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _draw_chart(axes: Any, chart: Chart) -> None:
+    for index, (label, curve) in enumerate(chart.curves.items()):
+        xs, ys = zip(*curve, strict=True) if curve else ((), ())
+        style = {"marker": _MARKS[index % len(_MARKS)], "markersize": 4} if chart.marks else {"linewidth": 1}
+        below = [y - down for y, down in zip(ys, chart.down_to.get(label, ys), strict=True)]
+        axes.errorbar(xs, ys, yerr=[below, [0.0] * len(ys)], label=label, **style)
+    if chart.dashed_y is not None:
+        axes.axhline(chart.dashed_y, linestyle="--", color="grey", linewidth=1)
+    for first, last in chart.shaded:
+        axes.axvspan(first, last, color="grey", alpha=0.2)
+    axes.set(title=chart.title, xlabel=chart.xlabel, ylabel=chart.ylabel)
+    if chart.log_x:
+        axes.set_xscale("log", base=chart.log_x)
+    if chart.log_y:
+        axes.set_yscale("log")
+    axes.set_ylim(bottom=chart.bottom, top=chart.top)
+    if len(chart.curves) > 1:
+        axes.legend(fontsize="small")
+
+
+def draw_latency(path: Path, title: str, curves: Mapping[str, Curve], limit_s: float) -> None:
+    """(rate per s, normalized latency in s) of each side; the limit dashed; cut at 20 limits."""
+    ordered = {label: sorted(curve) for label, curve in curves.items()}
+    axes = ("requests / s", "normalized latency, s / token")
+    draw_lines(path, Chart(ordered, title, *axes, dashed_y=limit_s, log_y=True, top=20 * limit_s))
+
+
+@_picture
+def draw_bars(
+    path: Path,
+    title: str,
+    unit: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    *,
+    stacked: bool = False,
+    dashed: float | None = None,
+) -> None:
+    """A bar a series for each of `groups`; `stacked`: one bar a group, from left to right."""
+    across = stacked or len(series) == 1
+    size = (7, 0.4 * len(groups) + 1.6) if across else (1.2 + 1.5 * len(groups), 4)
+    figure = Figure(figsize=size, layout="constrained")
+    axes: Any = figure.add_subplot()
+    width, left = 0.8 / len(series), [0.0] * len(groups)
+    for index, (label, values) in enumerate(series.items()):
+        if across:
+            axes.barh(groups, values, left=left, label=label)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+        else:
+            axes.bar([at + index * width for at in range(len(groups))], values, width, label=label)
+    if across:
+        axes.invert_yaxis()
+        axes.set(title=title, xlabel=unit)
+    else:
+        axes.set_xticks([at + 0.4 for at in range(len(groups))], groups)
+        axes.set(title=title, ylabel=unit)
+    if dashed is not None:
+        axes.axvline(dashed, linestyle="--", color="grey", linewidth=1)
+    axes.legend(fontsize="small")
+    figure.savefig(path, format="png", dpi=110)

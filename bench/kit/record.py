@@ -1,7 +1,7 @@
-"""`python -m bench record result.json …` writes figures of runs into docs/benchmarks.md; nobody else does.
+"""`python -m bench record result.json …` writes figures into docs/benchmarks/NAME.md; nobody else does.
 
-Below the heading of a bench, a block for each label (the bench and its model, unless --label says otherwise);
-a block is replaced by the next run of that label.
+At the end of the bench's page, a block for each label (the bench and its model, unless --label says
+otherwise); a block is replaced by the next run of that label.
 """
 
 import argparse
@@ -15,22 +15,23 @@ from typing import Any
 from bench.kit.provenance import ROOT
 from shared.errors import ConfigError
 
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
+PAGES = ROOT / "docs" / "benchmarks"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, or 2 for a file that is no result of a bench in the document."""
+    """The exit code: 0, or 2 for a file that is no result of a bench that has a page."""
     parser = argparse.ArgumentParser(prog="python -m bench record", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="result.json of runs")
     parser.add_argument("--label", help="of the block, for a single result")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help=argparse.SUPPRESS)
+    parser.add_argument("--pages", type=Path, default=PAGES, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     try:
-        text = arguments.document.read_text()
         for file in arguments.results:
             result = _read(file)
-            text = inserted(text, arguments.label or label_of(result), result)
-        arguments.document.write_text(text)
+            page: Path = arguments.pages / f"{result['name']}.md"
+            if not page.is_file():
+                raise ConfigError(f"there is no page docs/benchmarks/{page.name} to write into")
+            page.write_text(inserted(page.read_text(), arguments.label or label_of(result), result))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -49,16 +50,13 @@ def label_of(result: Mapping[str, Any]) -> str:
     return ", ".join(word for word in words if word)
 
 
-def inserted(document: str, label: str, result: Mapping[str, Any]) -> str:
-    """The document with this result in it. Raises ConfigError when the bench has no heading there."""
+def inserted(page: str, label: str, result: Mapping[str, Any]) -> str:
+    """The bench's page with this result in it."""
     block = f"<!-- begin {label} -->\n{rendered(label, result)}\n<!-- end {label} -->"
     there = re.compile(rf"<!-- begin {re.escape(label)} -->.*?<!-- end {re.escape(label)} -->", re.S)
-    if there.search(document):
-        return there.sub(lambda _: block, document, count=1)
-    heading = re.search(rf"^### `{re.escape(result['name'])}`.*?(?=^#|\Z)", document, re.M | re.S)
-    if heading is None:
-        raise ConfigError(f"docs/benchmarks.md has no heading ### `{result['name']}`")
-    return f"{document[: heading.end()].rstrip()}\n\n{block}\n\n{document[heading.end() :]}".rstrip() + "\n"
+    if there.search(page):
+        return there.sub(lambda _: block, page, count=1)
+    return f"{page.rstrip()}\n\n{block}\n"
 
 
 def rendered(label: str, result: Mapping[str, Any]) -> str:

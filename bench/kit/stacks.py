@@ -1,36 +1,106 @@
-"""A stack for this bench: one worker with a core of its own, everything else on another."""
+"""Servers of this machine that are measured: a stack of ours, started one way for all benches, and any peer.
+
+A `Server` is one side of a comparison. A `Stack` is a server of ours, which can also be asked what it used
+and be listened to on its bus. Both end with their `with` block.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import psutil
 
+from bench.kit.cores import Cores
 from bench.kit.load import Target, answers
+from bench.kit.models import TINY_CHAT
 from bench.kit.processes import ProcessTree, free_port
 from bench.kit.provenance import ROOT
+from services.stack.access import BusAccess
+from services.stack.rundir import RunDirectory
+from shared.bus import Bus, Handler
 from shared.errors import InternalError
 
-_START_DEADLINE_S = 180.0
-_STATUS_DEADLINE_S = 30.0
+PLAIN: Mapping[str, object] = {
+    "worker.threads": 1,
+    "worker.prefix_cache.enabled": False,
+    "scheduler.policy": "vllm",
+}
+"""What a stack has that is compared with somebody else's engine or server: one thread, no prefix cache."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_START_S = 240.0
+_STATUS_S = 30.0
 
 
 @dataclass(frozen=True)
-class Stack:
-    """One that answers."""
+class Server:
+    """One side of a comparison: an HTTP server that answers."""
 
-    side: ProcessTree
+    name: str
+    tree: ProcessTree
     target: Target
-    run_dir: Path
+    engine: str = ""
+    """How the name of the process begins whose busiest thread is the engine."""
+    describes: Mapping[str, object] = field(default_factory=dict)
+    """What distinguishes this side in the record of the run."""
 
-    def gateway(self) -> psutil.Process:
-        """Raises InternalError when there is none."""
-        return psutil.Process(self._pid("gateway-0"))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tree.end()
+
+
+AnyServer = TypeVar("AnyServer", bound=Server)
+
+
+def started(server: AnyServer, path: str = "/health") -> AnyServer:
+    """Once it answers a GET of `path`. Ends it, and raises InternalError, when it does not."""
+    try:
+        server.tree.await_(lambda: answers(server.target, path), _START_S)
+    except BaseException:
+        server.tree.end()
+        raise
+    return server
+
+
+def start_all(starts: Sequence[Callable[[], Server]], running: ExitStack) -> list[Server]:
+    """Side by side: each takes long. `running` ends them, also those that did start when another did not."""
+    servers: list[Server] = []
+    failed: list[Exception] = []
+    with ThreadPoolExecutor(len(starts)) as pool:
+        for future in [pool.submit(start) for start in starts]:
+            try:
+                servers.append(running.enter_context(future.result()))
+            except Exception as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
+    return servers
+
+
+@dataclass(frozen=True)
+class Stack(Server):
+    """A stack of ours that answers."""
+
+    run_dir: Path = Path()
+
+    def confine(self, cores: Cores) -> None:
+        """Its worker stays on the engine's core (`worker.cores`); everything else goes to the other."""
+        self.tree.bind(self.tree.threads_of(self.engine), {cores.engine}, {cores.rest})
+
+    def process(self, name: str) -> psutil.Process:
+        """One of its services. Raises InternalError when there is none."""
+        try:
+            return psutil.Process(self._children()[name])
+        except KeyError:
+            raise InternalError(f"the stack has no {name}") from None
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far, by child; the worker's engine apart from the rest of it."""
@@ -41,69 +111,62 @@ class Stack:
                 used[part] = used.get(part, 0.0) + thread.user_time + thread.system_time
         return used
 
-    def engine_time_s(self) -> tuple[float, float]:
-        """Seconds since its start that the engine computed, and that it did not although there was work."""
-        details = self.details("engine_s")
-        return float(details["engine_s"]), float(details["between_steps_s"])
-
     def details(self, key: str) -> dict[str, Any]:
         """That part of the stack's status which has `key`. Raises InternalError when there is none."""
         argv = [sys.executable, "-m", "services", "status", "--json", "--run-dir", str(self.run_dir)]
-        done = subprocess.run(
-            argv, cwd=ROOT, capture_output=True, text=True, timeout=_STATUS_DEADLINE_S, check=False
-        )
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=_STATUS_S, check=False)
         details = _find(json.loads(done.stdout), key) if done.returncode == 0 else None
         if details is None:
             raise InternalError(f"the stack's status does not tell {key}: {done.stderr[-300:]}")
         return details
-
-    def _pid(self, name: str) -> int:
-        try:
-            return self._children()[name]
-        except KeyError:
-            raise InternalError(f"the stack has no {name}") from None
 
     def _children(self) -> dict[str, int]:
         state = json.loads((self.run_dir / "state.json").read_text())
         return {child["name"]: child["pid"] for child in state["children"] if child["pid"]}
 
 
-def start(
-    model: Path,
-    engine_core: int,
-    kv_blocks: int,
-    max_sequences: int,
+def start_stack(
     run_dir: Path,
-    more_settings: Mapping[str, object] | None = None,
+    settings: Mapping[str, object],
+    *,
+    name: str = "kvasir",
+    model: Path = TINY_CHAT,
     workers: int = 1,
+    environ: Mapping[str, str] = ONE_THREAD,
 ) -> Stack:
-    """Started by a process that is bound to the core that everything but the engines is to have."""
+    """`python -m services up` on ports of its own, with its log beside `run_dir`, once it is ready.
+
+    It inherits the caller's cores: bind the client afterwards. Raises InternalError when it does not come up.
+    """
     port = free_port()
-    settings = {
-        "worker.threads": 1,
-        "worker.prefix_cache.enabled": "false",
-        "worker.cores": f"[{engine_core}]",
-        "worker.kv_blocks": kv_blocks,
-        "scheduler.max_batch_sequences": max_sequences,
-        "scheduler.policy": "vllm",
-        **(more_settings or {}),
-    }
     argv = [sys.executable, "-m", "services", "up", "--run-dir", str(run_dir), "--port", str(port)]
     argv += ["--nats-port", str(free_port()), "--workers", str(workers), "--model", str(model)]
     for key, value in settings.items():
-        argv += ["--set", f"{key}={value}"]
-    side = ProcessTree("kvasir", argv, _environment(), run_dir.with_suffix(".log"), ROOT)
+        argv += ["--set", f"{key}={value if isinstance(value, str | Path) else json.dumps(value)}"]
+    log = run_dir.with_name(f"{run_dir.name}.log")
+    tree = ProcessTree(name, argv, {**os.environ, **environ}, log, ROOT)
+    started(Server(name, tree, Target(port, model.name)), "/ready")
+    target = Target(port, model.name, RunDirectory(run_dir).credentials().api_key)
+    return Stack(name, tree, target, "worker-0", settings, run_dir)
+
+
+@asynccontextmanager
+async def on_bus(
+    run_dir: Path, user: str, handlers: Sequence[Handler] = (), listener: object = None
+) -> AsyncIterator[Bus]:
+    """A connection to the bus of the stack that runs from `run_dir`, with what the service `user` may do.
+
+    `listener` gets what `handlers` name.
+    """
+    run = RunDirectory(run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
+    bus = await Bus.connect(access.config(user), service=user.partition("-")[0], instance="bench-0")
     try:
-        side.await_(lambda: answers(Target(port, model.name), "/ready"), _START_DEADLINE_S)
-    except BaseException:
-        side.end()
-        raise
-    key = str(json.loads((run_dir / "credentials.json").read_text())["api_key"])
-    return Stack(side, Target(port, model.name, key), run_dir)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        if listener is not None:
+            await bus.attach(handlers, listener)
+        yield bus
+    finally:
+        await bus.close()
 
 
 def _find(document: object, key: str) -> dict[str, Any] | None:

@@ -14,8 +14,9 @@ from itertools import pairwise
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
+from bench.kit.stacks import Stack, start_stack
 from bench.kit.stats import percentile
-from bench.live.chats import LiveRun, LiveStack, chat_bodies, live_stack, run_load
+from bench.live.chats import LiveRun, chat_bodies, run_load
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
 from shared.errors import InternalError
 from shared.messages.plans import WorkerStepped
@@ -56,7 +57,7 @@ def run(context: Context) -> Outcome:
     count = flags.requests or (60 if context.quick else 300)
     rate = flags.rate or (4.0 if context.quick else 6.0)
     context.say("starting a stack with one worker")
-    with live_stack(context.run_dir, _settings(context)) as stack:
+    with start_stack(context.run_dir.resolve() / "stack", _settings(context)) as stack:
         context.say(f"warming up, then {count // 2} requests at {rate / 2:g}/s to learn the costs from")
         _load(stack, 8, 8.0, context.seed + 1000, flags.max_tokens)
         lessons = [_load(stack, count // 2, rate / 2, context.seed + 1, flags.max_tokens)]
@@ -76,7 +77,7 @@ def _settings(context: Context) -> dict[str, object]:
     flags = context.arguments
     return {
         "worker.threads": 1,
-        "worker.prefix_cache.enabled": "false",
+        "worker.prefix_cache.enabled": False,
         "worker.kv_blocks": flags.kv_blocks,
         "worker.block_tokens": BLOCK_TOKENS,
         "scheduler.policy": flags.policy,
@@ -86,7 +87,7 @@ def _settings(context: Context) -> dict[str, object]:
     }
 
 
-def _load(stack: LiveStack, count: int, rate: float, seed: int, max_tokens: int) -> LiveRun:
+def _load(stack: Stack, count: int, rate: float, seed: int, max_tokens: int) -> LiveRun:
     run = run_load(stack, chat_bodies(count, seed, max_tokens), rate, seed, max_tokens)
     if run.failures == len(run.answers):
         raise InternalError(f"no request was answered: {run.answers[0].error}")

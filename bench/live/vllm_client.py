@@ -10,8 +10,10 @@ from typing import Any
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome
-from bench.kit.peers import Server, Setup, start_kvasir, vllm_binary
+from bench.kit.peers import vllm_binary
 from bench.kit.provenance import ROOT
+from bench.kit.stacks import Server
+from bench.live.engine.served import Setup, start_kvasir
 from shared.errors import InternalError
 
 _DEADLINE_S = 480.0
@@ -43,12 +45,9 @@ def run(context: Context) -> Outcome:
     requests = flags.requests or (32 if context.quick else 200)
     vllm_binary()
     setup = Setup(ROOT / "models" / "tiny_chat", 1, 64, 0, context.run_dir.resolve())
-    served = start_kvasir(setup)
-    try:
+    with start_kvasir(setup) as served:
         context.say(f"gateway ready on port {served.target.port}; {requests} requests of vLLM's client")
         result = _bench_serve(context, served, setup.model, requests)
-    finally:
-        served.side.end()
     failures = requests - int(result["completed"])
     figures = {
         ours: float(result[theirs]) for theirs, ours in _FIGURES.items() if result.get(theirs) is not None

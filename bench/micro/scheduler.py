@@ -6,7 +6,7 @@ quantiles of `sim/workloads.py`. The same calls are replayed several times on fr
 call counts with its fastest replay, so that other processes' bursts stay out of it; the garbage collector
 runs as it does in a service. `growth` is the slope of log p50 over log q.
 
-Source: papers/003 §4 (Scheduling Time Overhead); what it must reach is in benchmarks.md.
+Source: papers/003 §4 (Scheduling Time Overhead); what it must reach is in docs/benchmarks/scheduler.md.
 """
 
 import math

@@ -15,8 +15,7 @@ from statistics import fmean, median
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.live.dgfm.contest import run_live
-from bench.live.dgfm.live import LOADS
-from bench.live.dgfm.pictures import draw_figure_10
+from bench.live.dgfm.live import LOADS, draw_figure_10
 from services.ledger.core.dgfm.plan import settlements
 from shared.errors import ConfigError
 from sim.lending.run import LendingSimulation, Result, Scenario

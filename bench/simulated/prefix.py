@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.kit.context import Context
 from bench.kit.datasets import find
 from bench.kit.outcome import Outcome, Table
-from bench.live.prefix import pictures
+from bench.kit.plots import Chart, draw_lines
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import (
     EvictionOrder,
@@ -284,11 +284,18 @@ def run(context: Context) -> Outcome:
         replays = partial(_replay, trace.chains, context.seed)
         sweep(replays, jobs, processes=context.arguments.processes, on_result=note)
     infinite = infinite_hit_rate(trace.chains)
-    pictures.draw_rates(
+    single = [cell for cell in cells if not cell.host]
+    draw_lines(
         context.picture("hit_rates"),
-        f"{trace.name}: blocks found",
-        [(cell.device, rates[cell]) for cell in cells if not cell.host],
-        infinite,
+        Chart(
+            {policy: [(cell.device, rates[cell][policy]) for cell in single] for policy in POLICIES},
+            f"{trace.name}: blocks found",
+            "cache, blocks",
+            "share of blocks found (simulated)",
+            dashed_y=infinite,
+            log_x=10,
+            bottom=0,
+        ),
     )
     return outcome_of(trace.name, infinite, rates)
 

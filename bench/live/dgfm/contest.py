@@ -13,8 +13,17 @@ from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT, checkpoint, vocabulary
 from bench.kit.outcome import Outcome, Table
 from bench.kit.provenance import ROOT
-from bench.live.dgfm.live import KV_BLOCKS, LOADS, WORKERS, LiveRun, Load, bodies, measure, settings
-from bench.live.dgfm.pictures import draw_figure_10
+from bench.live.dgfm.live import (
+    KV_BLOCKS,
+    LOADS,
+    WORKERS,
+    LiveRun,
+    Load,
+    bodies,
+    draw_figure_10,
+    measure,
+    settings,
+)
 from shared.errors import ConfigError
 
 SIDES = {"off": (False, False), "cycles": (True, False), "recalls": (False, True), "on": (True, True)}

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from statistics import fmean
+from typing import Any, Protocol
 
-from bench.kit.load import Answer, Target, complete
-from bench.kit.stacks import Stack, start
+from bench.kit.load import Answer, Target, complete, full_answer
+from bench.kit.plots import Chart, draw_lines
+from bench.kit.stacks import PLAIN, Stack, on_bus, start_stack
 from services.stack.access import BusAccess
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
-from shared.bus import Bus, Handler, Listener
+from shared.bus import Handler, Listener
 from shared.errors import InternalError
 from shared.messages.commands import WantKv
 from shared.messages.plans import WorkerStepped
@@ -106,21 +108,20 @@ def bodies(random: Random, vocabulary: int, documents: float) -> Iterator[dict[s
     """Chats, and, as that share, prompts about as long as one worker's KV."""
     for _ in count():
         kind = _DOCUMENT_TOKENS if random.random() < documents else _PROMPT_TOKENS
-        yield {
-            "prompt": [random.randrange(100, vocabulary - 1) for _ in range(random.randint(*kind))],
-            "max_tokens": random.randint(*_ANSWER_TOKENS),
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        prompt = [random.randrange(100, vocabulary - 1) for _ in range(random.randint(*kind))]
+        yield full_answer(prompt, random.randint(*_ANSWER_TOKENS))
 
 
 def settings(*, settles: bool, recalls: bool) -> dict[str, object]:
     """Of a stack."""
     return {
+        **PLAIN,
         "scheduler.policy": "kvasir",
-        "worker.cores": "[]",
+        "scheduler.max_batch_sequences": 64,
+        "worker.cores": [],
+        "worker.kv_blocks": KV_BLOCKS,
         "worker.block_tokens": BLOCK_TOKENS,
-        "worker.lending.borrow": "true",
+        "worker.lending.borrow": True,
         "worker.lending.max_lent_fraction": 0.5,
         "worker.lending.low_fraction": 0.1,
         "worker.lending.high_fraction": 0.25,
@@ -128,8 +129,8 @@ def settings(*, settles: bool, recalls: bool) -> dict[str, object]:
         "worker.lending.most_creditors": WORKERS - 1,
         "worker.lending.rest_s": 0.1,
         "worker.lending.bounce_blocks": 4,
-        "worker.lending.recall": str(recalls).lower(),
-        "ledger.settle": str(settles).lower(),
+        "worker.lending.recall": recalls,
+        "ledger.settle": settles,
         "ledger.settle_threshold_tokens": 2 * BLOCK_TOKENS,
         "ledger.settle_interval_s": 0.5,
     }
@@ -138,6 +139,8 @@ def settings(*, settles: bool, recalls: bool) -> dict[str, object]:
 _DEADLINE_S = 120.0
 _SAMPLE_S = 0.25
 _START_S = 60.0
+_WINDOWS = 40
+"""Of a picture."""
 _WANTED_AGAIN_S = 0.3
 _WANTED_BEFORE_S = 1.5
 """Of the time in which workers are told to borrow, that before the load."""
@@ -229,51 +232,39 @@ def measure(
     more: Mapping[str, object],
 ) -> LiveRun:
     """One side, from its start to its end. Raises InternalError when the stack does not serve."""
-    stack = start(model, 0, KV_BLOCKS, 64, run_dir, more, WORKERS)
-    try:
+    with start_stack(run_dir, more, model=model, workers=WORKERS) as stack:
         return asyncio.run(_run(stack, requests, duration_s, load))
-    finally:
-        stack.side.end()
 
 
-async def _want(access: BusAccess, load: Load) -> None:
+async def _want(run_dir: Path, load: Load) -> None:
     """Tells the workers, as the scheduler would, that each needs more than it has."""
-    bus = await Bus.connect(access.config("scheduler-0"), service="scheduler", instance="bench-want")
     wanted = WantKv(tokens=(KV_BLOCKS + load.wanted_blocks) * BLOCK_TOKENS)
-    try:
+    async with on_bus(run_dir, "scheduler-0") as bus:
         until_s = time.perf_counter() + load.wanted_s
         while time.perf_counter() < until_s:
             for number in range(WORKERS):
                 await bus.publish(subjects.worker_want(f"worker-{number}"), wanted)
             await asyncio.sleep(_WANTED_AGAIN_S)
-    finally:
-        await bus.close()
 
 
 async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: float, load: Load) -> LiveRun:
-    run = RunDirectory(stack.run_dir)
-    access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config(_USER), service="placement", instance="bench-0")
     witness, clients = _Witness(), _Clients(stack.target, requests)
     shares: list[tuple[float, int, int]] = []
-    try:
-        await bus.attach(_HANDLERS, witness)
+    async with on_bus(stack.run_dir, _USER, _HANDLERS, witness):
         await witness.until_all_reach(LONGEST_TOKENS)
         tasks: list[asyncio.Task[None]] = []
         if load.wanted_blocks:
-            tasks.append(asyncio.create_task(_want(access, load)))
+            tasks.append(asyncio.create_task(_want(stack.run_dir, load)))
             await asyncio.sleep(_WANTED_BEFORE_S)
         witness.begin()
         tasks += [asyncio.create_task(clients.client()) for _ in range(load.clients)]
         while (at_s := time.perf_counter() - witness.began_s) < duration_s:
             shares.append((at_s, *witness.used_blocks()))
             await asyncio.sleep(_SAMPLE_S)
-        counts = await _counts(access)
+        counts = await _counts(stack.run_dir)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    finally:
-        await bus.close()
     if not clients.answers:
         raise InternalError("no request was answered in time: is the duration too short?")
     errors = [answer.error for answer in clients.answers if not answer.ok]
@@ -281,8 +272,10 @@ async def _run(stack: Stack, requests: Iterator[dict[str, Any]], duration_s: flo
     return LiveRun(duration_s, witness.decoded, shares, answered, errors, counts, witness.steps)
 
 
-async def _counts(access: BusAccess) -> dict[str, int]:
+async def _counts(run_dir: Path) -> dict[str, int]:
     """What ledger and workers count since their start."""
+    run = RunDirectory(run_dir)
+    access = BusAccess.from_state(run.read_state(), run.credentials())
     roll = RollCall(access.config(subjects.OPERATOR, connect_timeout_s=5.0))
     try:
         (ledger,) = await roll.ask("ledger", deadline_s=2.0, expected=1)
@@ -293,3 +286,28 @@ async def _counts(access: BusAccess) -> dict[str, int]:
     for name in ("settled_blocks", "recalled_blocks"):
         counts[name] = sum(int(worker.details[name]) for worker in workers)
     return counts
+
+
+class Run(Protocol):
+    """Of one side on one workload, live or simulated. Times are seconds since its start."""
+
+    def tok_s(self, first_s: float = ..., end_s: float = ...) -> float: ...
+
+    def remote_share(self, first_s: float = ..., end_s: float = ...) -> float: ...
+
+
+def draw_figure_10(
+    path: Path, results: Mapping[str, Sequence[Run]], duration_s: float, how: str = "simulated"
+) -> None:
+    """Above tokens per second, below the share of KV that is remote, means over the workloads."""
+    window_s = duration_s / _WINDOWS
+    rates: dict[str, list[tuple[float, float]]] = {side: [] for side in results}
+    shares: dict[str, list[tuple[float, float]]] = {side: [] for side in results}
+    for side, runs in results.items():
+        for at in range(_WINDOWS):
+            first_s, end_s = at * window_s, (at + 1) * window_s
+            middle_s = first_s + window_s / 2
+            rates[side].append((middle_s, fmean(one.tok_s(first_s, end_s) for one in runs)))
+            shares[side].append((middle_s, fmean(one.remote_share(first_s, end_s) for one in runs)))
+    above = Chart(rates, f"With and without DGFM ({how})", "", "output tok/s", marks=False)
+    draw_lines(path, above, Chart(shares, "", "s", "remote share of the KV", marks=False, bottom=0))

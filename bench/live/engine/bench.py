@@ -1,24 +1,22 @@
 """`python -m bench engine --peer vllm`: tokens a second as served over HTTP, a core each, alternated."""
 
-import json
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.kit.cells import check_resumable, read_cells
 from bench.kit.context import Context
 from bench.kit.cores import Cores
 from bench.kit.models import RANDOM_SHAPES, checkpoint, vocabulary
 from bench.kit.outcome import Outcome
 from bench.kit.peers import VLLM_VARIANTS, VllmVariant
 from bench.live.engine import figures
-from bench.live.engine.duel import CELLS_FILE, missing, rows_of
+from bench.live.engine.duel import BatchCell, cells, missing
 from bench.live.engine.figures import draw
 from bench.live.engine.served import run_served
 from bench.live.engine.variants import CACHE, chosen
-from bench.live.engine.workload import BatchCell, cells
-from shared.errors import ConfigError
 
 _ALTERNATIONS, _QUICK_ALTERNATIONS = 5, 2
 _VARIANTS = {variant.name: variant for variant in VLLM_VARIANTS}
@@ -64,10 +62,10 @@ def run(context: Context) -> Outcome:
     model = checkpoint(context.arguments.model, CACHE)
     variant, note = _vllm_variant(context.arguments.vllm, model)
     plan = _plan(context, model, variant)
-    _check_resumable(context, plan)
-    todo = missing(plan.turns, rows_of(context.run_dir))
+    check_resumable(context, _identity(context, plan))
+    todo = missing(plan.turns, read_cells(context.run_dir))
     left_out = _measure(context, plan, todo) if todo else 0
-    rows = rows_of(context.run_dir)
+    rows = read_cells(context.run_dir)
     made = figures.figures(rows, plan.workload, plan.peer)
     if made:
         draw(context.picture("ratios"), made, plan.workload, plan.peer)
@@ -125,23 +123,14 @@ def _peer_record(plan: Plan) -> Mapping[str, Any]:
     return {"name": plan.peer, **({"variant": plan.variant.name} if plan.peer == "vllm" else {})}
 
 
-def _check_resumable(context: Context, plan: Plan) -> None:
-    """The run in the directory is this one. Raises ConfigError when it is another, or none was asked for."""
-    flags = context.arguments
-    file = context.run_dir / "workload.json"
-    own = {
+def _identity(context: Context, plan: Plan) -> dict[str, Any]:
+    return {
         "model": plan.model.name,
         "peer": dict(_peer_record(plan)),
-        "kv_gib": flags.kv_gib,
+        "kv_gib": context.arguments.kv_gib,
         "seed": context.seed,
         "cells": [[cell.name, cell.output_tokens] for cell in plan.workload],
     }
-    there = json.loads(file.read_text()) if file.exists() else None
-    if (context.run_dir / CELLS_FILE).exists() and not flags.resume:
-        raise ConfigError(f"{context.run_dir} has a run: --resume goes on with it, --out names another")
-    if there is not None and there != own:
-        raise ConfigError(f"the run in {context.run_dir} was of another workload: {json.dumps(there)}")
-    file.write_text(json.dumps(own))
 
 
 def _numbers(text: str) -> list[int]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from bench.kit.cells import CELLS_FILE
 from bench.kit.context import Context
 from bench.kit.cores import Cores
-from bench.kit.peers import GIB, MAX_CONTEXT_TOKENS
 from bench.kit.turns import order_of
-from bench.live.engine.duel import CELLS_FILE
-from bench.live.engine.workload import BatchCell, bodies
+from bench.live.engine.duel import BatchCell, bodies
+from bench.live.engine.served import GIB, MAX_CONTEXT_TOKENS
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled, SamplePoint

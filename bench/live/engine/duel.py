@@ -3,25 +3,170 @@
 Everything measured is appended to `cells.jsonl` at once, so a run cut short goes on where it stopped.
 """
 
-import json
 import random
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bench.kit.cells import CELLS_FILE
 from bench.kit.context import Context
 from bench.kit.cores import Cores, pin
-from bench.kit.load import Answer, run_batch
-from bench.kit.peers import Server
+from bench.kit.load import Answer, check, first_error, full_answer, run_batch
+from bench.kit.stacks import Server
 from bench.kit.turns import order_of
-from bench.live.engine.measure import Measured, measure, warm
-from bench.live.engine.workload import BatchCell, bodies
 
-CELLS_FILE = "cells.jsonl"
+_SPREAD = 0.1
+"""Prompts are this much shorter or longer than the nominal context, evenly: no two sequences in step."""
 _WARM_UP_TOKENS = 16
 _WARM_UP_DEADLINE_S = 300.0
+_BASE_DEADLINE_S = 60.0
+_SLOWEST_TOKENS_PER_S = 20.0
+_WARM_DEADLINE_S = 60.0
+_FEWEST_SEQUENCES = 8
+"""A cell of fewer sequences is repeated until so many have run: one short answer alone is noise."""
+
+
+@dataclass(frozen=True)
+class BatchCell:
+    """One workload: `batch` requests at once, each with about `context` prompt tokens."""
+
+    context: int
+    batch: int
+    output_tokens: int
+
+    @property
+    def rounds(self) -> int:
+        """How often the batch is run, one after the other."""
+        return max(1, min(4, _FEWEST_SEQUENCES // self.batch))
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of the whole cell."""
+        return self.rounds * self.batch * self.output_tokens
+
+    @property
+    def name(self) -> str:
+        return f"b{self.batch}_ctx{self.context}"
+
+
+def cells(contexts: list[int], batches: list[int], output_tokens: int) -> list[BatchCell]:
+    """Smallest first."""
+    return [
+        BatchCell(context, batch, output_tokens) for context in sorted(contexts) for batch in sorted(batches)
+    ]
+
+
+def bodies(cell: BatchCell, vocabulary: int, draw: random.Random) -> list[list[dict[str, Any]]]:
+    """Request bodies, by round. Token ids are drawn anew for each: no prompt shares a prefix with another."""
+    return [[_body(cell, vocabulary, draw) for _ in range(cell.batch)] for _ in range(cell.rounds)]
+
+
+def _body(cell: BatchCell, vocabulary: int, draw: random.Random) -> dict[str, Any]:
+    length = max(1, round(cell.context * draw.uniform(1 - _SPREAD, 1 + _SPREAD)))
+    first = min(16, vocabulary // 2)
+    return full_answer([draw.randrange(first, vocabulary) for _ in range(length)], cell.output_tokens)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one cell on one side."""
+
+    wall_s: float
+    """From the first request sent to the last answer ended, all rounds added up."""
+    tok_s: float
+    """Output tokens per second of `wall_s`: prefill is in it."""
+    decode_tok_s: float
+    """While every sequence of the batch was answering: from the last first token to the first end."""
+    ttft_ms_p50: float
+    itl_ms_p50: float
+    failures: int
+    error: str
+    client_share: float
+    """CPU time of this client / wall time."""
+    engine_share: float
+    """CPU time of the engine's thread / wall time."""
+    rest_share: float
+    """CPU time of all other threads of the side / wall time; with the client's, what its core was busy."""
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(
+    served: Server, engine_thread: int, cell: BatchCell, rounds: Sequence[Sequence[dict[str, Any]]]
+) -> tuple[Measured, list[list[Answer]]]:
+    """Runs the rounds of a cell one after the other."""
+    deadline_s = _BASE_DEADLINE_S + (cell.batch * (cell.context + cell.output_tokens)) / _SLOWEST_TOKENS_PER_S
+    before, client_before_s = served.tree.cpu_s(), time.process_time()
+    began_s = time.perf_counter()
+    answers = [run_batch(served.target, bodies, deadline_s) for bodies in rounds]
+    wall_s = time.perf_counter() - began_s
+    client_s = time.process_time() - client_before_s
+    used = _used(before, served.tree.cpu_s())
+    engine_s = used.pop(engine_thread, 0.0)
+    everyone = [one for batch in answers for one in batch]
+    failures = check(everyone, cell.output_tokens)
+    return (
+        Measured(
+            wall_s=wall_s,
+            tok_s=sum(one.completion_tokens for one in everyone if one.ok) / wall_s,
+            decode_tok_s=_decode_rate(answers, cell) if not failures else 0.0,
+            ttft_ms_p50=_median_ms([one.first_s for one in everyone if one.event_s]),
+            itl_ms_p50=_median_ms([gap for one in everyone for gap in _gaps(one)]),
+            failures=failures,
+            error=first_error(everyone),
+            client_share=client_s / wall_s,
+            engine_share=engine_s / wall_s,
+            rest_share=sum(used.values()) / wall_s,
+        ),
+        answers,
+    )
+
+
+def warm(served: Server, within_s: float = _WARM_DEADLINE_S) -> None:
+    """Returns when the side answers again; after a pause a stack has to notice first that time has passed.
+
+    Raises TimeoutError.
+    """
+    deadline_s = time.monotonic() + within_s
+    while True:
+        (answer,) = run_batch(served.target, [full_answer([17, 18, 19], 4)], deadline_s=5.0)
+        if answer.ok and answer.completion_tokens == 4:
+            return
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{served.name} does not answer after its pause: {answer.error}")
+        time.sleep(0.1)
+
+
+def _used(before: Mapping[int, float], after: Mapping[int, float]) -> dict[int, float]:
+    return {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
+
+
+def _decode_rate(answers: Sequence[Sequence[Answer]], cell: BatchCell) -> float:
+    """Tokens per second of the time in which all sequences of a batch were answering; 0: none."""
+    tokens, seconds = 0.0, 0.0
+    for batch in answers:
+        if not all(one.event_s for one in batch):
+            return 0.0  # Random weights: no token of that answer was text.
+        begin_s = max(one.event_s[0] for one in batch)
+        end_s = min(one.event_s[-1] for one in batch)
+        if end_s <= begin_s:
+            return 0.0
+        for one in batch:
+            per_event = cell.output_tokens / len(one.event_s)
+            tokens += per_event * sum(begin_s < at <= end_s for at in one.event_s)
+        seconds += end_s - begin_s
+    return tokens / seconds
+
+
+def _gaps(answer: Answer) -> list[float]:
+    return [b - a for a, b in zip(answer.event_s, answer.event_s[1:], strict=False)]
+
+
+def _median_ms(values_s: Sequence[float]) -> float:
+    return statistics.median(values_s) * 1e3 if values_s else 0.0
 
 
 @dataclass
@@ -44,13 +189,13 @@ class Duel:
             )
             for _ in range(2):  # the first finds the thread; the second runs as it will be measured
                 thread = pin(
-                    served.side,
+                    served.tree,
                     self.cores,
                     lambda: run_batch(served.target, load[0], _WARM_UP_DEADLINE_S),  # noqa: B023
                     served.engine,
                 )
             self.engine_threads.append(thread)
-            served.side.pause()
+            served.tree.pause()
 
     def turn(self, cell: BatchCell, alternation: int) -> dict[str, Measured]:
         """One cell on every side, who goes first by the number of the alternation. By name of the side."""
@@ -59,10 +204,10 @@ class Duel:
         results: dict[str, Measured] = {}
         for index in order_of(alternation, len(self.sides)):
             served = self.sides[index]
-            served.side.resume()
+            served.tree.resume()
             warm(served)
             measured, answers = measure(served, self.engine_threads[index], cell, rounds)
-            served.side.pause()
+            served.tree.pause()
             results[served.name] = measured
             self._record(cell, alternation, served.name, measured, answers)
         return results
@@ -75,12 +220,6 @@ class Duel:
         for at, batch in enumerate(answers):
             for one in batch:
                 self.context.record({**place, "round": at, **_request_row(one)})
-
-
-def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run has measured so far."""
-    file = run_dir / CELLS_FILE
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def missing(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.kit.outcome import Table
-from bench.kit.plots import Figure, picture
+from bench.kit.plots import Chart, draw_lines
 from bench.kit.stats import Ratio, geometric_mean, ratio_of
-from bench.live.engine.workload import BatchCell
+from bench.live.engine.duel import BatchCell
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -108,27 +108,14 @@ def _combined(by_context: Sequence[Mapping[int, float]]) -> list[float]:
     return [geometric_mean(one[turn] for one in by_context) for turn in sorted(turns)]
 
 
-@picture
 def draw(file: Path, figures: Mapping[str, float], workload: Sequence[BatchCell], peer: str) -> None:
-    """Writes a PNG; the thin line reaches down to the worst alternation."""
-    figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot()
-    for context in sorted({cell.context for cell in workload}):
-        names = {
-            cell.batch: f"tok_s_ratio_{cell.name}"
-            for cell in workload
-            if cell.context == context and f"tok_s_ratio_{cell.name}" in figures
-        }
-        if not names:
-            continue
-        medians = [figures[name] for name in names.values()]
-        below = [figures[name] - figures[f"{name}_worst"] for name in names.values()]
-        axes.errorbar(
-            list(names), medians, yerr=[below, [0.0] * len(below)], marker="o", label=f"context {context}"
-        )
-    axes.axhline(1.0, color="grey", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("concurrent requests")
-    axes.set_ylabel(f"tokens/s, kvasir / {peer}")
-    axes.legend()
-    figure.savefig(file, dpi=120, bbox_inches="tight")
+    """Ours / theirs over the batch size, a line per context that reaches down to the worst alternation."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    worst: dict[str, list[float]] = {}
+    for cell in workload:
+        name, label = f"tok_s_ratio_{cell.name}", f"context {cell.context}"
+        if name in figures:
+            curves.setdefault(label, []).append((cell.batch, figures[name]))
+            worst.setdefault(label, []).append(figures[f"{name}_worst"])
+    axes = ("concurrent requests", f"tokens/s, kvasir / {peer}")
+    draw_lines(file, Chart(curves, "", *axes, dashed_y=1.0, log_x=2, down_to=worst))

@@ -5,15 +5,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench.kit.load import Target, answers
-from bench.kit.peers import MAX_CONTEXT_TOKENS, Server, Setup
+from bench.kit.load import Target
 from bench.kit.processes import ProcessTree, free_port
 from bench.kit.provenance import ROOT
+from bench.kit.stacks import Server, started
+from bench.live.engine.served import MAX_CONTEXT_TOKENS, Setup
 from bench.live.engine.variants import CACHE
 from shared.errors import ConfigError
 
 _VENV = ROOT / ".venv-llamacpp" / "bin"
-_START_DEADLINE_S, _CONVERT_DEADLINE_S = 120.0, 120.0
+_CONVERT_DEADLINE_S = 120.0
 
 
 def start_llamacpp(setup: Setup) -> Server:
@@ -25,16 +26,10 @@ def start_llamacpp(setup: Setup) -> Server:
     argv += ["--parallel", str(setup.max_sequences), "--ctx-size", str(_cache_tokens(setup)), "--kv-unified"]
     argv += ["--threads", "1", "--threads-batch", "1", "--cache-type-k", "f32", "--cache-type-v", "f32"]
     argv += ["--cache-ram", "0", "--no-warmup", "--alias", setup.model.name]
-    side = ProcessTree(
-        "llamacpp", argv, {**os.environ, "OMP_NUM_THREADS": "1"}, setup.run_dir / "llamacpp.log", ROOT
-    )
+    log = setup.run_dir / "llamacpp.log"
+    tree = ProcessTree("llamacpp", argv, {**os.environ, "OMP_NUM_THREADS": "1"}, log, ROOT)
     target = Target(port, setup.model.name)
-    try:
-        side.await_(lambda: answers(target), _START_DEADLINE_S)
-    except BaseException:
-        side.end()
-        raise
-    return Server("llamacpp", side, target, "", {"weights": "F32"})
+    return started(Server("llamacpp", tree, target, describes={"weights": "F32"}))
 
 
 def llamacpp_binary() -> str:

@@ -1,17 +1,57 @@
-"""Starts both servers of a comparison, lets them take turns, ends them whatever happens."""
+"""The two servers of a comparison: the same bytes of KV, float32, one compute thread, chunked prefill.
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+Started together, they take turns, and end whatever happens.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from bench.kit.context import Context
 from bench.kit.cores import Cores
 from bench.kit.models import vocabulary
-from bench.kit.peers import Server, Setup, StartSide, VllmVariant, start_kvasir, start_vllm, vllm_binary
-from bench.live.engine.duel import Duel, run_turns
-from bench.live.engine.workload import BatchCell
+from bench.kit.peers import VllmVariant, start_vllm, vllm_binary
+from bench.kit.stacks import PLAIN, Server, start_all, start_stack
+from bench.live.engine.duel import BatchCell, Duel, run_turns
+
+MAX_CONTEXT_TOKENS = 2048
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the sides have in common."""
+
+    model: Path
+    kv_gib: int
+    max_sequences: int
+    engine_core: int
+    run_dir: Path
+
+
+def start_kvasir(setup: Setup) -> Server:
+    """A stack with one worker; everything but KV size and batch limit as it ships."""
+    settings = {
+        **PLAIN,
+        "worker.kv_bytes": setup.kv_gib * GIB,
+        "scheduler.max_batch_sequences": setup.max_sequences,
+    }
+    return start_stack(setup.run_dir / "kvasir", settings, model=setup.model)
+
+
+def start_peer(setup: Setup, variant: VllmVariant) -> Server:
+    """vLLM with as many bytes of KV. Raises ConfigError when it is not set up."""
+    return start_vllm(
+        setup.run_dir,
+        setup.model,
+        variant,
+        engine_core=setup.engine_core,
+        context_tokens=MAX_CONTEXT_TOKENS,
+        max_sequences=setup.max_sequences,
+        kv_gib=setup.kv_gib,
+    )
 
 
 def run_served(
@@ -32,39 +72,18 @@ def run_served(
         run_dir=context.run_dir.resolve(),
     )
     with ExitStack() as running:
-        sides = _start_all(context, running, _starts(peer, variant), setup)
-        duel = Duel(context, sides, cores, vocabulary(model))
+        starts = _starts(peer, variant, setup)
+        context.say("starting both servers")
+        duel = Duel(context, start_all(starts, running), cores, vocabulary(model))
         duel.prepare(max(workload, key=lambda cell: cell.batch * cell.context))
         return run_turns(duel, todo, budget_s=context.arguments.budget_s)
 
 
-def _starts(peer: str, variant: VllmVariant) -> list[StartSide]:
+def _starts(peer: str, variant: VllmVariant, setup: Setup) -> list[Callable[[], Server]]:
     """Ours first. Raises ConfigError when the peer is not installed."""
     if peer == "vllm":
         vllm_binary()
-        return [start_kvasir, partial(start_vllm, variant=variant)]
+        return [partial(start_kvasir, setup), partial(start_peer, setup, variant)]
     from bench.live.engine.llamacpp import start_llamacpp
 
-    return [start_kvasir, start_llamacpp]
-
-
-def _start_all(
-    context: Context, running: ExitStack, starts: Sequence[StartSide], setup: Setup
-) -> list[Server]:
-    """Side by side: each takes long. Whatever did start is ended when another did not."""
-    context.say("starting both servers")
-    sides: list[Server] = []
-    with ThreadPoolExecutor(len(starts)) as pool:
-        waiting = [pool.submit(start, setup) for start in starts]
-        failed: list[Exception] = []
-        for future in waiting:
-            try:
-                served = future.result()
-            except Exception as error:
-                failed.append(error)
-                continue
-            running.callback(served.side.end)
-            sides.append(served)
-    if failed:
-        raise failed[0]
-    return sides
+    return [partial(start_kvasir, setup), partial(start_llamacpp, setup)]

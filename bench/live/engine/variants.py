@@ -14,11 +14,11 @@ from bench.kit.cores import Cores, pin
 from bench.kit.load import run_batch
 from bench.kit.models import checkpoint, vocabulary
 from bench.kit.outcome import Outcome
-from bench.kit.peers import VLLM_VARIANTS, Setup, VllmVariant, start_vllm
+from bench.kit.peers import VLLM_VARIANTS, VllmVariant
 from bench.kit.provenance import ROOT
 from bench.kit.stats import geometric_mean
-from bench.live.engine.measure import measure
-from bench.live.engine.workload import BatchCell, bodies
+from bench.live.engine.duel import BatchCell, bodies, measure
+from bench.live.engine.served import Setup, start_peer
 from shared.errors import InternalError
 
 CACHE = ROOT / ".cache" / "bench"
@@ -78,13 +78,12 @@ def _measure(
     context: Context, setup: Setup, variant: VllmVariant, cores: Cores, workload: list[BatchCell]
 ) -> tuple[dict[int, float], int]:
     """Median tokens per second by batch size, and how many requests failed."""
-    served = start_vllm(setup, variant)
     size = vocabulary(setup.model)
-    try:
+    with start_peer(setup, variant) as served:
         warm_up = bodies(workload[-1], size, context.random("warm-up"))[0]
         for _ in range(2):  # the first finds the thread, the second runs as it will be measured
             thread = pin(
-                served.side,
+                served.tree,
                 cores,
                 lambda: run_batch(served.target, warm_up, _LOAD_DEADLINE_S),
                 served.engine,
@@ -101,7 +100,5 @@ def _measure(
                 found.append(measured.tok_s)
             rates[cell.batch] = statistics.median(found)
         if min(rates.values()) <= 0:
-            raise InternalError(f"vLLM {variant.name} answered nothing:\n{served.side.tail()}")
+            raise InternalError(f"vLLM {variant.name} answered nothing:\n{served.tree.tail()}")
         return rates, failures
-    finally:
-        served.side.end()

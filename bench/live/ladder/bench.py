@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from bench.kit.context import Context
-from bench.kit.load import complete_all
+from bench.kit.load import complete_all, full_answer
 from bench.kit.models import checkpoint, vocabulary
 from bench.kit.outcome import Outcome, Table
 from bench.kit.provenance import ROOT
-from bench.kit.stacks import Stack, start
+from bench.kit.stacks import PLAIN, Stack, start_stack
 from bench.kit.stats import interval, median_of_ratios
 from bench.kit.turns import order_of
 from bench.live.ladder.workloads import BLOCK_TOKENS, VARIANTS, WORKLOADS, Variant, Workload
@@ -83,33 +83,35 @@ def _variants(context: Context, workload: Workload) -> list[Variant]:
 def _start(context: Context, workload: Workload, variant: Variant, half: int, ending: ExitStack) -> Stack:
     """Warm by a turn that does not count, and stopped. `half`: of the turns, 0 or 1."""
     settings: dict[str, object] = {
+        **PLAIN,
         "placement.policy": "worst_fit",
-        "worker.cores": "[]",
+        "scheduler.max_batch_sequences": MAX_SEQUENCES,
+        "worker.cores": [],
         "worker.block_tokens": BLOCK_TOKENS,
+        "worker.kv_blocks": workload.kv_blocks,
         **variant.settings,
         **workload.settings,
     }
     folder = context.run_dir.resolve() / f"{workload.name}-{variant.name}-{half}"
     model = checkpoint(workload.model, _CHECKPOINTS)
-    stack = start(model, 0, workload.kv_blocks, MAX_SEQUENCES, folder, settings, WORKERS)
-    ending.callback(stack.side.end)
+    stack = ending.enter_context(start_stack(folder, settings, model=model, workers=WORKERS))
     answers = asyncio.run(complete_all(stack.target, _bodies(context, workload, "warm"), _DEADLINE_S))
     if not any(answer.ok for answer in answers):
         raise InternalError("a stack does not serve")
-    stack.side.pause()
+    stack.tree.pause()
     return stack
 
 
 def _measure(context: Context, workload: Workload, stack: Stack, turn: int) -> Row:
     """One turn of one stack."""
     bodies = _bodies(context, workload, str(turn))
-    stack.side.resume()
+    stack.tree.resume()
     time.sleep(_AWAKE_S)
     began_s = time.perf_counter()
     answers = asyncio.run(complete_all(stack.target, bodies, _DEADLINE_S))
     took_s = time.perf_counter() - began_s
     told = stack.details("queued")
-    stack.side.pause()
+    stack.tree.pause()
     done = [answer for answer in answers if answer.ok]
     ends_s = [answer.ended_s - answer.sent_s for answer in done]
     counted = ("relief_", "preempted_", "moved")
@@ -124,13 +126,9 @@ def _measure(context: Context, workload: Workload, stack: Stack, turn: int) -> R
 def _bodies(context: Context, workload: Workload, turn: str) -> list[dict[str, Any]]:
     tokens = vocabulary(checkpoint(workload.model, _CHECKPOINTS))
     return [
-        _body(prompt, limit)
+        full_answer(prompt, limit)
         for prompt, limit in workload.draw(context.random(f"{workload.name}/{turn}"), tokens)
     ]
-
-
-def _body(prompt: list[int], limit: int) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": limit, "temperature": 0, "ignore_eos": True}
 
 
 def _figures(workload: Workload, variants: list[Variant], rows: dict[str, list[Row]]) -> Row:

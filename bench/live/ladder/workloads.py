@@ -13,20 +13,20 @@ from random import Random
 from bench.kit.models import TINY_CHAT
 
 Settings = Mapping[str, object]
-_BORROWING: Settings = {"worker.lending.lend": "true", "worker.lending.borrow": "true"}
+_BORROWING: Settings = {"worker.lending.lend": True, "worker.lending.borrow": True}
 _ALL: Settings = {
     "scheduler.policy": "kvasir",
-    "scheduler.relief": "true",
-    "worker.prefix_cache.enabled": "true",
+    "scheduler.relief": True,
+    "worker.prefix_cache.enabled": True,
     **_BORROWING,
 }
 _NONE: Settings = {
     "scheduler.policy": "kvasir",
-    "scheduler.relief": "false",
+    "scheduler.relief": False,
     "scheduler.policy_options.reserve_ratio": 0,
-    "worker.prefix_cache.enabled": "false",
-    "worker.lending.lend": "false",
-    "worker.lending.borrow": "false",
+    "worker.prefix_cache.enabled": False,
+    "worker.lending.lend": False,
+    "worker.lending.borrow": False,
 }
 
 
@@ -43,22 +43,22 @@ class Variant:
 VARIANTS = (
     Variant("all", _ALL),
     Variant("again", _ALL),  # nothing differs: what comes out is the bench's own error
-    Variant("no_evict", {**_ALL, "worker.prefix_cache.enabled": "false"}),
+    Variant("no_evict", {**_ALL, "worker.prefix_cache.enabled": False}),
     Variant("no_host", {**_ALL, "worker.prefix_cache.host_mb": 0}),
     Variant("no_reserve", {**_ALL, "scheduler.policy_options.reserve_ratio": 0}),
-    Variant("no_borrow", {**_ALL, "worker.lending.borrow": "false"}),
-    Variant("no_migrate", {**_ALL, "scheduler.relief_off": '["migrate"]'}),
-    Variant("no_pause", {**_ALL, "scheduler.relief_off": '["pause"]'}),
-    Variant("no_swap", {**_ALL, "scheduler.relief_off": '["swap"]'}),
+    Variant("no_borrow", {**_ALL, "worker.lending.borrow": False}),
+    Variant("no_migrate", {**_ALL, "scheduler.relief_off": ["migrate"]}),
+    Variant("no_pause", {**_ALL, "scheduler.relief_off": ["pause"]}),
+    Variant("no_swap", {**_ALL, "scheduler.relief_off": ["swap"]}),
     Variant("recompute_only", _NONE),
-    Variant("expand_only", {**_NONE, "worker.pie.enabled": "true"}, against="recompute_only"),
+    Variant("expand_only", {**_NONE, "worker.pie.enabled": True}, against="recompute_only"),
 )
 
 
 BLOCK_TOKENS = 16
 _LARGER = "random-50m"
 _PACKED: Settings = {"placement.policy": "best_fit"}
-_NOTHING_LENT: Settings = {"worker.lending.lend": "false", "worker.lending.borrow": "false"}
+_NOTHING_LENT: Settings = {"worker.lending.lend": False, "worker.lending.borrow": False}
 Requests = list[tuple[list[int], int]]
 """Prompts with the length of their answers."""
 

@@ -17,11 +17,11 @@ from statistics import fmean
 from typing import Any
 
 from bench.kit.context import Context
-from bench.kit.load import Answer, Target, complete_all, first_error
+from bench.kit.load import Answer, Target, complete_all, first_error, full_answer
 from bench.kit.models import checkpoint, vocabulary
 from bench.kit.outcome import Outcome, Table
 from bench.kit.provenance import ROOT
-from bench.kit.stacks import start
+from bench.kit.stacks import PLAIN, start_stack
 from bench.kit.stats import percentile
 from bench.live.migrate.mover import Mover, Pause, Watch, mover, watch
 from services.placement.core.move_mode import ModeChoice
@@ -121,30 +121,28 @@ def run(context: Context) -> Outcome:
 
 def _measure(context: Context, model: Path, mode: str, under: str, count: int) -> Measured:
     settings: dict[str, object] = {
+        **PLAIN,
         "scheduler.policy": "kvasir",
-        "worker.prefix_cache.enabled": "true" if mode != "cold" else "false",
-        "worker.cores": "[]",
+        "scheduler.max_batch_sequences": 64,
+        "worker.prefix_cache.enabled": mode != "cold",
+        "worker.kv_blocks": KV_BLOCKS,
+        "worker.cores": [],
     }
     if under == "link":
         settings["worker.transfer.link_bytes_per_s"] = LINK_BYTES_PER_S
     folder = context.run_dir.resolve() / f"stack-{mode}-{under}"
-    stack = start(model, 0, KV_BLOCKS, 64, folder, settings, WORKERS)
-    try:
+    with start_stack(folder, settings, model=model, workers=WORKERS) as stack:
         bodies = _bodies(context, vocabulary(model))
         return asyncio.run(_load(context, Measured(mode, under), stack.target, folder, bodies, count))
-    finally:
-        stack.side.end()
 
 
 def _bodies(context: Context, tokens: int) -> list[dict[str, Any]]:
     dice = context.random("questions")
     return [
-        {
-            "prompt": [dice.randrange(100, tokens - 1) for _ in range(dice.randint(*PROMPT_TOKENS))],
-            "max_tokens": dice.randint(*ANSWER_TOKENS),
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        full_answer(
+            [dice.randrange(100, tokens - 1) for _ in range(dice.randint(*PROMPT_TOKENS))],
+            dice.randint(*ANSWER_TOKENS),
+        )
         for _ in range(context.arguments.streams)
     ]
 

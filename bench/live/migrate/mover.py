@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from bench.kit.stacks import on_bus
 from services.placement.core.move_mode import Carrier, ModeChoice, Ways, Wish
-from services.stack.access import BusAccess
-from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.errors import KvasirError
@@ -121,15 +120,10 @@ def _tokens(listed: SequenceReport) -> int:
 @asynccontextmanager
 async def mover(run_dir: Path, choice: ModeChoice = "tokens") -> AsyncIterator[Mover]:
     """On the bus of the stack that runs from there."""
-    run = RunDirectory(run_dir)
-    access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config(_USER), service="placement", instance="mover-0")
-    made = Mover(bus, choice)
-    try:
+    async with on_bus(run_dir, _USER) as bus:
+        made = Mover(bus, choice)
         await bus.attach(HANDLERS, made)
         yield made
-    finally:
-        await bus.close()
 
 
 GATEWAY = "gateway-0"
@@ -186,12 +180,6 @@ class Watch:
 @asynccontextmanager
 async def watch(run_dir: Path) -> AsyncIterator[Watch]:
     """On the bus of the stack that runs from there."""
-    run = RunDirectory(run_dir)
-    access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config(GATEWAY), service="gateway", instance="watch-0")
     made = Watch()
-    try:
-        await bus.attach(WATCH_HANDLERS, made)
+    async with on_bus(run_dir, GATEWAY, WATCH_HANDLERS, made):
         yield made
-    finally:
-        await bus.close()

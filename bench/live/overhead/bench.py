@@ -16,10 +16,10 @@ from typing import Any
 
 from bench.kit.context import Context
 from bench.kit.cores import Cores
-from bench.kit.load import Answer, check, first_error, run_batch
+from bench.kit.load import Answer, check, first_error, full_answer, run_batch
 from bench.kit.models import TINY_CHAT, vocabulary
 from bench.kit.outcome import Outcome, Table
-from bench.kit.stacks import Stack, start
+from bench.kit.stacks import PLAIN, Stack, start_stack
 from bench.kit.stats import ratio_of
 from bench.kit.turns import alternate
 from bench.live.overhead.direct import DirectEngine
@@ -82,16 +82,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Raises ConfigError on a machine of one core."""
     cores = Cores.choose()
-    cores.bind_client()
     model: Path = context.arguments.model.resolve()
     context.say("starting a stack, and an engine beside it")
-    stack = start(model, cores.engine, _KV_BLOCKS, _MAX_SEQUENCES, context.run_dir / "stack")
-    try:
+    settings = {
+        **PLAIN,
+        "worker.cores": [cores.engine],
+        "worker.kv_blocks": _KV_BLOCKS,
+        "scheduler.max_batch_sequences": _MAX_SEQUENCES,
+    }
+    with start_stack(context.run_dir.resolve() / "stack", settings, model=model) as stack:
+        stack.confine(cores)
+        cores.bind_client()
         with DirectEngine(model, cores.engine, _KV_BLOCKS) as direct:
             compared = [_compare(context, stack, direct, batch) for batch in _BATCHES]
         held = _hold(context, stack)
-    finally:
-        stack.side.end()
     return _outcome(compared, held)
 
 
@@ -131,9 +135,9 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
     served(), called()
     failures = used = 0
     context.say(f"batch {batch}: {alternations} alternations")
-    cpu, engine = stack.cpu_s(), stack.engine_time_s()
+    cpu, engine = stack.cpu_s(), _engine_time_s(stack)
     ours, theirs = alternate([served, called], alternations)
-    after, engine_after = stack.cpu_s(), stack.engine_time_s()
+    after, engine_after = stack.cpu_s(), _engine_time_s(stack)
     computed_s, idle_s = (b - a for a, b in zip(engine, engine_after, strict=True))
     return _Compared(
         batch=batch,
@@ -145,16 +149,19 @@ def _compare(context: Context, stack: Stack, direct: DirectEngine, batch: int) -
     )
 
 
+def _engine_time_s(stack: Stack) -> tuple[float, float]:
+    """Seconds since its start that the engine computed, and that it did not although there was work."""
+    details = stack.details("engine_s")
+    return float(details["engine_s"]), float(details["between_steps_s"])
+
+
 def _bodies(
     model: Path, prompt_tokens: int, tokens: int, count: int, draw: random.Random
 ) -> list[dict[str, Any]]:
     """Prompts of drawn token ids; no two begin alike."""
     ids = vocabulary(model)
-    common = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return [
-        {"prompt": [draw.randrange(ids // 2, ids) for _ in range(prompt_tokens)], **common}
-        for _ in range(count)
-    ]
+    prompts = ([draw.randrange(ids // 2, ids) for _ in range(prompt_tokens)] for _ in range(count))
+    return [full_answer(prompt, tokens) for prompt in prompts]
 
 
 def _hold(context: Context, stack: Stack) -> Held:
@@ -167,7 +174,7 @@ def _hold(context: Context, stack: Stack) -> Held:
         arguments.streams,
         context.random("streams"),
     )
-    return hold(stack.target, bodies, arguments.stream_tokens, stack.gateway(), _DEADLINE_S)
+    return hold(stack.target, bodies, arguments.stream_tokens, stack.process("gateway-0"), _DEADLINE_S)
 
 
 def _outcome(compared: Sequence[_Compared], held: Held) -> Outcome:

@@ -8,13 +8,126 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.kit.cores import bind_threads
 from bench.kit.provenance import ROOT
-from bench.live.overhead.schedule import run_direct
+from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.first_come import VllmPolicy
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.engine import Engine, Row
+from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import InternalError
+from shared.messages.sequence import Sampling, SequenceKey
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Timed:
+    """One sequence: when, in seconds of engine time since the beginning, each of its tokens was there."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    token_s: list[float] = field(default_factory=list)
+    computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+def run_direct(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    max_sequences: int,
+    clock: Clock = time.perf_counter,
+) -> list[Timed]:
+    """Greedy answers of exactly `output_tokens` to all prompts, which arrive at once, in their order.
+
+    Raises InternalError when the engine yields no token or the policy stops short.
+    """
+    settings = PolicySettings(max_batch_sequences=max_sequences)
+    policy = VllmPolicy(WorkerShape(engine.block_tokens, engine.kv_blocks), settings)
+    calls = _Calls(engine, output_tokens, clock)
+    for number, prompt in enumerate(prompts):
+        key = (f"{number:06}", 0)
+        calls.sequences[key] = Timed(list(prompt), len(prompt))
+        policy.on_arrival(Task(key, len(prompt), output_tokens, 0.0), 0.0)
+    while calls.unfinished:
+        batch = policy.plan(0.0)
+        if batch is None:
+            raise InternalError("the policy plans nothing although sequences wait: give the engine more KV")
+        calls.run(batch, policy)
+    return list(calls.sequences.values())
+
+
+class _Calls:
+    """Carries batches out."""
+
+    def __init__(self, engine: Engine, output_tokens: int, clock: Clock) -> None:
+        self._engine = engine
+        self._output_tokens = output_tokens
+        self._clock = clock
+        self._pool = BlockPool(engine.kv_blocks, engine.block_tokens)
+        self._sampling = Sampling(seed=0, max_tokens=output_tokens, temperature=0.0)
+        self._spent_s = 0.0
+        self.sequences: dict[SequenceKey, Timed] = {}
+
+    @property
+    def unfinished(self) -> bool:
+        return any(len(one.token_s) < self._output_tokens for one in self.sequences.values())
+
+    def run(self, batch: PlannedBatch, policy: BatchPolicy) -> None:
+        """All steps of a batch; sequences that are complete then leave the policy."""
+        for preemption in batch.preemptions:
+            self._free(self.sequences[preemption.key])
+        for step in range(batch.steps):
+            work = [
+                (self._grown(prefill.key, prefill.allocated_blocks), prefill.end_token)
+                for prefill in (batch.prefills if step == 0 else ())
+            ]
+            for decode in batch.decodes:
+                if step < decode.tokens:
+                    one = self._grown(decode.key, decode.allocated_blocks)
+                    work.append((one, len(one.tokens)))
+            self._step(work)
+        for key in [*(item.key for item in batch.prefills), *(item.key for item in batch.decodes)]:
+            if len(self.sequences[key].token_s) == self._output_tokens:
+                self._free(self.sequences[key])
+                policy.on_ended(key, 0.0)
+
+    def _step(self, work: Sequence[tuple[Timed, int]]) -> None:
+        rows = [self._row(one, end) for one, end in work]
+        began_s = self._clock()
+        sampled = self._engine.step(rows)
+        self._spent_s += self._clock() - began_s
+        for (one, end), row, token in zip(work, rows, sampled, strict=True):
+            one.computed_tokens = end
+            if row.point is not None:
+                if token is None:
+                    raise InternalError("the engine yields no token")
+                one.tokens.append(token.token)
+                one.token_s.append(self._spent_s)
+
+    def _row(self, one: Timed, end: int) -> Row:
+        first = one.computed_tokens
+        point = None
+        if end == len(one.tokens):
+            point = SamplePoint(self._sampling, 0, end - one.prompt_tokens, one.tokens)
+        return Row(one.tokens[first:end], first, one.blocks, point)
+
+    def _grown(self, key: SequenceKey, blocks: int) -> Timed:
+        one = self.sequences[key]
+        one.blocks += self._pool.allocate(max(0, blocks - len(one.blocks)))
+        return one
+
+    def _free(self, one: Timed) -> None:
+        self._pool.release(one.blocks)
+        one.blocks, one.computed_tokens = [], 0
+
 
 _END_DEADLINE_S = 10.0
 
@@ -61,9 +174,8 @@ def main(model: str, core: str, kv_blocks: str) -> None:
     """Serves standard input until its end."""
     from services.worker.assembly import make_engine
     from services.worker.config import WorkerConfig
-    from services.worker.cores import bind_to
 
-    bind_to([int(core)])
+    bind_threads({int(core)})
     engine = make_engine(WorkerConfig(model=model, kv_blocks=int(kv_blocks), threads=1))
     for line in sys.stdin:
         question = json.loads(line)

@@ -8,8 +8,7 @@ from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT, checkpoint
 from bench.kit.provenance import ROOT
 from bench.live.pie.rounds import Measure, SideResult, Slice, take_turns
-from bench.live.pie.sides import BLOCK_TOKENS, EngineSide, Ground, Kind
-from bench.live.pie.workload import Workload
+from bench.live.pie.sides import BLOCK_TOKENS, EngineSide, Ground, Kind, Workload
 
 
 @dataclass(frozen=True, slots=True)

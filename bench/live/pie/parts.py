@@ -1,18 +1,97 @@
 """The live parts of `bench pie`: what is measured of which sides, and the figures made of it."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
+from bench.kit.context import Context
+from bench.kit.cores import Cores
+from bench.kit.load import LoadResult, full_answer, serve_all
 from bench.kit.outcome import Outcome, Table
-from bench.live.pie import cost, pictures
-from bench.live.pie import reaction as reacting
-from bench.live.pie import stack as stacks
+from bench.kit.stacks import PLAIN, start_stack
+from bench.live.pie import cost
 from bench.live.pie.arena import Arena
-from bench.live.pie.rounds import SideResult, measure, measure_work, same_text_share, spread
-from bench.live.pie.sides import AUTO, RECOMPUTE, SWAP, fixed, synchronous
+from bench.live.pie.loop import Request
+from bench.live.pie.rounds import (
+    SideResult,
+    draw_reaction,
+    measure,
+    measure_work,
+    react,
+    reaction_figures,
+    same_text_share,
+    spread,
+)
+from bench.live.pie.sides import (
+    AUTO,
+    BLOCK_TOKENS,
+    HOST_MB,
+    MOST_SEQUENCES,
+    RECOMPUTE,
+    SWAP,
+    Ground,
+    fixed,
+    synchronous,
+)
 from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, expansion, most_fifo_layers
+
+
+@dataclass(frozen=True)
+class StackRun:
+    """One stack, once."""
+
+    served: LoadResult
+    details: Mapping[str, Any]
+    """What the worker says of itself at the end."""
+
+
+def serve(
+    context: Context, ground: Ground, requests: list[Request], settings: Mapping[str, object], name: str
+) -> StackRun:
+    """Starts a stack, lets it settle on a quarter of the requests, measures the rest."""
+    cores = Cores.choose()
+    folder = context.run_dir.resolve() / f"stack-{name}"
+    whole = {
+        **PLAIN,
+        "worker.cores": [],
+        "worker.engine_cores": [cores.engine],
+        "worker.block_tokens": BLOCK_TOKENS,
+        "worker.kv_blocks": ground.device_blocks,
+        "scheduler.max_batch_sequences": MOST_SEQUENCES,
+        **settings,
+    }
+    bodies = [_body(each) for each in requests]
+    with start_stack(folder, whole, model=ground.model) as stack:
+        settle = len(bodies) // 4
+        asyncio.run(serve_all(stack.target, bodies[:settle], ground.clients))
+        served = asyncio.run(serve_all(stack.target, bodies[settle:], ground.clients))
+        return StackRun(served, stack.details("engine_s"))
+
+
+def with_pie(ground: Ground) -> dict[str, object]:
+    """Settings of a stack whose expansion is found while it runs."""
+    return {
+        "worker.pie.enabled": True,
+        "worker.pie.host_mb": HOST_MB,
+        "worker.pie.bandwidth_limit": ground.bandwidth,
+    }
+
+
+def _body(request: Request) -> dict[str, Any]:
+    body = full_answer(request.prompt, request.max_tokens)
+    return body | {"ignore_eos": not request.end_token_ids}
+
+
+def normalized_s(served: LoadResult) -> float:
+    """Mean seconds per token of the answer; 0 without answers."""
+    answers = [each for each in served.answers if each.ok and each.completion_tokens]
+    if not answers:
+        return 0.0
+    return sum((each.ended_s - each.sent_s) / each.completion_tokens for each in answers) / len(answers)
+
 
 _NARROW_BYTES_S = 30e6
 _SEARCH_FROM = 1.3
@@ -135,7 +214,7 @@ def reaction(arena: Arena) -> Outcome:
     away_s = arena.pace.away_s
     background = 0.9 * arena.ground.bandwidth
     with arena.sides([AUTO], arena.ground) as (side,):
-        found = reacting.react(
+        found = react(
             side,
             [(away_s / 2, 0.0), (away_s, background), (1.5 * away_s, 0.0)],
             lambda moment: arena.context.record(
@@ -144,8 +223,8 @@ def reaction(arena: Arena) -> Outcome:
                 "reaction.jsonl",
             ),
         )
-    pictures.draw_reaction(arena.context.picture("reaction"), found.moments, found.traffic)
-    figures = reacting.figures(found)
+    draw_reaction(arena.context.picture("reaction"), found)
+    figures = reaction_figures(found)
     return Outcome(
         figures, 0, notes=["reaction: others take 0.9 of the link, then none"], headline=list(figures)
     )
@@ -154,25 +233,25 @@ def reaction(arena: Arena) -> Outcome:
 def stack(arena: Arena) -> Outcome:
     """Whole stacks, one after the other: without, with, without."""
     requests = list(islice(arena.workload.requests(), 40 if arena.context.quick else 96))
-    sides = [("none-1", {}), ("pie", stacks.with_pie(arena.ground)), ("none-2", {})]
+    sides = [("none-1", {}), ("pie", with_pie(arena.ground)), ("none-2", {})]
     runs = {}
     with arena.context.progress("stacks", len(sides)) as bar:
         for name, settings in sides:
             bar.advance(0, now=name)
-            runs[name] = stacks.serve(arena.context, arena.ground, requests, settings, name)
+            runs[name] = serve(arena.context, arena.ground, requests, settings, name)
             bar.advance()
     none = [runs["none-1"].served, runs["none-2"].served]
     pie = runs["pie"]
     rate = sum(each.requests_per_s for each in none) / 2
-    latency_s = sum(stacks.normalized_s(each) for each in none) / 2
+    latency_s = sum(normalized_s(each) for each in none) / 2
     figures = {
         "stack_vs_none": pie.served.requests_per_s / rate,
-        "stack_latency_vs_none": stacks.normalized_s(pie.served) / latency_s,
+        "stack_latency_vs_none": normalized_s(pie.served) / latency_s,
         "stack_stall_share": float(pie.details["pie_stall_share"]),
         "stack_fifo_layers": float(pie.details["pie_fifo_layers"]),
     }
     rows = [
-        (name, run.served.requests_per_s, run.served.tokens_per_s, stacks.normalized_s(run.served) * 1e3)
+        (name, run.served.requests_per_s, run.served.tokens_per_s, normalized_s(run.served) * 1e3)
         for name, run in runs.items()
     ]
     failures = sum(run.served.failures for run in runs.values())

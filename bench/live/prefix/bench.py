@@ -6,7 +6,7 @@ from bench.kit.context import Context
 from bench.kit.models import TINY_CHAT
 from bench.kit.outcome import Outcome, joined
 from bench.live.prefix import live
-from bench.live.prefix.cells import TIERS
+from bench.live.prefix.live import TIERS
 from bench.simulated import prefix
 from bench.simulated.prefix import PRESETS
 from shared.errors import ConfigError

@@ -5,6 +5,7 @@ One core for the engine, one for everything else. The stack without a cache goes
 """
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -14,15 +15,75 @@ from typing import Any, TypeVar
 
 from bench.kit.context import Context
 from bench.kit.cores import Cores
-from bench.kit.load import Target, first_error
+from bench.kit.load import LoadResult, Target, first_error
 from bench.kit.models import checkpoint, vocabulary
 from bench.kit.outcome import Outcome, Table, joined
+from bench.kit.plots import draw_bars
 from bench.kit.provenance import ROOT
-from bench.kit.stacks import start
-from bench.live.prefix import chat, pictures, text
-from bench.live.prefix.cells import NONE, TIERS, TierCell, block_bytes, cells
-from bench.live.prefix.load import LoadResult
+from bench.kit.stacks import PLAIN, start_stack
+from bench.live.prefix import workloads
+from bench.live.prefix.workloads import BLOCK_TOKENS, Templates
 from shared.errors import InternalError
+
+_FLOAT_BYTES = 4
+_MEBI = 1 << 20
+NONE = "none"
+TIERS = ("device", "device+host", "device+host+disk")
+ORDERS = ("fcfs", "fpf", "relaxed_fpf")
+
+
+@dataclass(frozen=True)
+class TierCell:
+    """One configuration of a stack. Without tiers there is no prefix cache."""
+
+    tiers: str
+    order: str = "fcfs"
+    prefetch: bool = True
+
+    @property
+    def name(self) -> str:
+        if self.tiers == NONE:
+            return NONE
+        return f"{self.tiers} {self.order}{'' if self.prefetch else ' no-prefetch'}"
+
+    def settings(self, shape: Templates, block_bytes: int, folder: Path) -> dict[str, object]:
+        """For the stack; `folder` takes the disk tier."""
+        if self.tiers == NONE:
+            return {"worker.prefix_cache.enabled": False, "placement.order": self.order}
+        found: dict[str, object] = {
+            "worker.prefix_cache.enabled": True,
+            "worker.prefix_cache.host_mb": 0,
+            "placement.order": self.order,
+            "worker.prefix_cache.lookahead_sequences": 64 if self.prefetch else 0,
+        }
+        if "host" in self.tiers:
+            found["worker.prefix_cache.host_blocks"] = shape.host * shape.prefix_blocks
+        if "disk" in self.tiers:
+            disk_bytes = shape.disk * shape.prefix_blocks * block_bytes
+            found["worker.prefix_cache.disk_mb"] = -(-disk_bytes // _MEBI) + 1
+            found["worker.prefix_cache.disk_path"] = str(folder)
+        return found
+
+
+def cells(*, quick: bool) -> list[TierCell]:
+    """Without a cache first; the reader ahead matters where there is a disk."""
+    if quick:
+        return [TierCell(NONE), TierCell(TIERS[-1])]
+    with_orders = [TierCell(tiers, order) for tiers in TIERS for order in ORDERS]
+    return [
+        TierCell(NONE),
+        *with_orders,
+        *(TierCell(TIERS[-1], order, prefetch=False) for order in ORDERS[:2]),
+    ]
+
+
+def block_bytes(model: Path) -> int:
+    """K and V of one block over all layers, in float32. Raises KeyError for a config of another kind."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * 2 * heads * head * BLOCK_TOKENS * _FLOAT_BYTES)
+
 
 PAPER_FACTOR = 2.0
 """What papers/002 states (abstract; the values of its figures are pictures only)."""
@@ -44,7 +105,6 @@ class Measured:
 def run(context: Context) -> Outcome:
     """Raises ConfigError on a machine of one core, InternalError when a stack does not serve."""
     cores = Cores.choose()
-    cores.bind_client()
     model = checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
     stacks = Stacks(context, model, cores)
     parts: list[Outcome] = []
@@ -61,7 +121,7 @@ class Stacks:
     def __init__(self, context: Context, model: Path, cores: Cores) -> None:
         self._context = context
         self._model = model
-        self._engine_core = cores.engine
+        self._cores = cores
         self._count = 0
         self.vocabulary = vocabulary(model)
         self.block_bytes = block_bytes(model)
@@ -74,13 +134,21 @@ class Stacks:
     ) -> tuple[T, dict[str, int]]:
         """What `load` says of a new stack with these settings, and where blocks were found."""
         self._count += 1
+        whole = {
+            **PLAIN,
+            "worker.cores": [self._cores.engine],
+            "worker.kv_blocks": kv_blocks,
+            "scheduler.max_batch_sequences": _AT_ONCE,
+            **settings,
+        }
         folder = self.folder.with_name(f"stack-{self._count}")
-        stack = start(self._model, self._engine_core, kv_blocks, _AT_ONCE, folder, settings)
         try:
-            result = asyncio.run(load(stack.target))
-            rows = stack.details("engine_s").get("prefix_tiers", [])
+            with start_stack(folder, whole, model=self._model) as stack:
+                stack.confine(self._cores)
+                with self._cores.client():
+                    result = asyncio.run(load(stack.target))
+                rows = stack.details("engine_s").get("prefix_tiers", [])
         finally:
-            stack.side.end()
             shutil.rmtree(self.folder, ignore_errors=True)
         return result, {row["tier"]: int(row["hits"]) for row in rows}
 
@@ -91,8 +159,8 @@ class Stacks:
 
 
 def _analyse_all(context: Context, stacks: Stacks) -> list[Measured]:
-    shape = text.QUICK if context.quick else text.Templates()
-    requests = text.requests_of(shape, stacks.vocabulary, context.random("text"))
+    shape = workloads.QUICK if context.quick else workloads.Templates()
+    requests = workloads.requests_of(shape, stacks.vocabulary, context.random("text"))
     todo = cells(quick=context.quick)
     todo = [cell for cell in todo if cell.tiers in (NONE, *context.arguments.tiers)]
     if not context.quick:
@@ -104,7 +172,7 @@ def _analyse_all(context: Context, stacks: Stacks) -> list[Measured]:
             served, hits = stacks.measure(
                 shape.device_blocks,
                 cell.settings(shape, stacks.block_bytes, stacks.folder),
-                lambda target, warm=cell.tiers != NONE: text.analyse(target, requests, shape, warm=warm),  # type: ignore[misc]
+                lambda target, warm=cell.tiers != NONE: workloads.analyse(target, requests, shape, warm=warm),  # type: ignore[misc]
             )
             _check(served)
             if cell.tiers == TIERS[-1] and not served.cached_share:
@@ -122,18 +190,18 @@ def _analyse_all(context: Context, stacks: Stacks) -> list[Measured]:
     return done
 
 
-def _talk_all(context: Context, stacks: Stacks) -> dict[str, list[chat.Talked]]:
+def _talk_all(context: Context, stacks: Stacks) -> dict[str, list[workloads.Talked]]:
     """Sides take turns."""
-    shape = chat.QUICK if context.quick else chat.Chats()
+    shape = workloads.QUICK_CHATS if context.quick else workloads.Chats()
     sides: dict[str, dict[str, object]] = {
-        "without": {"worker.prefix_cache.enabled": "false"},
+        "without": {"worker.prefix_cache.enabled": False},
         "with": {
-            "worker.prefix_cache.enabled": "true",
+            "worker.prefix_cache.enabled": True,
             "worker.prefix_cache.host_mb": 0,
             "worker.prefix_cache.host_blocks": shape.host_blocks,
         },
     }
-    talks: dict[str, list[chat.Talked]] = {name: [] for name in sides}
+    talks: dict[str, list[workloads.Talked]] = {name: [] for name in sides}
     times = 1 if context.quick else 2
     with context.progress("chats", times * len(sides)) as progress:
         for turn in range(times):
@@ -141,7 +209,7 @@ def _talk_all(context: Context, stacks: Stacks) -> dict[str, list[chat.Talked]]:
                 talked, _ = stacks.measure(
                     shape.kv_blocks,
                     sides[name],
-                    lambda target: chat.talk(target, shape, context.random("chats")),
+                    lambda target: workloads.talk(target, shape, context.random("chats")),
                 )
                 _check(talked.served)
                 talks[name].append(talked)
@@ -167,8 +235,10 @@ def _ratios(measured: list[Measured]) -> dict[str, float]:
 def _text_outcome(context: Context, measured: list[Measured]) -> Outcome:
     ratios = _ratios(measured)
     with_cache = {name: ratio for name, ratio in ratios.items() if name != NONE}
-    pictures.draw_throughput(
-        context.picture("text_analysis"), "text analysis, live", with_cache, PAPER_FACTOR
+    unit = "throughput / throughput without a prefix cache"
+    series = {"live; dashed: the paper's": list(with_cache.values())}
+    draw_bars(
+        context.picture("text_analysis"), "text analysis", unit, list(with_cache), series, dashed=PAPER_FACTOR
     )
     full = [ratios[one.cell.name] for one in measured if one.cell.tiers == TIERS[-1]]
     best = {"text_throughput_vs_none": max(full)} if full else {}
@@ -187,7 +257,7 @@ def _text_outcome(context: Context, measured: list[Measured]) -> Outcome:
     )
 
 
-def _chat_outcome(talks: Mapping[str, list[chat.Talked]]) -> Outcome:
+def _chat_outcome(talks: Mapping[str, list[workloads.Talked]]) -> Outcome:
     rate = {name: median(one.served.requests_per_s for one in found) for name, found in talks.items()}
     first = {name: median(one.later_first_s for one in found) for name, found in talks.items()}
     share = {name: median(one.served.cached_share for one in found) for name, found in talks.items()}

@@ -1,21 +1,179 @@
 """The running sides: bound to their cores, all but one stopped, every cell written down at once."""
 
-import json
+import asyncio
+import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
+from bench.kit.cells import CELLS_FILE, read_cells
 from bench.kit.context import Context
 from bench.kit.cores import Cores, pin
-from bench.kit.load import Answer, Target, first_error
-from bench.kit.peers import Server
-from bench.live.engine.measure import warm
-from bench.live.serve.load import Level, ask_all, ask_at_rate, measure
+from bench.kit.load import Answer, Target, complete, first_error, serve_all
+from bench.kit.stacks import Server
+from bench.live.engine.duel import warm
+from bench.live.serve.prompts import arrivals
 from shared.errors import InternalError
 
-CELLS_FILE = "cells.jsonl"
+REQUEST_DEADLINE_S = 180.0
+_AT_ONCE = 96
+"""Connections when everything is asked as fast as it goes."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The service level: `scale · (prefill_s + token_s · true answer tokens)`."""
+
+    prefill_s: float
+    token_s: float
+    scale: float
+
+    def limit_s(self, output_tokens: int) -> float:
+        return self.scale * (self.prefill_s + self.token_s * output_tokens)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. Times in seconds; `planned_s` is `time.perf_counter()` like those of the answer."""
+
+    prompt: int
+    planned_s: float
+    true_tokens: int
+    answer: Answer
+
+    @property
+    def took_s(self) -> float:
+        return self.answer.ended_s - self.planned_s
+
+    def row(self) -> dict[str, Any]:
+        """For the record."""
+        one = self.answer
+        return {
+            "prompt": self.prompt,
+            "prompt_tokens": one.prompt_tokens,
+            "completion_tokens": one.completion_tokens,
+            "true_tokens": self.true_tokens,
+            "late_ms": (one.sent_s - self.planned_s) * 1e3,
+            "ttft_ms": (one.event_s[0] - self.planned_s) * 1e3 if one.event_s else None,
+            "total_ms": self.took_s * 1e3,
+            "finish_reason": one.finish_reason,
+            "error": one.error,
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one cell."""
+
+    requests: int
+    failures: int
+    error: str
+    wall_s: float
+    """From the first planned arrival to the last end."""
+    tok_s: float
+    normalized_ms: float
+    """Mean over answers of (end − arrival) / output tokens."""
+    ttft_ms_mean: float
+    ttft_ms_p50: float
+    itl_ms_p50: float
+    """Median over answers of (end − first text) / (output tokens − 1)."""
+    attained: float | None
+    """Share of all requests within the service level; None where that is not known yet."""
+    attained_first: float | None
+    """The same of the first quarter of the arrivals."""
+    same_length: float
+    """Share of answers as long as the true one."""
+    late_ms_max: float
+    """How much later than planned the client sent one."""
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Greedy, to a natural end, the same limit for all: nothing in it tells how long the answer will be."""
+    return {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+
+
+def ask_all(target: Target, prompts: Sequence[Sequence[int]], max_tokens: int) -> Sequence[Answer]:
+    """As fast as it goes, in the order of `prompts`."""
+    bodies = [body_of(prompt, max_tokens) for prompt in prompts]
+    return uvloop.run(serve_all(target, bodies, _AT_ONCE)).answers
+
+
+def ask_at_rate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    truths: Sequence[int],
+    *,
+    requests: int,
+    rate_per_s: float,
+    max_tokens: int,
+    seed: str,
+) -> list[Asked]:
+    """Poisson, drained. `truths` are kept for the record; no server is told of them."""
+    plan = list(arrivals(len(prompts), requests, rate_per_s, seed))
+
+    async def all_of_them() -> list[Asked]:
+        start_s = time.perf_counter() + 0.05
+
+        async def one(at_s: float, index: int) -> Asked:
+            planned_s = start_s + at_s
+            await asyncio.sleep(max(0.0, planned_s - time.perf_counter()))
+            answer = await complete(target, body_of(prompts[index], max_tokens), REQUEST_DEADLINE_S)
+            return Asked(index, planned_s, truths[index], answer)
+
+        return list(await asyncio.gather(*(one(at_s, index) for at_s, index in plan)))
+
+    return uvloop.run(all_of_them())
+
+
+def measure(asked: Sequence[Asked], level: Level | None) -> Measured:
+    """Failed requests attain no service level, and count in no latency."""
+    good = [one for one in asked if _is_good(one)]
+    answers = [one.answer for one in good]
+    wall_s = max(one.answer.ended_s for one in asked) - min(one.planned_s for one in asked)
+    first_ms = [1e3 * (one.answer.event_s[0] - one.planned_s) for one in good]
+    gaps_ms = [
+        1e3 * (one.ended_s - one.event_s[0]) / (one.completion_tokens - 1)
+        for one in answers
+        if one.completion_tokens > 1
+    ]
+    return Measured(
+        requests=len(asked),
+        failures=len(asked) - len(good),
+        error=first_error([one.answer for one in asked]),
+        wall_s=wall_s,
+        tok_s=sum(one.completion_tokens for one in answers) / wall_s,
+        normalized_ms=_mean([1e3 * one.took_s / one.answer.completion_tokens for one in good]),
+        ttft_ms_mean=_mean(first_ms),
+        ttft_ms_p50=statistics.median(first_ms) if first_ms else 0.0,
+        itl_ms_p50=statistics.median(gaps_ms) if gaps_ms else 0.0,
+        attained=_attained(asked, level),
+        attained_first=_attained(asked[: -(-len(asked) // 4)], level),
+        same_length=_mean([float(one.answer.completion_tokens == one.true_tokens) for one in good]),
+        late_ms_max=max(1e3 * (one.answer.sent_s - one.planned_s) for one in asked),
+    )
+
+
+def _attained(asked: Sequence[Asked], level: Level | None) -> float | None:
+    if level is None:
+        return None
+    return _mean([float(_is_good(one) and one.took_s <= level.limit_s(one.true_tokens)) for one in asked])
+
+
+def _is_good(one: Asked) -> bool:
+    return one.answer.ok and one.answer.completion_tokens > 0 and bool(one.answer.event_s)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
 Row = Mapping[str, Any]
 _SECOND_WATCH = 32
 """Requests of the second look for the engine's thread."""
@@ -64,22 +222,22 @@ class Arena:
         self.context.say(f"{served.name}: {len(prompts)} prompts to warm up and to learn from")
         for asked in (prompts, prompts[:_SECOND_WATCH]):  # the second runs as it will be measured
             thread = pin(
-                served.side, self.cores, lambda: answered.extend(ask_all(served.target, asked, max_tokens)),  # noqa: B023
+                served.tree, self.cores, lambda: answered.extend(ask_all(served.target, asked, max_tokens)),  # noqa: B023
                 served.engine,
             )  # fmt: skip
         if error := first_error(answered):
-            raise InternalError(f"{served.name} fails while it warms up: {error}\n{served.side.tail()}")
+            raise InternalError(f"{served.name} fails while it warms up: {error}\n{served.tree.tail()}")
         self.sides[served.name], self._threads[served.name] = served, thread
-        served.side.pause()
+        served.tree.pause()
         return answered[: len(prompts)]
 
     def run(self, cell: RateCell, workload: Workload, level: Level | None) -> Row:
         """The row that was written for it."""
         served = self.sides[cell.side]
-        served.side.resume()
+        served.tree.resume()
         try:
             warm(served)
-            before, began_s = served.side.cpu_s(), time.perf_counter()
+            before, began_s = served.tree.cpu_s(), time.perf_counter()
             asked = ask_at_rate(
                 served.target,
                 workload.measured,
@@ -89,9 +247,9 @@ class Arena:
                 max_tokens=workload.max_tokens,
                 seed=f"{self.context.seed}/{cell.repeat}",
             )
-            wall_s, after = time.perf_counter() - began_s, served.side.cpu_s()
+            wall_s, after = time.perf_counter() - began_s, served.tree.cpu_s()
         finally:
-            served.side.pause()
+            served.tree.pause()
         engine = self._threads[cell.side]
         used = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
         row: dict[str, Any] = {
@@ -112,9 +270,10 @@ class Arena:
 
 def rows_of(run_dir: Path) -> dict[tuple[str, str, float, int], Row]:
     """What a run has measured so far, by `RateCell.key`."""
-    file = run_dir / CELLS_FILE
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {(row["kind"], row["side"], round(row["rate_per_s"], 4), row["repeat"]): row for row in rows}
+    return {
+        (row["kind"], row["side"], round(row["rate_per_s"], 4), row["repeat"]): row
+        for row in read_cells(run_dir)
+    }
 
 
 def true_lengths(target: Target, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[int]:

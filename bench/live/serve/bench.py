@@ -4,24 +4,22 @@ Four servers on one checkpoint and the same bytes of KV: vLLM, ours with the pol
 and a predictor that learned from other prompts, and `kvasir` told the true lengths.
 """
 
-import json
 import os
 from argparse import ArgumentParser
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+from bench.kit.cells import check_resumable
 from bench.kit.context import Context
 from bench.kit.cores import Cores
 from bench.kit.outcome import Outcome
+from bench.kit.plots import draw_latency
 from bench.live.serve import figures
-from bench.live.serve.arena import CELLS_FILE, Arena
+from bench.live.serve.arena import Arena
 from bench.live.serve.opening import open_arena
 from bench.live.serve.plan import Plan, plan_of
 from bench.live.serve.sides import BASE, MECHANISMS, PEER
 from bench.live.serve.turns import Turns
-from bench.simulated.pictures import draw_latency
-from shared.errors import ConfigError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -69,7 +67,7 @@ def run(context: Context) -> Outcome:
     does not start or fails while it warms up.
     """
     plan = plan_of(context)
-    _check_resumable(context, plan)
+    check_resumable(context, {**plan.identity(), "seed": context.seed})
     cores = Cores.choose()
     with ExitStack() as running:
         running.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # the record is of all cores
@@ -108,15 +106,3 @@ def _notes(plan: Plan, incomplete: bool) -> list[str]:
         "sustained_rate_ratio = engine_factor × policy_factor_oracle × prediction_factor",
         *(["not everything fitted into --budget-s: --resume --out DIR goes on"] if incomplete else []),
     ]
-
-
-def _check_resumable(context: Context, plan: Plan) -> None:
-    """The run in the directory is this one. Raises ConfigError when it is another, or none was asked for."""
-    file = context.run_dir / "workload.json"
-    own: dict[str, Any] = {**plan.identity(), "seed": context.seed}
-    there = json.loads(file.read_text()) if file.exists() else None
-    if (context.run_dir / CELLS_FILE).exists() and not context.arguments.resume:
-        raise ConfigError(f"{context.run_dir} has a run: --resume goes on with it, --out names another")
-    if there is not None and there != own:
-        raise ConfigError(f"the run in {context.run_dir} was of another workload: {json.dumps(there)}")
-    file.write_text(json.dumps(own))

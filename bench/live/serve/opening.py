@@ -5,14 +5,14 @@ Our side with the policy `vllm` comes first: what it answers is what `kvasir`'s 
 """
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from bench.kit.context import Context
-from bench.kit.peers import Server, vllm_binary
+from bench.kit.peers import vllm_binary
+from bench.kit.stacks import Server, start_all
 from bench.live.engine.variants import chosen
 from bench.live.serve.arena import Arena, Workload, true_lengths
 from bench.live.serve.plan import Plan
@@ -49,7 +49,7 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
         vllm_binary()
         starts.append(partial(start_peer, shape, chosen(plan.model)[0]))
     context.say(f"KV of {plan.kv_tokens} tokens; starting {', '.join(plan.sides)}")
-    first = _start(starts, running)
+    first = start_all(starts, running)
     warm_up = plan.prompts.lessons[:_WARM_UP]
     base = next(served for served in first if served.name == BASE)
     lengths = _lengths(context, plan, arena, base)
@@ -63,28 +63,10 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     for name in plan.mechanisms:
         side = Policy(name, "kvasir", plan.predictor, knowledge, MECHANISMS[name])
         starts.append(partial(start_ours, shape, side))
-    for served in _start(starts, running):
+    for served in start_all(starts, running):
         arena.admit(served, warm_up, plan.max_tokens)
     truths = lengths[len(plan.prompts.lessons) :]
     return Workload(plan.prompts.measured, truths, plan.max_tokens)
-
-
-def _start(starts: Sequence[Callable[[], Server]], running: ExitStack) -> list[Server]:
-    """Side by side: each takes long. Whatever did start is ended when another did not."""
-    sides: list[Server] = []
-    failed: list[Exception] = []
-    with ThreadPoolExecutor(len(starts)) as pool:
-        for future in [pool.submit(start) for start in starts]:
-            try:
-                served = future.result()
-            except Exception as error:
-                failed.append(error)
-                continue
-            running.callback(served.side.end)
-            sides.append(served)
-    if failed:
-        raise failed[0]
-    return sides
 
 
 def _lengths(context: Context, plan: Plan, arena: Arena, base: Server) -> list[int]:
@@ -96,11 +78,11 @@ def _lengths(context: Context, plan: Plan, arena: Arena, base: Server) -> list[i
         return known
     answered = arena.admit(base, plan.prompts.lessons, plan.max_tokens)
     context.say(f"{BASE}: true lengths of {len(plan.prompts.measured)} answers")
-    base.side.resume()
+    base.tree.resume()
     try:
         truths = true_lengths(base.target, plan.prompts.measured, plan.max_tokens)
     finally:
-        base.side.pause()
+        base.tree.pause()
     lengths = [one.completion_tokens for one in answered] + truths
     file.write_text(json.dumps(lengths))
     return lengths

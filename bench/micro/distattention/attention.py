@@ -15,8 +15,7 @@ import torch
 
 from bench.kit.stats import ratio_of
 from bench.kit.turns import alternate
-from bench.micro.distattention.creditor import GRANT, Settings, fill, make_attention
-from bench.micro.distattention.lenders import lenders
+from bench.micro.distattention.creditor import GRANT, Settings, fill, lenders, make_attention
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.layout import Span
 from services.worker.engine.paged import Shape

@@ -4,20 +4,18 @@ Creditors are processes of their own on another core, reached over real bulk TCP
 Source: Infinite-LLM §6.1, §6.5, figures 11 and 12 (papers/001).
 """
 
-import os
 from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
 
 from bench.kit.context import Context
+from bench.kit.cores import Cores
 from bench.kit.models import TINY_CHAT
 from bench.kit.outcome import Outcome, Table
-from bench.kit.processes import available_cores
+from bench.kit.plots import Chart, draw_lines
 from bench.micro.distattention.attention import LAYER, Q_HEADS, LayerTimes, measure_cells, measure_error
 from bench.micro.distattention.longest import measure_longest
-from bench.micro.distattention.picture import draw
-from services.worker.cores import bind_to
 from services.worker.peers.attention.core.cost import ShipMode
 
 _WORKERS = 4
@@ -35,22 +33,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Raises ConfigError where there is one core only."""
     flags = context.arguments
-    own, other, *_ = available_cores()
-    before = os.sched_getaffinity(0)
-    bind_to((own,))
+    cores = Cores.choose()
     torch.set_num_threads(1)
     contexts, chunks, turns, cases, blocks = flags.contexts, flags.chunks, flags.turns, 40, flags.blocks
     if context.quick:
         contexts, chunks, turns, cases, blocks = [1024, 4096], [1, 64], 3, 6, min(blocks, 16)
-    try:
+    with cores.client():
         context.say("exactness: random partitions over four workers")
-        error = measure_error(other, cases)
+        error = measure_error(cores.engine, cases)
         with context.progress("layers", len(contexts) * len(chunks)) as progress:
-            cells = measure_cells(other, contexts, chunks, turns, progress.advance)
+            cells = measure_cells(cores.engine, contexts, chunks, turns, progress.advance)
         context.say("the longest context of four workers")
-        longest = measure_longest(Path(flags.model), other, blocks=blocks, workers=_WORKERS, answer_tokens=16)
-    finally:
-        os.sched_setaffinity(0, before)
+        longest = measure_longest(
+            Path(flags.model), cores.engine, blocks=blocks, workers=_WORKERS, answer_tokens=16
+        )
     draw(context.picture("query-shipping-and-fetching"), cells)
     figures = {
         "max_abs_error": error,
@@ -75,6 +71,17 @@ def run(context: Context) -> Outcome:
             "choice_regret",
         ),
     )
+
+
+def draw(file: Path, cells: list[LayerTimes]) -> None:
+    """The paper's Figure 12: latency of shipping the query and of fetching the keys, over the context."""
+    shown = [cell for cell in cells if cell.rows == 1]
+    curves = {
+        "keys come here": [(cell.context_tokens, cell.fetch_s * 1e3) for cell in shown],
+        "the query goes there": [(cell.context_tokens, cell.ship_s * 1e3) for cell in shown],
+        "all keys are here": [(cell.context_tokens, cell.whole_s * 1e3) for cell in shown],
+    }
+    draw_lines(file, Chart(curves, "", "context, tokens", "ms, one layer, one token", log_x=2, log_y=True))
 
 
 def _figures(cells: list[LayerTimes]) -> dict[str, float]:

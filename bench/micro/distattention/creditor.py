@@ -1,28 +1,34 @@
 """`python -m bench.micro.distattention.creditor SETTINGS`: a worker that only lends, in a process of its own.
 
 It has pools with seeded noise in them, and no model: to attend to somebody's keys none is needed. Prints its
-address and a ticket as one line of JSON and serves until its standard input ends.
+address and a ticket as one line of JSON and serves until its standard input ends. `lenders` starts some.
 """
 
 import json
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 
-from services.worker.cores import bind_to
+from bench.kit.cores import bind_threads
+from bench.kit.provenance import ROOT
 from services.worker.engine.attention import LayerShape, PagedAttention
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, GrantBook
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.base import Peer, PeerLink
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.tickets import WorkerDesk
+from shared.errors import InternalError
 
 DEBTOR = Peer("bench-debtor", 1)
 GRANT = GrantRef(1, 1)
 _TICKET_S = 120.0
+_DIAL_S = 10.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +63,45 @@ def fill(attention: PagedAttention, first: int, end: int, seed: int) -> None:
             pool[first:end] = torch.randn((end - first, *pool.shape[1:]), generator=generator)
 
 
+@contextmanager
+def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
+    """A link to each. Raises InternalError when one does not start."""
+    started = [_start(each) for each in settings]
+    links: list[PeerLink] = []
+    try:
+        for each, process in zip(settings, started, strict=True):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise InternalError(f"creditor {each.name} ended with code {process.wait()}")
+            said = json.loads(line)
+            ticket = bytes.fromhex(said["ticket"])
+            links.append(
+                TcpTransport().dial(said["address"], DEBTOR, Peer(each.name, 1), ticket, deadline_s=_DIAL_S)
+            )
+        yield links
+    finally:
+        for link in links:
+            link.close()
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _start(settings: Settings) -> "subprocess.Popen[str]":
+    encoded = msgspec.json.encode(settings).decode()
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.micro.distattention.creditor", encoded],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
-    bind_to((settings.core,))
+    bind_threads({settings.core})
     torch.set_num_threads(1)
     attention = make_attention(settings.layers, settings.blocks, settings.block_tokens)
     fill(attention, 0, settings.blocks, settings.seed)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bench.micro.distattention.creditor import GRANT, Settings
-from bench.micro.distattention.lenders import lenders
+from bench.micro.distattention.creditor import GRANT, Settings, lenders
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import LoadedModel, load

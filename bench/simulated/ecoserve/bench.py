@@ -6,16 +6,16 @@ real machine is bounded by `bench sim-check`. Figures and rules: design notes in
 """
 
 from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.kit.context import Context
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
-from bench.simulated import pictures
+from bench.kit.plots import Chart, draw_bars, draw_latency, draw_lines
 from bench.simulated.ecoserve import sides
 from bench.simulated.ecoserve.comparison import PAST_KNEE, PEER, Comparison, Effort, add_curves, compare
-from bench.simulated.ecoserve.sensitivity import best_rows, measure_sensitivities
+from bench.simulated.ecoserve.sensitivity import Curves, best_rows, measure_sensitivities
 from bench.simulated.ecoserve.sides import (
     ABLATION,
     ORACLES,
@@ -30,6 +30,7 @@ from bench.simulated.ecoserve.sides import (
 from shared.errors import ConfigError
 from sim.case import Machine
 from sim.knee import TOLERANCE
+from sim.summary import PARTS
 from sim.workloads import Source, find_source
 
 TRACES = ("sharegpt", "alpaca", "books")
@@ -205,12 +206,30 @@ def _draw(
     for one in found:
         trace = one.source.name
         title = f"{trace}, OPT-13B on A100 (simulated)"
-        pictures.draw_latency(context.picture(f"latency_{trace}"), title, one.curves, one.reference.limit_s)
-        pictures.draw_parts(
-            context.picture(f"jct_{trace}"), f"{title}, 1.2 × the knee of vllm", one.past_knee
-        )
+        draw_latency(context.picture(f"latency_{trace}"), title, one.curves, one.reference.limit_s)
+        _draw_parts(context.picture(f"jct_{trace}"), f"{title}, 1.2 × the knee of vllm", one.past_knee)
         rows = {label: one.past_knee[label] for label in ablation if label in one.past_knee}
-        pictures.draw_parts(context.picture(f"ablation_{trace}"), f"ablation, {title}", rows)
+        _draw_parts(context.picture(f"ablation_{trace}"), f"ablation, {title}", rows)
+
+
+def _draw_parts(path: Path, title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """What the mean job completion time of each side consists of."""
+    parts = {
+        part.removesuffix("_s").replace("_", " "): [row[part] for row in rows.values()] for part in PARTS
+    }
+    draw_bars(path, title, "mean job completion time, s", list(rows), parts, stacked=True)
+
+
+def _draw_sensitivity(path: Path, parameter: str, curves: Curves) -> None:
+    """One panel per figure (JCT, throughput, SLO), one line per trace, each over its largest value."""
+    charts = []
+    for name, lines in curves.items():
+        tops = {
+            trace: max((value for _, value in curve), default=0.0) or 1.0 for trace, curve in lines.items()
+        }
+        relative = {trace: [(x, y / tops[trace]) for x, y in curve] for trace, curve in lines.items()}
+        charts.append(Chart(relative, name, parameter))
+    draw_lines(path, *charts, beside=True)
 
 
 def _sensitivities(
@@ -222,7 +241,7 @@ def _sensitivities(
     with context.progress("sensitivities", 25 * len(found)) as bar:
         results = measure_sensitivities(found, side, machine, effort, lambda label: bar.advance(now=label))
     for name, curves in results.items():
-        pictures.draw_sensitivity(context.picture(f"sensitivity_{name}"), name, curves)
+        _draw_sensitivity(context.picture(f"sensitivity_{name}"), name, curves)
         context.record({"parameter": name, "curves": curves}, "sensitivities.jsonl")
     columns = ("parameter", "trace", "best (least JCT)", "worst value adds", "paper's best")
     return Table("sensitivities of ecoserve (simulated)", columns, best_rows(results))

@@ -17,8 +17,8 @@ from typing import Any
 
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
+from bench.kit.plots import draw_latency
 from bench.kit.provenance import ROOT
-from bench.simulated import pictures
 from bench.simulated.experiment.cells import CellAnswer, CellQuestion, answer_live, answer_simulated
 from bench.simulated.experiment.grid import AXES, Experiment, GridCell, read_experiment
 from sim.sweep import sweep
@@ -169,4 +169,4 @@ def _draw(folder: Path, results: Sequence[tuple[GridCell, Figures]]) -> None:
         if curves and any(len(curve) > 1 for curve in curves.values()):
             lowest_s = min(value for curve in curves.values() for _, value in curve)
             name = f"latency_{Path(trace).stem}.png"
-            pictures.draw_latency(folder / name, trace, curves, 3 * lowest_s)
+            draw_latency(folder / name, trace, curves, 3 * lowest_s)

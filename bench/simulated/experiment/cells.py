@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from bench.kit.datasets import data_folder
+from bench.kit.stacks import start_stack
 from bench.kit.stats import percentile
-from bench.live.chats import LiveRun, chat_bodies, live_stack, run_load
+from bench.live.chats import LiveRun, chat_bodies, run_load
 from bench.simulated.ecoserve.measures import measure_reference
 from bench.simulated.experiment.grid import Experiment, GridCell
 from sim.case import Case, run_case
@@ -88,7 +89,7 @@ def answer_live(experiment: Experiment, cell: GridCell, folder: Path) -> CellAns
     if cell.policy in experiment.options:
         settings["scheduler.policy_options"] = dict(experiment.options[cell.policy])
     bodies = chat_bodies(experiment.requests, cell.seed, experiment.max_tokens)
-    with live_stack(folder, settings, experiment.workers) as stack:
+    with start_stack(folder.resolve() / "stack", settings, workers=experiment.workers) as stack:
         run = run_load(stack, bodies, cell.rate, cell.seed, experiment.max_tokens)
     return CellAnswer(_live_figures(run), _live_rows(run))
 

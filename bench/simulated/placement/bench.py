@@ -6,14 +6,15 @@ take no time, and every request decodes at one speed.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.kit.context import Context, Progressing
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
+from bench.kit.plots import Chart, draw_bars, draw_lines
 from bench.kit.stats import exponent
-from bench.simulated.placement import adversaries, paper, pictures, serving
+from bench.simulated.placement import adversaries, measures, replay
 from bench.simulated.placement.jobs import A100, RTX4090, Hardware, Workload, make_jobs
 from bench.simulated.placement.measures import COLUMNS, PackingCell, figures_of, rows_of
 from bench.simulated.placement.replay import (
@@ -75,7 +76,7 @@ def run(context: Context) -> Outcome:
     figures = figures_of(cells)
     figures |= _worst(context, figures, cells)
     served = _serving(context, data, source)
-    figures |= serving.figures(served)
+    figures |= replay.figures(served)
     speeds = _speeds(
         context, flags.gpus or ([100, 1000] if context.quick else [100, 1000, 10_000]), data, source
     )
@@ -152,18 +153,18 @@ def _worst(context: Context, figures: dict[str, float], cells: Sequence[PackingC
     }
 
 
-def _serving(context: Context, data: Path | None, source: Source | None) -> list[serving.ServedShare]:
+def _serving(context: Context, data: Path | None, source: Source | None) -> list[replay.ServedShare]:
     """On as many GPUs as the load needs by volume, and on fewer."""
     workload = Workload("poisson_0.8", "λ = 0.8", 0.8, 400.0 if context.quick else 900.0)
     jobs, _ = make_jobs(workload, A100, data=data, source=source, seed=context.seed)
     tally = MELL.run(jobs, A100, WARM_UP_S)
     with context.progress("serving ratio", 1) as bar:
-        found = serving.measure(jobs, A100, tally.volume / tally.epochs)
+        found = replay.measure(jobs, A100, tally.volume / tally.epochs)
         bar.advance()
     return found
 
 
-def _served_table(found: Sequence[serving.ServedShare]) -> Table:
+def _served_table(found: Sequence[replay.ServedShare]) -> Table:
     rows = [
         (f"{one.load:g}", one.gpus, one.policy, f"{one.served} of {one.requests}", f"{one.ratio:.3f}")
         for one in found
@@ -207,10 +208,10 @@ def _summary(figures: dict[str, float]) -> Table:
         f"{_saved(figures, 'batching_moves_eager')}",
         "memory in use": _use_text(figures),
         "requests that keep their KV": ", ".join(
-            f"{100 * (figures[f'served_gain_{load:g}'] - 1):+.0f} % at {load:g}" for load in serving.LOADS
+            f"{100 * (figures[f'served_gain_{load:g}'] - 1):+.0f} % at {load:g}" for load in replay.LOADS
         ),
     }
-    rows = [(number, what, ours.get(what, "picture"), theirs) for number, what, theirs in paper.ROWS]
+    rows = [(number, what, ours.get(what, "picture"), theirs) for number, what, theirs in measures.ROWS]
     return Table("beside papers/000 (simulated)", ("figure", "what", "here", "paper"), rows)
 
 
@@ -244,35 +245,26 @@ def _notes(cells: Sequence[PackingCell], data: Path | None, source: Source | Non
 
 
 def _draw(context: Context, cells: Sequence[PackingCell]) -> None:
+    """Figures 11 to 15 of papers/000 with our numbers."""
     batched = tuple(s.label for s in (MELL_BY_OPERATION, MELL, EAGER_BY_OPERATION, EAGER_SIDE))
+    moving = (MELL.label, EAGER_SIDE.label, BALANCE.label)
+    bars: tuple[tuple[str, str, str, tuple[str, ...], Callable[[Tally], float]], ...] = (
+        ("figure11_gpus", "Mean GPUs", "GPUs", SHOWN, lambda tally: tally.mean_gpus()),
+        ("figure12_moves", "Migrations", "per s", moving, _moves_per_s),
+        ("figure13_batching", "Batching", "moves per s", batched, _moves_per_s),
+        ("figure14_use", "Memory in use", "share", SHOWN, _use),
+    )
     for machine in (A100, RTX4090):
         mine = [cell for cell in cells if cell.name.endswith(machine.name)]
-        name = machine.name
-        pictures.draw_bars(
-            context.picture(f"figure11_gpus_{name}"),
-            "Mean GPUs",
-            "GPUs",
-            mine,
-            SHOWN,
-            lambda t: t.mean_gpus(),
-        )
-        moving = (MELL.label, EAGER_SIDE.label, BALANCE.label)
-        pictures.draw_bars(
-            context.picture(f"figure12_moves_{name}"), "Migrations", "per s", mine, moving, _moves_per_s
-        )
-        pictures.draw_bars(
-            context.picture(f"figure13_batching_{name}"),
-            "Batching",
-            "moves per s",
-            mine,
-            batched,
-            _moves_per_s,
-        )
-        pictures.draw_bars(
-            context.picture(f"figure14_use_{name}"), "Memory in use", "share", mine, SHOWN, _use
-        )
-        frequent = [cell for cell in mine if "poisson" in cell.name][-1]
-        pictures.draw_timeline(context.picture(f"figure15_over_time_{name}"), frequent, SHOWN)
+        labels = [cell.label for cell in mine]
+        for name, title, unit, sides, value in bars:
+            series = {side: [value(cell.tallies[side]) for cell in mine] for side in sides}
+            draw_bars(context.picture(f"{name}_{machine.name}"), f"{title} (simulated)", unit, labels, series)
+        cell = [cell for cell in mine if "poisson" in cell.name][-1]
+        timelines = {side: cell.tallies[side].timeline for side in SHOWN}
+        title = f"GPUs over time, {cell.label} (simulated)"
+        chart = Chart(timelines, title, "seconds", "GPUs", marks=False)
+        draw_lines(context.picture(f"figure15_over_time_{machine.name}"), chart)
 
 
 def _moves_per_s(tally: Tally) -> float:

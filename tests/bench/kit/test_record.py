@@ -9,7 +9,7 @@ import pytest
 from bench.kit.outcome import Outcome, as_json, document
 from bench.kit.record import inserted, label_of, main
 
-TEXT = "# Benches\n\n### `engine`\n\nWhat it is.\n\n### `overhead`\n\nAnother.\n"
+TEXT = "# `engine`\n\nWhat it is.\n"
 
 
 def result(name: str = "engine", **figures: float) -> dict[str, Any]:
@@ -20,16 +20,16 @@ def result(name: str = "engine", **figures: float) -> dict[str, Any]:
     return made
 
 
-def test_a_block_is_put_below_its_heading_and_replaced_later() -> None:
+def test_a_block_is_put_at_the_end_of_the_page_and_replaced_later() -> None:
     once = inserted(TEXT, "engine, vllm, tiny_chat", result(tok_s_ratio_b1=1.25))
-    assert once.index("| `tok_s_ratio_b1` | 1.25 |") < once.index("### `overhead`")
+    assert "| `tok_s_ratio_b1` | 1.25 |" in once
     assert "As it came." in once
     twice = inserted(once, "engine, vllm, tiny_chat", result(tok_s_ratio_b1=1.5))
     assert "1.25" not in twice
     assert twice.count("<!-- begin") == 1
-    both = inserted(twice, "overhead", result("overhead", added_ttft_ms_p50=2.0))
-    assert both.index("### `overhead`") < both.index("added_ttft_ms_p50")
-    assert both.startswith("# Benches\n\n### `engine`\n\nWhat it is.\n")
+    both = inserted(twice, "engine, llamacpp", result(tok_s_ratio_b1=2.0))
+    assert both.index("| `tok_s_ratio_b1` | 1.5 |") < both.index("| `tok_s_ratio_b1` | 2 |")
+    assert both.startswith(TEXT)
 
 
 def test_only_the_headline_is_shown_where_there_is_one() -> None:
@@ -44,13 +44,14 @@ def test_the_label_tells_peer_model_and_quick() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, file, wrong = tmp_path / "b.md", tmp_path / "result.json", tmp_path / "wrong.json"
-    text.write_text(TEXT)
+    page, file, wrong = tmp_path / "engine.md", tmp_path / "result.json", tmp_path / "wrong.json"
+    page.write_text(TEXT)
     file.write_text(json.dumps(result(a=1.0)))
     wrong.write_text("{}")
-    assert main([str(file), "--document", str(text)]) == 0
-    assert "| `a` | 1 |" in text.read_text()
-    assert main([str(wrong), "--document", str(text)]) == 2
+    assert main([str(file), "--pages", str(tmp_path)]) == 0
+    assert "| `a` | 1 |" in page.read_text()
+    assert main([str(wrong), "--pages", str(tmp_path)]) == 2
     assert "is no result of a bench" in capsys.readouterr().err
     file.write_text(json.dumps(result("unheard-of", a=1.0)))
-    assert main([str(file), "--document", str(text)]) == 2
+    assert main([str(file), "--pages", str(tmp_path)]) == 2
+    assert "unheard-of.md" in capsys.readouterr().err

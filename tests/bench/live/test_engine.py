@@ -1,17 +1,34 @@
 """The engine bench as a command: what it plans and refuses, and short runs against peers."""
 
+import itertools
 import json
+import random
 import subprocess
 import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench import cli
+from bench.kit.cells import CELLS_FILE
+from bench.kit.cells import read_cells as rows_of
+from bench.kit.context import Context
+from bench.kit.cores import Cores, pin
+from bench.kit.load import run_batch
+from bench.kit.models import TINY_CHAT, vocabulary
 from bench.kit.peers import VLLM_VARIANTS
 from bench.kit.provenance import ROOT
+from bench.kit.stacks import Server
 from bench.live.engine import variants
+from bench.live.engine.duel import BatchCell, Duel, bodies, cells, measure, missing, run_turns, warm
+from bench.live.engine.figures import failures, figures, table
+from bench.live.engine.served import Setup, start_kvasir
 from bench.live.engine.variants import DEFAULT, chosen
 from shared.errors import ConfigError
 
@@ -97,3 +114,171 @@ def test_against_vllm(tmp_path: Path) -> None:
     assert (made["incomplete"], made["failures"]) == (0, 0)
     assert made["figures"]["tok_s_b2_ctx20_vllm"] > 0
     assert made["figures"]["client_share_max"] < 0.5
+
+
+CELLS = cells([100], [1, 8], 4)
+PLAN = [(turn, cell) for turn in range(2) for cell in CELLS]
+
+
+class Recording(Duel):
+    """Records that a turn was taken."""
+
+    def turn(self, cell: BatchCell, alternation: int) -> Any:
+        for side in ("kvasir", "vllm"):
+            self.context.record({"alternation": alternation, "cell": cell.name, "side": side}, CELLS_FILE)
+
+
+def make(tmp_path: Path) -> Recording:
+    context = Context("engine", quick=True, seed=0, run_dir=tmp_path, arguments=Namespace())
+    return Recording(context, [], Cores(0, 1), 100)
+
+
+def test_turns_end_within_the_budget_and_the_rest_is_done_by_the_next_run(tmp_path: Path) -> None:
+    duel = make(tmp_path)
+    clock = itertools.count()
+    left = run_turns(duel, PLAN, budget_s=6, now_s=lambda: float(next(clock)))
+    done = len(rows_of(tmp_path)) // 2
+    assert 0 < done < len(PLAN)
+    assert left == len(PLAN) - done
+    todo = missing(PLAN, rows_of(tmp_path))
+    assert todo == PLAN[done:]
+    assert run_turns(duel, todo, budget_s=100) == 0
+    assert missing(PLAN, rows_of(tmp_path)) == []
+
+
+def test_a_turn_that_one_side_did_not_finish_is_done_again(tmp_path: Path) -> None:
+    rows = [{"alternation": 0, "cell": CELLS[0].name, "side": "kvasir"}]
+    assert missing(PLAN, rows) == PLAN
+    assert rows_of(tmp_path) == []
+
+
+ONE_BATCH = cells([100, 500], [1], 8)
+
+
+def row(alternation: int, cell: BatchCell, side: str, tok_s: float, **other: Any) -> dict[str, Any]:
+    return {
+        "alternation": alternation,
+        "cell": cell.name,
+        "side": side,
+        "tok_s": tok_s,
+        "decode_tok_s": tok_s * 2,
+        "failures": 0,
+        "client_share": 0.1,
+        **other,
+    }
+
+
+def both(alternation: int, cell: BatchCell, ours: float, theirs: float) -> list[dict[str, Any]]:
+    return [row(alternation, cell, "kvasir", ours), row(alternation, cell, "vllm", theirs)]
+
+
+def test_ratios_are_taken_within_an_alternation_and_contexts_combined_within_it() -> None:
+    short, long = ONE_BATCH
+    rows = [
+        *(one for turn, factor in enumerate((2.0, 3.0, 4.0)) for one in both(turn, short, factor * 7, 7.0)),
+        *(one for turn, factor in enumerate((8.0, 3.0, 1.0)) for one in both(turn, long, factor, 1.0)),
+    ]
+    made = figures(rows, ONE_BATCH, "vllm")
+    assert made["tok_s_ratio_b1_ctx100"] == pytest.approx(3.0)
+    assert made["tok_s_ratio_b1_ctx100_worst"] == pytest.approx(2.0)
+    assert made["tok_s_ratio_b1_ctx500"] == pytest.approx(3.0)
+    assert made["tok_s_ratio_b1"] == pytest.approx(3.0)  # of 4, 3 and 2: roots of 16, 9 and 4
+    assert made["tok_s_ratio_b1_worst"] == pytest.approx(2.0)
+    assert made["tok_s_b1_ctx100_vllm"] == 7.0
+    assert made["decode_ratio_b1_ctx500"] == pytest.approx(3.0)
+    assert made["client_share_max"] == 0.1
+    assert len(table(rows, ONE_BATCH, "vllm").rows) == 2
+
+
+def test_what_is_not_complete_has_no_figure() -> None:
+    short, _ = ONE_BATCH
+    rows = [*both(0, short, 4.0, 2.0), row(1, short, "kvasir", 100.0)]
+    made = figures(rows, ONE_BATCH, "vllm")
+    assert made["tok_s_ratio_b1_ctx100"] == made["tok_s_ratio_b1_ctx100_worst"] == 2.0
+    assert "tok_s_ratio_b1_ctx500" not in made
+    assert figures([], ONE_BATCH, "vllm") == {}
+
+
+def test_an_alternation_with_failures_is_counted_and_not_compared() -> None:
+    short, _ = ONE_BATCH
+    rows = [*both(0, short, 4.0, 2.0), row(1, short, "kvasir", 90.0, failures=3), row(1, short, "vllm", 1.0)]
+    assert figures(rows, ONE_BATCH, "vllm")["tok_s_ratio_b1_ctx100"] == 2.0
+    assert failures(rows) == 3
+
+
+def test_a_side_called_directly_has_no_latencies() -> None:
+    short, _ = ONE_BATCH
+    rows = [
+        {"alternation": 0, "cell": short.name, "side": side, "tok_s": rate, "failures": 0}
+        for side, rate in (("kvasir", 4.0), ("transformers", 2.0))
+    ]
+    made = figures(rows, [short], "transformers")
+    assert made["tok_s_ratio_b1"] == pytest.approx(2.0)
+    assert not [name for name in made if "decode" in name or "ttft" in name]
+
+
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(0, 9))
+def test_prompts_have_about_the_length_and_ids_of_the_vocabulary(context: int, batch: int, seed: int) -> None:
+    cell = BatchCell(context, batch, 8)
+    rounds = bodies(cell, 100, random.Random(seed))
+    assert [len(one) for one in rounds] == [batch] * cell.rounds
+    for body in (body for one in rounds for body in one):
+        assert 0.89 * context - 1 <= len(body["prompt"]) <= 1.11 * context + 1
+        assert all(0 <= token < 100 for token in body["prompt"])
+        assert (body["max_tokens"], body["ignore_eos"], body["temperature"]) == (8, True, 0)
+
+
+def test_the_same_seed_makes_the_same_prompts_and_they_differ_among_each_other() -> None:
+    cell = BatchCell(100, 8, 4)
+    first, again = (bodies(cell, 4096, random.Random(3)) for _ in range(2))
+    assert first == again
+    beginnings = {tuple(body["prompt"][:8]) for one in first for body in one}
+    assert len(beginnings) == 8
+
+
+def test_small_batches_are_repeated() -> None:
+    assert [BatchCell(100, batch, 4).rounds for batch in (1, 2, 8, 64)] == [4, 4, 1, 1]
+    assert BatchCell(100, 1, 5).tokens == 20
+
+
+def test_cells_cover_every_combination() -> None:
+    assert [cell.name for cell in cells([500, 100], [8, 1], 4)] == [
+        "b1_ctx100",
+        "b8_ctx100",
+        "b1_ctx500",
+        "b8_ctx500",
+    ]
+
+
+CELL = BatchCell(30, 4, 8)
+_PAUSE_S = 3.5
+"""Longer than what makes a worker lost and a lease run out."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("side")
+    served = start_kvasir(Setup(TINY_CHAT, 1, 8, Cores.choose().engine, folder))
+    yield served
+    served.tree.end()
+
+
+@pytest.mark.stack
+def test_a_side_is_measured_before_and_after_a_pause(served: Server) -> None:
+    rounds = bodies(CELL, vocabulary(TINY_CHAT), random.Random(1))
+    cores = Cores.choose()
+    thread = pin(served.tree, cores, lambda: run_batch(served.target, rounds[0], 30.0), served.engine)
+    assert thread in served.tree.threads_of("worker-0")
+    first, answers = measure(served, thread, CELL, rounds)
+    assert (first.failures, first.error) == (0, "")
+    assert [len(one) for one in answers] == [CELL.batch] * CELL.rounds
+    assert first.tok_s == pytest.approx(CELL.tokens / first.wall_s)
+    assert 0 < first.engine_share <= 1.1
+    assert first.client_share > 0
+    served.tree.pause()
+    time.sleep(_PAUSE_S)
+    served.tree.resume()
+    warm(served)
+    again, _ = measure(served, thread, CELL, rounds)
+    assert (again.failures, again.error) == (0, "")
+    assert again.engine_share > 0

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.live.overhead.bench import _bodies, median_difference_ms, pace_of
-from bench.live.overhead.schedule import run_direct
+from bench.live.overhead.direct import run_direct
 from bench.live.overhead.streams import Held, _PeakMemory
 from services.worker.core.sampling import Sampled
 from services.worker.engine.engine import Row

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from bench.kit.context import Context
-from bench.kit.load import Answer
+from bench.kit.load import Answer, LoadResult
 from bench.kit.models import TINY_CHAT
 from bench.live.prefix import bench, live
-from bench.live.prefix.cells import NONE, ORDERS, TIERS, TierCell, block_bytes, cells
-from bench.live.prefix.chat import Talked
-from bench.live.prefix.load import LoadResult
-from bench.live.prefix.text import QUICK, Templates, requests_of
+from bench.live.prefix.live import NONE, ORDERS, TIERS, TierCell, block_bytes, cells
+from bench.live.prefix.workloads import QUICK, Talked, Templates, requests_of
 
 
 def served(elapsed_s: float, cached: int = 0, error: str = "") -> LoadResult:

@@ -7,9 +7,8 @@ import torch
 
 from bench.kit.models import TINY_CHAT
 from bench.micro.distattention.attention import LayerTimes, measure_cells, measure_error
-from bench.micro.distattention.bench import _figures
+from bench.micro.distattention.bench import _figures, draw
 from bench.micro.distattention.longest import measure_longest
-from bench.micro.distattention.picture import draw
 from services.worker.peers.attention.core.cost import ShipMode
 
 CORE = max(os.sched_getaffinity(0))

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from bench.kit.context import Context
-from bench.micro import predictor, predictor_workloads
+from bench.micro import predictor
 from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
-from shared.messages.sequence import pack_tokens
+from shared.errors import ConfigError
+from shared.messages.sequence import pack_tokens, unpack_tokens
 
 
 def context_of(run_dir: Path, *flags: str) -> Context:
@@ -22,7 +23,7 @@ def context_of(run_dir: Path, *flags: str) -> Context:
 
 
 def test_a_file_of_ones_own_is_measured(tmp_path: Path) -> None:
-    samples = predictor_workloads.templates(random.Random(0), 600, 0).train
+    samples = predictor.templates(random.Random(0), 600, 0).train
     write_samples(tmp_path / "mine.jsonl", samples)
     outcome = predictor.run(context_of(tmp_path, "--trace", str(tmp_path / "mine.jsonl")))
     figures = outcome.figures
@@ -47,3 +48,53 @@ def test_the_histogram_is_the_median_of_each_bucket() -> None:
         LengthSample(pack_tokens([2] * 90), 1, censored=True),
     ]
     assert predictor.histogram_mae(train, test) == pytest.approx((1 + 10) / 2)
+
+
+def test_templates_are_drawn_from_the_generator_they_are_given() -> None:
+    first, second, third = (predictor.templates(random.Random(seed), 20, 5) for seed in (1, 1, 2))
+    assert first == second != third
+    assert (len(first.train), len(first.test)) == (20, 5)
+    decoded = predictor.tokenizer().decode(unpack_tokens(first.train[0].prompt), skip_special_tokens=False)
+    assert decoded.endswith("<|assistant|>")
+    assert all(sample.output_tokens >= 2 for sample in first.train), "a word and the end"
+
+
+def test_a_file_is_split_in_halves_and_a_small_one_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Give {number} tips.", "length": number + 1} for number in range(300)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    made = predictor.from_file(path)
+    assert (made.name, len(made.train), len(made.test)) == ("rows", 150, 150)
+    assert [sample.output_tokens for sample in made.test] == list(range(151, 301))
+    path.write_text("\n".join(map(json.dumps, rows[:150])))
+    with pytest.raises(ConfigError, match="200"):
+        predictor.from_file(path)
+
+
+def test_alpaca_is_split_as_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_DATA", str(tmp_path))
+    assert not predictor.has_alpaca()
+    folder = tmp_path / "alpaca"
+    folder.mkdir()
+    prompts = [{"id": number, "instruction": f"Say {number}", "input": "x"} for number in range(1, 10_004)]
+    (folder / "alpaca_52002.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    lines = ["id,split,L_t0.0", *(f"{number},a,{number % 7 + 1}" for number in range(1, 10_004))]
+    (folder / "alpaca_vicuna7b_response_lengths_20k.csv").write_text("\n".join(lines))
+    assert predictor.has_alpaca()
+    made = predictor.alpaca(5, 3)
+    assert [sample.output_tokens for sample in made.train] == [2, 3, 4, 5, 6]
+    assert [sample.output_tokens for sample in made.test] == [n % 7 + 1 for n in (10_001, 10_002, 10_003)]
+    text = predictor.tokenizer().decode(unpack_tokens(made.test[0].prompt))
+    assert text == "Say 10001\nx"
+
+
+def test_the_shipped_model_writes_answers() -> None:
+    made = None
+    counts = []
+    for count, workload in predictor.tiny_chat(random.Random(0), 4, 2, max_tokens=12, batch=3):
+        counts.append(count)
+        made = workload
+    assert counts == [3, 6, 6] and made is not None
+    assert (len(made.train), len(made.test)) == (4, 2)
+    assert all(1 <= sample.output_tokens <= 12 for sample in made.train)
+    assert all(sample.output_tokens == 12 for sample in made.train if sample.censored)

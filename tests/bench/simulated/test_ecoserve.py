@@ -1,12 +1,28 @@
 """`bench sim-ecoserve` on little: the figures it names, the pictures it draws, the better of two peers."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from bench.cli import main
-from bench.simulated.ecoserve.comparison import Comparison
-from bench.simulated.ecoserve.measures import Reference
-from sim.summary import ServiceLevel
+from bench.simulated.ecoserve import sides
+from bench.simulated.ecoserve.comparison import CURVE, Comparison, Effort, add_curves, compare
+from bench.simulated.ecoserve.measures import (
+    LATENCY_FACTOR,
+    KneeQuestion,
+    RateQuestion,
+    Reference,
+    answer_knee,
+    answer_rate,
+    measure_reference,
+)
+from bench.simulated.ecoserve.sensitivity import best_rows
+from bench.simulated.ecoserve.sides import OURS, RIVALS, PolicySide, case_of, existing
+from sim.case import Case, Machine, run_case
+from sim.summary import ServiceLevel, normalized_latency_s
 from sim.workloads import Source
 
 
@@ -59,3 +75,78 @@ def test_pictures_and_sensitivities(tmp_path: Path) -> None:
     assert main(words) == 0
     drawn = {path.stem for path in tmp_path.glob("*.png")}
     assert {"latency_alpaca", "jct_alpaca", "ablation_alpaca", "sensitivity_pad"} <= drawn
+
+
+def test_sides_are_compared_on_the_same_requests() -> None:
+    sides = [
+        PolicySide("vllm", "vllm", "none"),
+        PolicySide("twin", "vllm", "none"),
+        PolicySide("orca", "orca", "none"),
+    ]
+    effort, told = Effort(requests=40, duration_s=1.0, seeds=(0,), processes=1), list[str]()
+    (one,) = compare([Source("alpaca")], sides, Machine(), effort, told.append)
+    assert one.requests == 40
+    assert one.knees["vllm"] == one.knees["twin"] > one.knees["orca"]
+    assert all(one.stable[label] <= rate for label, rate in one.knees.items())
+    assert one.past_knee["vllm"]["jct_s"] == one.past_knee["twin"]["jct_s"] < one.past_knee["orca"]["jct_s"]
+    assert one.peer == "vllm"
+    assert one.rate_ratio("twin", "vllm") == 1.0
+    assert len(told) == 3 * len(sides)
+    add_curves([one], sides[:1], Machine(), effort, told.append)
+    assert len(one.curves["vllm"]) == len(CURVE)
+    assert one.curves["vllm"][0][1] <= one.curves["vllm"][-1][1]
+
+
+PEER = Case(Source("alpaca"), "vllm", "none", requests=150)
+
+
+def test_the_peer_is_its_own_yardstick() -> None:
+    reference = measure_reference(PEER)
+    calm_s = reference.limit_s / LATENCY_FACTOR
+    assert normalized_latency_s(run_case(PEER.at(reference.capacity_per_s / 10)).records) == pytest.approx(
+        calm_s
+    )
+    knee = answer_knee(KneeQuestion("vllm", PEER, reference.limit_s, reference.capacity_per_s, (0, 1)))
+    assert knee > 0.3 * reference.capacity_per_s
+    stable = KneeQuestion("vllm", PEER, math.inf, reference.capacity_per_s, (0,), reference.longest_s)
+    assert answer_knee(replace(stable, longest_s=math.inf)) == pytest.approx(4 * reference.capacity_per_s)
+    assert answer_knee(replace(stable, longest_s=1.0)) < 4 * reference.capacity_per_s
+
+
+def test_a_rate_is_summarized_over_seeds() -> None:
+    level = measure_reference(PEER).level
+    both = answer_rate(RateQuestion("vllm", PEER, 5.0, level, (0, 1)))
+    each = [answer_rate(RateQuestion("vllm", PEER, 5.0, level, (seed,))) for seed in (0, 1)]
+    assert both["normalized_s"] == pytest.approx(sum(one["normalized_s"] for one in each) / 2)
+
+
+def test_best_and_worst() -> None:
+    curves = {"JCT": {"alpaca": [(0.0, 12.0), (0.1, 10.0), (0.5, 15.0)]}, "throughput": {}, "SLO": {}}
+    (row,) = best_rows({"pad": curves})
+    assert row[:3] == ("pad", "alpaca", 0.1)
+    assert row[3] == pytest.approx(0.5)
+    assert row[4] == "0.1"
+
+
+def test_each_side_has_the_settings_of_the_paper() -> None:
+    made = {
+        side.label: case_of(side, Source("books"), Machine(), requests=9, seed=1)
+        for side in (*RIVALS, PolicySide("ecoserve", "ecoserve"))
+    }
+    assert made["orca"].settings.max_batch_sequences == 8
+    assert made["vllm"].settings.max_batch_sequences == 256
+    assert dict(made["ecoserve"].options) == sides.SETTINGS["books"]
+    assert made["vllm"].options == ()
+    assert made["vllm"].chunked_prefill
+    assert not made["vllm whole prompts"].chunked_prefill
+
+
+def test_the_predictor_is_replaced_where_it_is_the_standard_one() -> None:
+    sides = existing((*RIVALS, *OURS, PolicySide("nobody", "nobody")), "random")
+    assert "nobody" not in {side.label for side in sides}
+    assert {side.predictor for side in sides} == {"none", "random"}
+
+
+def test_bands_are_printed() -> None:
+    assert sides.band("sharegpt", "vllm") == "2.5–4"
+    assert sides.band("azure", "vllm") == ""

@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 from bench.cli import main
+from bench.kit.load import Answer
+from bench.live.chats import LiveRun
+from bench.simulated.experiment.cells import CellQuestion, _live_figures, answer_simulated, source_of
+from bench.simulated.experiment.grid import read_experiment
+from shared.errors import ConfigError
 
 SIMULATED = """
 name: small
@@ -73,3 +78,104 @@ def test_a_file_that_is_wrong_is_a_wrong_flag(tmp_path: Path) -> None:
     file = tmp_path / "e.yaml"
     file.write_text("grid: {policy: [nobody]}")
     assert main(["experiment", str(file), "--out", str(tmp_path / "run")]) == 2
+
+
+TEXT = """
+grid: {policy: [vllm], predictor: [none], placement: [least_work], trace: [alpaca], rate: [2]}
+requests: 30
+"""
+
+
+def test_a_cell_has_figures_and_a_row_per_request(tmp_path: Path) -> None:
+    (tmp_path / "e.yaml").write_text(TEXT)
+    experiment = read_experiment(tmp_path / "e.yaml")
+    answer = answer_simulated(CellQuestion(experiment, experiment.cells[0]))
+    assert answer.figures["requests"] == len(answer.rows) == 30
+    assert answer.figures["failures"] == 0
+    assert answer.figures["slo"] > 0.9, "an idle worker keeps its levels"
+
+
+def test_a_name_is_a_workload_and_all_else_a_file() -> None:
+    assert source_of("alpaca").workload == "alpaca"
+    assert source_of("mine.csv").path == Path("mine.csv")
+
+
+def test_live_figures_leave_out_what_failed() -> None:
+    good = Answer(10.0, [11.0, 12.0], 14.0, completion_tokens=4)
+    run = LiveRun(10.0, [good, Answer(10.0, error="refused")], [], 99)
+    figures = _live_figures(run)
+    assert (figures["requests"], figures["failures"]) == (2, 1)
+    assert figures["normalized_s"] == pytest.approx(1.0)
+    assert figures["tokens_per_s"] == pytest.approx(1.0)
+    assert figures["ttft_s_p50"] == pytest.approx(1.0)
+    assert "jct_s" not in _live_figures(LiveRun(0.0, [Answer(0.0, error="refused")], [], 9))
+
+
+GOOD = """
+name: two
+grid:
+  policy: [vllm, fastgen]
+  rate: [1, 2.5]
+  trace: [alpaca]
+requests: 40
+machine: {capacity_blocks: 100}
+options: {fastgen: {tfs_tokens: 64}}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "experiment.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_grid_is_the_product_of_its_axes(tmp_path: Path) -> None:
+    experiment = read_experiment(write(tmp_path, GOOD))
+    assert [(cell.policy, cell.rate) for cell in experiment.cells] == [
+        ("vllm", 1),
+        ("vllm", 2.5),
+        ("fastgen", 1),
+        ("fastgen", 2.5),
+    ]
+    assert experiment.machine.capacity_blocks == 100
+    assert experiment.mode == "simulator"
+
+
+def test_a_folder_belongs_to_everything_that_determines_the_result(tmp_path: Path) -> None:
+    first = read_experiment(write(tmp_path, GOOD))
+    folders = {first.folder(cell) for cell in first.cells}
+    assert len(folders) == 4
+    same = read_experiment(write(tmp_path, GOOD.replace("two", "other name")))
+    assert {same.folder(cell) for cell in same.cells} == folders
+    for old, new in (("40", "41"), ("100}", "101}")):
+        changed = read_experiment(write(tmp_path, GOOD.replace(old, new)))
+        assert not {changed.folder(cell) for cell in changed.cells} & folders
+    changed = read_experiment(write(tmp_path, GOOD.replace("64", "65")))
+    assert len({changed.folder(cell) for cell in changed.cells} & folders) == 2, "those of vllm"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("grid:", "grids:", "unknown key grids"),
+        ("rate: [1, 2.5]", "speed: [1]", "unknown axis"),
+        ("rate: [1, 2.5]", "rate: 3", "write a list"),
+        ("rate: [1, 2.5]", "rate: [-1]", "above 0"),
+        ("[vllm, fastgen]", "[vllm, nobody]", "nobody"),
+        ("tfs_tokens: 64", "tsf_tokens: 64", "no option 'tsf_tokens'; it has: tfs_tokens"),
+        ("{tfs_tokens: 64}", "64", "OPTION: VALUE"),
+        ("{fastgen:", "{nobody:", "nobody"),
+        ("requests: 40", "requests: many", "whole number"),
+        ("name: two", "mode: dreamt", "simulator or live"),
+        ("name: two", "mode: live\nname: [", "cannot be read"),
+        ("{capacity_blocks: 100}", "{blocks: 100}", "machine setting"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_experiment(write(tmp_path, GOOD.replace(old, new)))
+
+
+def test_no_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_experiment(tmp_path / "none.yaml")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.kit.context import Context
-from bench.simulated.placement import adversaries, bench, serving
+from bench.simulated.placement import adversaries, bench, replay
 from bench.simulated.placement.jobs import A100, Job, Workload, make_jobs
 from bench.simulated.placement.replay import (
     BEST_FIT,
@@ -99,9 +99,9 @@ def test_wrong_flags_are_refused(tmp_path: Path) -> None:
 def test_with_migration_more_requests_keep_their_kv() -> None:
     """Two GPUs that two growing conversations each fill: without a move the youngest lose what they had."""
     growing = [Job(index, float(index), 1600, 4000, 8000) for index in range(8)]
-    found = serving.measure(growing, A100, 2.0)
+    found = replay.measure(growing, A100, 2.0)
     by_policy = {one.policy: one for one in found if one.load == 1.0}
-    assert by_policy["mell"].served >= max(by_policy[name].served for name in serving.WITHOUT)
+    assert by_policy["mell"].served >= max(by_policy[name].served for name in replay.WITHOUT)
     assert all(0 < one.ratio <= 1 and one.requests == 8 for one in found)
-    made = serving.figures(found)
-    assert made["served_gain_1"] >= 1 and {f"served_mell_{load:g}" for load in serving.LOADS} <= made.keys()
+    made = replay.figures(found)
+    assert made["served_gain_1"] >= 1 and {f"served_mell_{load:g}" for load in replay.LOADS} <= made.keys()

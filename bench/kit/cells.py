@@ -1,0 +1,31 @@
+"""Runs that go on where they were cut short: every cell is written at once, and an other run is refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.kit.context import Context
+from shared.errors import ConfigError
+
+CELLS_FILE = "cells.jsonl"
+
+
+def read_cells(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run has measured so far, a row a cell."""
+    file = run_dir / CELLS_FILE
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def check_resumable(context: Context, identity: Mapping[str, Any]) -> None:
+    """The run in the directory is this one, by what all its pieces must have in common.
+
+    Raises ConfigError when it is another, or when there is one and --resume was not given.
+    """
+    file = context.run_dir / "workload.json"
+    there = json.loads(file.read_text()) if file.exists() else None
+    if (context.run_dir / CELLS_FILE).exists() and not context.arguments.resume:
+        raise ConfigError(f"{context.run_dir} has a run: --resume goes on with it, --out names another")
+    if there is not None and there != identity:
+        raise ConfigError(f"the run in {context.run_dir} was of another workload: {json.dumps(there)}")
+    file.write_text(json.dumps(identity))

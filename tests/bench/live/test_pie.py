@@ -1,0 +1,284 @@
+"""Each kind of side serves, on the same device bytes."""
+
+import argparse
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from bench.cli import main
+from bench.kit.context import Context
+from bench.kit.models import TINY_CHAT
+from bench.kit.outcome import Outcome
+from bench.live.pie import arena, cost, live, parts
+from bench.live.pie.arena import Arena
+from bench.live.pie.rounds import (
+    Moment,
+    Reaction,
+    SideResult,
+    Slice,
+    compared,
+    measure,
+    measure_work,
+    react,
+    reaction_figures,
+    same_text_share,
+    spread,
+    take_turns,
+)
+from bench.live.pie.sides import (
+    AUTO,
+    MOST_TOKENS,
+    RECOMPUTE,
+    SWAP,
+    EngineSide,
+    Ground,
+    Kind,
+    Workload,
+    fixed,
+    synchronous,
+)
+
+BLOCKS = 40
+
+
+@pytest.mark.parametrize(
+    "kind", [RECOMPUTE, SWAP, AUTO, fixed(6), synchronous(6)], ids=lambda kind: kind.name
+)
+def test_a_side_serves_on_the_bytes_it_has(kind: Kind) -> None:
+    workload = Workload(str(TINY_CHAT), 1)
+    requests = list(islice(workload.requests(), 8))
+    side = EngineSide(kind, Ground(TINY_CHAT, BLOCKS, 1e9, clients=6), iter(requests))
+    try:
+        side.set_background(1e6)
+        side.loop.run(30.0, until=lambda: len(side.loop.answers) == 8)
+        side.loop.check_integrity()
+        assert {each.reason for each in side.loop.answers} <= {"stop", "length"} and len(
+            side.loop.answers
+        ) == 8
+        waited_s, computed_s = side.stall_s
+        assert (computed_s > 0) == kind.has_pie and waited_s >= 0
+        if kind == synchronous(6):
+            assert waited_s > 0
+        if kind.has_pie:
+            assert side.engine.pie is not None
+            arena = side.engine.pie.store.memory.partition.arena_blocks
+            assert arena == 8 * BLOCKS
+        assert side.engine.kv_blocks == (BLOCKS * 2 if kind.fifo_layers == 6 else BLOCKS)
+    finally:
+        side.close()
+
+
+def test_it_settles_for_a_time_and_then_for_the_length_of_answers() -> None:
+    workload = Workload(str(TINY_CHAT), 1)
+    side = EngineSide(RECOMPUTE, Ground(TINY_CHAT, BLOCKS, 1e9, clients=6), workload.requests(6))
+    try:
+        assert side.mean_answer_s == 0.0
+        side.loop.run(60.0, until=lambda: len(side.loop.answers) >= 6)
+        began_s, answer_s = side.loop.ran_s, side.mean_answer_s
+        side.settle(0.2, 5.0)
+        assert answer_s > 0 and side.loop.ran_s - began_s >= 0.2 + 1.9 * min(answer_s, side.mean_answer_s)
+        began_s = side.loop.ran_s
+        side.settle(1e9, 0.1, answers=0.0)
+        assert side.loop.ran_s - began_s < 30
+    finally:
+        side.close()
+
+
+def test_every_side_gets_the_same_and_a_trained_model_ends_by_itself() -> None:
+    workload = Workload(str(TINY_CHAT), 3)
+    first, again = (list(islice(workload.requests(), 20)) for _ in range(2))
+    assert first == again
+    assert {each.max_tokens for each in first} == {MOST_TOKENS} and all(each.end_token_ids for each in first)
+    assert first != list(islice(Workload(str(TINY_CHAT), 4).requests(), 20))
+
+
+def test_random_weights_answer_as_long_as_the_text_does_and_beginnings_are_spread() -> None:
+    workload = Workload("random-50m", 3)
+    whole, spread = (list(islice(workload.requests(count), 60)) for count in (0, 30))
+    assert len({each.max_tokens for each in whole}) > 10 and not whole[0].end_token_ids
+    assert all(a.max_tokens >= b.max_tokens for a, b in zip(whole, spread, strict=True))
+    assert sum(a != b for a, b in zip(whole, spread, strict=True)) > 20 and whole[30:] == spread[30:]
+    assert 60 < workload.mean_tokens() < 250
+
+
+def test_a_file_is_repeated(tmp_path: Path) -> None:
+    trace = tmp_path / "chats.jsonl"
+    trace.write_text('{"prompt": "Who is it?", "response": "It is me, and you know it."}\n')
+    first, second = islice(Workload("random-50m", 0, trace).requests(), 2)
+    assert first == second and first.max_tokens >= 8
+
+
+def test_sides_begin_after_the_same_work_and_are_closed(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    live.add_arguments(parser)
+    ground = arena.Arena(Context("pie", True, 0, tmp_path, parser.parse_args(["--fits", "5"])))
+    assert ground.ground.device_blocks == int(5 * ground.mean_tokens // 16) and len(ground.notes()) == 2
+    with ground.sides([RECOMPUTE, fixed(6)], ground.ground, warm_answers=3) as sides:
+        assert all(3 <= len(side.loop.answers) <= 4 for side in sides)
+        answered = len(sides[0].loop.answers)
+        sides[0].serve(2)
+        assert len(sides[0].loop.answers) >= answered + 2
+
+
+def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.jsonl"
+    nothing.write_text("\n")
+    assert main(["pie", "--simulated", "--models", "nobody", "--out", str(tmp_path)]) == 2
+    assert main(["pie", "--quick", "--model", "nobody", "--out", str(tmp_path)]) == 2
+    assert main(["pie", "--quick", "--trace", str(nothing), "--out", str(tmp_path)]) == 2
+
+
+def test_a_queue_copies_more_in_than_out_and_nothing_without_it() -> None:
+    plain, queued = cost.compare(Ground(TINY_CHAT, 12, 0.0, clients=1), 8, 2)
+    assert (plain.in_bytes, plain.out_bytes, plain.stall_share) == (0, 0, 0)
+    assert 0 < queued.out_bytes < queued.in_bytes / 2 and queued.stall_share >= 0
+    figures = cost.figures(plain, queued)
+    assert all(figures[name] > 0 for name in ("step_vs_none", "step_engine_cpu_vs_none", "step_cpu_vs_none"))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, quick: bool = True) -> list[str]:
+    ran: list[str] = []
+
+    def note(part: str) -> Callable[[Arena], Outcome]:
+        def take(_: Arena) -> Outcome:
+            ran.append(part)
+            return Outcome({part: 1.0}, 0)
+
+        return take
+
+    for part in live.PARTS:
+        monkeypatch.setitem(live.PARTS, part, note(part))
+    parser = argparse.ArgumentParser()
+    live.add_arguments(parser)
+    flags = parser.parse_args([*words, "--model", str(TINY_CHAT)])
+    outcome = live.run(Context("pie", quick, 0, folder, flags))
+    assert outcome.figures["fig4_expansion"] == 1.286 and set(ran) <= set(outcome.figures)
+    return ran
+
+
+def test_all_parts_or_those_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run(monkeypatch, tmp_path, quick=False) == ["step", "room", "best", "narrow", "reaction", "stack"]
+    assert run(monkeypatch, tmp_path) == ["step", "room", "best", "narrow", "reaction"]
+    assert run(monkeypatch, tmp_path, "--part", "stack", "room") == ["room", "stack"]
+
+
+def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "QUICK", arena.Pace(1, 0.4, 0.1, 0.2, 0.4, 1.0, 2, 2, 2, 2, 2, 2))
+    words = ["pie", "--quick", "--part", "step", "room", "best", "narrow", "reaction", "--out", str(tmp_path)]
+    assert main([*words, "--json", str(tmp_path / "r.json")]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    figures = result["figures"]
+    assert result["simulated"] is False and result["failures"] == 0
+    assert figures["fig4_expansion"] == 1.286
+    assert figures["same_text_share"] == 1.0
+    wanted = "throughput_vs_none throughput_vs_none_low latency_vs_synchronous vs_best_fixed"
+    assert figures["step_mb_out"] < figures["step_mb_in"]
+    for name in (
+        *wanted.split(),
+        "step_vs_none",
+        "narrow_vs_none",
+        "narrow_vs_none_median",
+        "reaction_tok_s_under",
+    ):
+        assert figures[name] > 0
+    assert figures["same_work_vs_fixed"] > 0
+    rows = [json.loads(line) for line in (tmp_path / "slices.jsonl").read_text().splitlines()]
+    assert {"recompute", "swap", "auto"} <= {row["side"] for row in rows}
+    assert (tmp_path / "reaction.png").stat().st_size > 1000
+
+
+def test_traffic_slows_the_link_and_goes_away() -> None:
+    requests = islice(Workload(str(TINY_CHAT), 1).requests(), 500)
+    side = EngineSide(fixed(6), Ground(TINY_CHAT, 24, 4e8, clients=6), requests)
+    try:
+        heard: list[Moment] = []
+        found = react(side, [(0.5, 0.0), (1.0, 3.6e8), (0.5, 0.0)], heard.append)
+        assert list(found.moments) == heard and [each.at_s for each in heard] == [0.5, 1.0, 1.5, 2.0]
+        assert found.traffic == ((0.5, 1.5),)
+        assert side.engine.pie is not None
+        assert all(link.background_bytes_s == 0 for link in side.engine.pie.links.values())
+        under = found.during(0.5, 1.5)
+        assert max(each.stall_share for each in under) > 0
+    finally:
+        side.close()
+
+
+def test_figures_say_how_soon_it_settled() -> None:
+    lengths = [9] * 6 + [9, 5, 3, 3, 3, 3] + [3, 3, 6, 9, 9, 9, 9, 9, 9]
+    moments = tuple(Moment(0.5 * (i + 1), 100.0 * length, length, 0.0) for i, length in enumerate(lengths))
+    found = reaction_figures(Reaction(moments, ((3.0, 6.0),)))
+    assert found["reaction_down_s"] == pytest.approx(1.5)
+    assert found["reaction_up_s"] == pytest.approx(2.0)
+    assert (found["reaction_layers_before"], found["reaction_layers_under"]) == (9, 3)
+    assert found["reaction_tok_s_under"] == pytest.approx(1 / 3)
+    assert found["reaction_tok_s_after"] == pytest.approx(1.0)
+
+
+GROUND = Ground(TINY_CHAT, 40, 0.0, clients=8)
+
+
+def served(name: str, *rates: float) -> SideResult:
+    return SideResult(name, tuple(Slice(rate, 0.01, 4.0, 0.0, 0) for rate in rates), 0.1, 0.2, 9, 0)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    versus = compared(served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
+    assert (versus.median, versus.worst, versus.highest) == (3, 1, 4)
+    found = spread("x", served("ours", 30, 10, 20), served("theirs", 10, 10, 5))
+    assert (found["x"], found["x_median"], found["x_worst"]) == (60 / 25, 3, 1)
+    assert 1 <= found["x_low"] <= 60 / 25 <= found["x_high"] <= 4
+    assert served("x", 3, 1, 5).tokens_per_s == 3
+    assert served("x", 1).mean(lambda one: one.batch) == 4
+
+
+def test_two_real_sides_take_turns_and_say_the_same() -> None:
+    workload = Workload(str(TINY_CHAT), 0)
+    requests = list(islice(workload.requests(), 400))
+    sides = [EngineSide(kind, GROUND, iter(requests)) for kind in (RECOMPUTE, fixed(5))]
+    order: list[str] = []
+    try:
+        found = take_turns(
+            sides, 2, partial(measure, duration_s=0.5), lambda side, _: order.append(side.kind.name)
+        )
+        assert order == ["recompute", "fixed 5", "fixed 5", "recompute"]
+        assert [each.name for each in found] == ["recompute", "fixed 5"]
+        assert all(len(each.slices) == 2 and each.tokens_per_s > 0 for each in found)
+        assert [each.failures for each in found] == [0, 0]
+        assert found[0].slices[0].fifo_layers == 0 and found[1].slices[0].fifo_layers == 5
+        for side in sides:
+            side.loop.run(10.0, until=lambda side=side: len(side.loop.answers) >= 8)  # type: ignore[misc]
+        assert same_text_share(sides[1], sides[0]) == 1.0
+        sides[1].loop.answers[0].tokens[0] += 1
+        assert same_text_share(sides[1], sides[0]) < 1.0
+        assert measure(sides[0], 0.1).stall_share == 0.0
+        answered = len(sides[0].loop.answers)
+        assert measure_work(sides[0], 2).took_s > 0 and len(sides[0].loop.answers) >= answered + 2
+    finally:
+        for side in sides:
+            side.close()
+
+
+def test_nothing_in_common_is_not_different() -> None:
+    side = EngineSide(RECOMPUTE, GROUND, iter(()))
+    assert same_text_share(side, side) == pytest.approx(1.0)
+    side.close()
+
+
+@pytest.mark.timeout(400)
+def test_stacks_say_the_same_with_pie(tmp_path: Path) -> None:
+    context = Context("pie", True, 0, tmp_path, Namespace())
+    ground = Ground(TINY_CHAT, 40, 1e9, clients=8)
+    requests = list(islice(Workload(str(TINY_CHAT), 2).requests(), 16))
+    pie = {**parts.with_pie(ground), "worker.pie.fifo_layers": 6, "worker.pie.window_iterations": 4}
+    sides: dict[str, dict[str, object]] = {"none": {}, "pie": pie}
+    runs = {name: parts.serve(context, ground, requests, more, name) for name, more in sides.items()}
+    texts = {name: [each.text for each in run.served.answers] for name, run in runs.items()}
+    assert all(run.served.failures == 0 for run in runs.values())
+    assert texts["pie"] == texts["none"] and all(texts["none"])
+    assert "pie_fifo_layers" in runs["pie"].details and "pie_fifo_layers" not in runs["none"].details
+    assert parts.normalized_s(runs["none"].served) > 0
