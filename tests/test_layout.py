@@ -81,3 +81,15 @@ def test_every_module_says_what_it_is() -> None:
         and ast.get_docstring(ast.parse((ROOT / path).read_text())) is None
     ]
     assert silent == []
+
+
+def test_no_module_imports_itself() -> None:
+    """What is imported late, because it takes long, stays in a file of its own: merged into who imports it
+    late, it would come with the first line."""
+    own = [
+        str(path)
+        for folder in (*SOURCES, "tests")
+        for path in python_files(folder)
+        if path.name != "__init__.py" and dotted(path) in imported_by(path)
+    ]
+    assert own == []

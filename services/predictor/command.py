@@ -11,72 +11,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.predictor.core.histogram import HistogramModel
-from services.predictor.core.length_model import LengthModel, LengthSample, ModelSettings
+from services.predictor.core.length_model import LengthSample, ModelSettings
 from services.predictor.core.report import LengthReport, evaluate, held_out_of
-from services.predictor.models import create, model_names, versions
-from services.predictor.models.regressor import RegressorModel
-from services.predictor.models.training import TrainingPlan, TrainingProgress, train
-from services.predictor.models.versions import Trained
+from services.predictor.models import create, model_names
 from services.predictor.samples import load_tokenizer, read_samples
 from shared.errors import ConfigError, InvalidRequest
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a training."""
-
-    path: Path | None
-    """The new version; None where it was not better."""
-    old: LengthReport | None
-    old_version: str
-    new: LengthReport | None
-
-    @property
-    def is_better(self) -> bool:
-        """Nothing to compare with counts as better."""
-        if self.new is None or self.old is None:
-            return True
-        return self.new.mae_tokens < self.old.mae_tokens
-
-
-def hold_trial(
-    samples: Sequence[LengthSample],
-    directory: Path,
-    plan: TrainingPlan,
-    *,
-    held_out: int,
-    only_if_better: bool,
-    should_stop: Callable[[], bool] = lambda: False,
-    progress: TrainingProgress = lambda done, total, mae: None,
-) -> Verdict:
-    """The old one is the latest version in `directory`, or a histogram of the same training samples.
-
-    Raises InvalidRequest (too few samples), TimeoutError (stopped before anything was done), OSError.
-    """
-    learned, latest = list(samples[: len(samples) - held_out]), list(samples[len(samples) - held_out :])
-    current = versions.latest(directory)
-    old: LengthModel = RegressorModel(current)
-    if current is None:
-        old = HistogramModel()
-        for sample in learned:
-            old.observe(sample)
-    network = train(learned, plan, should_stop=should_stop, progress=progress)
-    new_report = evaluate(RegressorModel(Trained(network, 0, {})), latest)
-    verdict = Verdict(None, evaluate(old, latest), old.version, new_report)
-    if only_if_better and not verdict.is_better:
-        return verdict
-    about = {"samples": len(learned), "held_out": {} if new_report is None else new_report.as_dict()}
-    path = versions.write(directory, network, about)
-    return Verdict(path, verdict.old, verdict.old_version, verdict.new)
-
-
 if TYPE_CHECKING:
-    from services.predictor.command import Verdict
+    from services.predictor.trial import Verdict
 
 _BACKGROUND_NICENESS = 10
 
@@ -136,8 +81,8 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     import torch  # not before it is clear that somebody wants this
 
-    from services.predictor.command import hold_trial
     from services.predictor.models.training import TrainingPlan
+    from services.predictor.trial import hold_trial
 
     torch.set_num_threads(1)
 

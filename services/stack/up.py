@@ -7,10 +7,10 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -28,54 +28,8 @@ from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import StartFailed, Supervisor, tail
 from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table
-from shared import subjects
-from shared.bus import Handler, Listener
 from shared.errors import KvasirError
-from shared.messages.moves import WorkersWanted
 from shared.subjects import OPERATOR
-
-HANDLERS: tuple[Handler, ...] = (Listener(subjects.PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
-
-
-class Scaler(Protocol):
-    """Whatever can start and stop workers by their ids. Both calls only begin it."""
-
-    def workers(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Those that run or are about to, and those that are stopped and could be started."""
-        ...
-
-    def stop(self, worker_id: str) -> None: ...
-
-    def start(self, worker_id: str) -> None: ...
-
-
-def differences(
-    event: WorkersWanted, running: Sequence[str], stopped: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """What to stop and what to start. The last worker that runs is never stopped."""
-    parked = [name for name in running if name in event.parked]
-    needed = [name for name in running if name not in event.parked]
-    able = sorted(name for name in stopped if name not in event.parked)
-    started = able[: max(0, event.wanted - len(needed))]
-    if not needed and not started:
-        parked = parked[1:]
-    return parked, started
-
-
-class WorkerScaling:
-    """The listener. Commands repeat harmlessly."""
-
-    def __init__(self, scaler: Scaler) -> None:
-        self._scaler = scaler
-
-    def on_wanted(self, event: WorkersWanted) -> None:
-        running, stopped = self._scaler.workers()
-        to_stop, to_start = differences(event, running, stopped)
-        for worker_id in to_stop:
-            self._scaler.stop(worker_id)
-        for worker_id in to_start:
-            self._scaler.start(worker_id)
-
 
 _TRIM_INTERVAL_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -181,7 +135,7 @@ class _Stack:
 
     async def _follow_placement(self) -> None:
         """Workers are stopped and started as placement wants it: for a stack that is scaled."""
-        from services.stack.up import HANDLERS, WorkerScaling  # It brings the bus: see `roll`.
+        from services.stack.scaling import HANDLERS, WorkerScaling  # It brings the bus: see `roll_call`.
 
         with contextlib.suppress(KvasirError):
             await self._roll.listen(HANDLERS, WorkerScaling(_Workers(self._supervisor)))

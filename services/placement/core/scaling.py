@@ -1,6 +1,6 @@
 """How many workers should run: fewer when some have long served nothing, one more when arrivals found none.
 
-Says what is wanted, again and again; whoever runs workers (`services/stack/up.py`, or an orchestrator)
+Says what is wanted, again and again; whoever runs workers (`services/stack/scaling.py`, or an orchestrator)
 makes it so, or does not. A worker is parked, which means it gets nothing more, before anybody may stop it.
 Pure.
 Source: papers/000 §VI ("terminate", "activate"); `algorithms.md` §3.

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from services.predictor.command import Verdict, hold_trial
 from services.predictor.core.report import evaluate, held_out_of
 from services.predictor.models import versions
 from services.predictor.models.constant import ConstantModel
 from services.predictor.models.training import TrainingPlan
+from services.predictor.trial import Verdict, hold_trial
 from shared.errors import InvalidRequest
 from tests.services.predictor.lengths import samples_of
 

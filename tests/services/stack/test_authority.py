@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.stack.certificates import make_certificate
+from services.stack.authority import make_certificate
 
 
 def handshake(server_files: Path, ca: Path, hostname: str) -> None:

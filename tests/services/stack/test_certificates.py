@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.stack.certificates import Certificate, certificate_for, make_certificate
+from services.stack.authority import make_certificate
+from services.stack.certificates import Certificate, certificate_for
 from services.stack.config import StackConfig
 from shared.errors import ConfigError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stack.up import WorkerScaling, differences
+from services.stack.scaling import WorkerScaling, differences
 from shared.messages.moves import WorkersWanted
 
 NAMES = [f"worker-{number}" for number in range(4)]

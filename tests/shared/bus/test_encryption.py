@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.stack.certificates import make_certificate
+from services.stack.authority import make_certificate
 from shared.bus import Bus
 from shared.bus.link import tls_options
 from shared.config import BusConfig
