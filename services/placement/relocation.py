@@ -10,7 +10,7 @@ from typing import Any
 
 from services.placement.config import PlacementConfig
 from services.placement.core.fleet import FleetCapacity
-from services.placement.core.move_mode import Ways, Wish
+from services.placement.core.move_mode import MoveModes, WantedMove
 from services.placement.core.packer import Packer
 from services.placement.core.scaling import Scaling
 from services.placement.policy import create_packing
@@ -41,10 +41,10 @@ class Relocation:
         self._clock = clock
         self.packer = Packer(lambda capacity_blocks: _create(config, capacity_blocks), config.packing())
         self.scaling = Scaling(config.scaling())
-        self.ways = Ways(config.move_mode, config.epoch_s)
+        self.modes = MoveModes(config.move_mode, config.epoch_s)
 
     def on_moved(self, moved: SequenceMoved) -> None:
-        self.ways.on_over(moved.ref)
+        self.modes.on_over(moved.ref)
         self.packer.on_moved(moved, self._clock())
 
     async def run(self) -> None:
@@ -69,13 +69,13 @@ class Relocation:
             for worker in self._fleet.workers.values()
             for key, resident in worker.residents.items()
         }
-        wishes = [
-            Wish(order, *homes[order.ref.key, order.ref.attempt])
+        wanted_moves = [
+            WantedMove(order, *homes[order.ref.key, order.ref.attempt])
             for order in wanted
             if (order.ref.key, order.ref.attempt) in homes
         ]
-        carriers = {name: worker.carrier for name, worker in self._fleet.workers.items()}
-        now, _ = self.ways.divide(wishes, carriers, self._clock())
+        costs = {name: worker.move_costs for name, worker in self._fleet.workers.items()}
+        now, _ = self.modes.divide(wanted_moves, costs, self._clock())
         begun = {order.ref for order in now}
         for order in wanted:
             if order.ref not in begun:
@@ -96,7 +96,7 @@ class Relocation:
         for order, refusal in zip(orders, refusals, strict=False):
             if refusal:
                 _log.info("%s is not moved to %s: %s", order.ref, order.target, refusal)
-                self.ways.on_over(order.ref)
+                self.modes.on_over(order.ref)
                 self.packer.on_refused(order, self._clock())
 
     async def _scale(self) -> None:
@@ -129,7 +129,7 @@ class Relocation:
             "moves_ordered": counts.ordered,
             "moved": counts.moved,
             "moves_failed": counts.failed,
-            **{f"moves_{way}": count for way, count in self.ways.counts.items()},
+            **{f"moves_{mode}": count for mode, count in self.modes.counts.items()},
             "strays": counts.strays,
             "wanted_workers": self.scaling.wanted if self._config.scale else "not scaled",
             "parked": ", ".join(sorted(self.scaling.parked)),

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from services.stack.launch import Launcher, Program
+from services.stack.launch import Launcher, ProgramLauncher
 from services.stack.probes import AliveProbe, Probe
 from services.stack.process import ChildProcess
 
 _ALIVE = AliveProbe()
-_PROGRAM = Program()
+_PROGRAM = ProgramLauncher()
 
 
 @dataclass(frozen=True)

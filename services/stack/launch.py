@@ -27,7 +27,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramLauncher:
     """Runs `argv`."""
 
     async def launch(
@@ -37,7 +37,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Seedling:
+class SeedLauncher:
     """Asks the seed at `socket` for a fork that runs `python -m module …`; without a seed, runs `argv`."""
 
     socket: Path

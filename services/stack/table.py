@@ -15,7 +15,7 @@ from services.stack import nats_server
 from services.stack.access import BusAccess
 from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
-from services.stack.launch import Program, Seedling, socket_fits
+from services.stack.launch import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
@@ -105,7 +105,7 @@ def kvasir_table(
                 ready=HttpProbe(config.operator_port, page)
                 if front
                 else StatusProbe(roll, service, instance),
-                launcher=Seedling(seed, instance, module, arguments) if forked else Program(),
+                launcher=SeedLauncher(seed, instance, module, arguments) if forked else ProgramLauncher(),
                 stage=_FRONT if front else _BACKEND,
             )
         )

@@ -78,7 +78,7 @@ async def test_moved_while_read(pair: RunningStack, undisturbed: list[Answer], m
     assert_same(answers, undisturbed)
     await moving.until_over(begun[0], within_s=10)
     assert len(moving.done) >= MOVES // 4, (moving.outcomes, moving.refusals)
-    if moving.ways.counts["kv"]:
+    if moving.modes.counts["kv"]:
         by_kv = [moved for moved in moving.done if moved.mode is MoveMode.KV and moved.moved_bytes]
         assert by_kv, moving.outcomes
 

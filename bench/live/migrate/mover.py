@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.kit.stacks import on_bus
-from services.placement.core.move_mode import Carrier, ModeChoice, Ways, Wish
+from services.placement.core.move_mode import ModeChoice, MoveCosts, MoveModes, WantedMove
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.errors import KvasirError
@@ -37,7 +37,7 @@ class Mover:
 
     def __init__(self, bus: Bus, choice: ModeChoice) -> None:
         self._bus = bus
-        self.ways = Ways(choice, _EPOCH_S)
+        self.modes = MoveModes(choice, _EPOCH_S)
         self.reports: dict[str, WorkerReported] = {}
         self.outcomes: list[SequenceMoved] = []
         self.refusals: list[str] = []
@@ -48,7 +48,7 @@ class Mover:
 
     def on_moved(self, moved: SequenceMoved) -> None:
         self.outcomes.append(moved)
-        self.ways.on_over(moved.ref)
+        self.modes.on_over(moved.ref)
         self._moving.discard(moved.ref.key)
 
     @property
@@ -77,9 +77,9 @@ class Mover:
 
     async def move(self, listed: SequenceReport, source: str, target: str) -> bool:
         """By the mode that is chosen. Whether the scheduler took the order."""
-        wish = Wish(SequenceMove(ref=listed.ref, target=target), source, _tokens(listed))
-        carriers = {name: Carrier.of(report) for name, report in self.reports.items()}
-        now, _ = self.ways.divide([wish], carriers, time.monotonic())
+        wanted = WantedMove(SequenceMove(ref=listed.ref, target=target), source, _tokens(listed))
+        costs = {name: MoveCosts.of(report) for name, report in self.reports.items()}
+        now, _ = self.modes.divide([wanted], costs, time.monotonic())
         if not now:
             return False
         order = MoveSequences(moves=tuple(now))
@@ -87,12 +87,12 @@ class Mover:
             answer = await self._bus.request(subjects.SCHEDULER_MOVE, order, MovesTaken, deadline_s=_ANSWER_S)
         except KvasirError as error:
             self.refusals.append(error.message)
-            self.ways.on_over(listed.ref)
+            self.modes.on_over(listed.ref)
             return False
         (refusal,) = answer.refusals
         if refusal:
             self.refusals.append(refusal)
-            self.ways.on_over(listed.ref)
+            self.modes.on_over(listed.ref)
             return False
         self._moving.add(listed.ref.key)
         return True

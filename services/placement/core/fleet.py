@@ -7,7 +7,7 @@ a step report says it ended, or after `reservation_s`. It knows no bus and no cl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.placement.core.move_mode import Carrier
+from services.placement.core.move_mode import MoveCosts
 from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrange, distance
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
 from services.placement.policy.contract import PlacementPolicy, Room
@@ -62,7 +62,7 @@ class WorkerRoom:
     residents: dict[SequenceKey, Resident]
     reservations: dict[SequenceKey, Reservation] = field(default_factory=dict)
     host: str = ""
-    carrier: Carrier = field(default_factory=Carrier)
+    move_costs: MoveCosts = field(default_factory=MoveCosts)
 
     @property
     def free_blocks(self) -> int:
@@ -272,5 +272,5 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
         residents={s.ref.key: resident(s) for s in report.sequences if s.state is not SequenceState.ENDED},
         reservations=reservations,
         host=report.host,
-        carrier=Carrier.of(report),
+        move_costs=MoveCosts.of(report),
     )

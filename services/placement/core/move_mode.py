@@ -1,4 +1,4 @@
-"""By KV or by tokens: the ways of an epoch's moves, from what workers measured (papers/000 §V).
+"""By KV or by tokens: the modes of an epoch's moves, from what workers measured (papers/000 §V).
 
 A worker reports how fast it fetches from each other one, how fast it prefills, how busy it is, and what it
 has waiting. From these come the boundaries of `policy/division.py`: bytes that a link carries and tokens that
@@ -76,7 +76,7 @@ _FORGET_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Carrier:
+class MoveCosts:
     """What moves from and to one worker cost, as it measured."""
 
     block_tokens: int = 0
@@ -91,7 +91,7 @@ class Carrier:
     """Of prompts there that are not computed yet."""
 
     @classmethod
-    def of(cls, report: WorkerReported) -> "Carrier":
+    def of(cls, report: WorkerReported) -> "MoveCosts":
         """From its heartbeat."""
         unfinished = (SequenceState.WAITING, SequenceState.PREFILLING)
         return cls(
@@ -122,7 +122,7 @@ class _UnderWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class WantedMove:
     """A move that is wanted."""
 
     order: SequenceMove
@@ -131,7 +131,7 @@ class Wish:
     """Prompt and answer so far."""
 
 
-class Ways:
+class MoveModes:
     """Remembers what is on its way. `on_over` for every move that ended, or that nobody took."""
 
     def __init__(self, choice: ModeChoice, epoch_s: float) -> None:
@@ -141,25 +141,25 @@ class Ways:
         self.counts: dict[str, int] = {"kv": 0, "tokens": 0, "later": 0}
 
     def divide(
-        self, wishes: Iterable[Wish], carriers: Mapping[str, Carrier], now_s: float
+        self, wanted_moves: Iterable[WantedMove], costs: Mapping[str, MoveCosts], now_s: float
     ) -> tuple[list[SequenceMove], list[SequenceMove]]:
         """The orders to give now, each with its mode, and those for the next epoch."""
         self._forget(now_s)
-        listed = {str(wish.order.ref): wish for wish in wishes}
-        migrations = {name: self._migration(name, wish, carriers) for name, wish in listed.items()}
-        boundaries = self._boundaries(migrations.values(), carriers)
+        listed = {str(wanted.order.ref): wanted for wanted in wanted_moves}
+        migrations = {name: self._migration(name, wanted, costs) for name, wanted in listed.items()}
+        boundaries = self._boundaries(migrations.values(), costs)
         modes = divide(migrations.values(), boundaries)
         now: list[SequenceMove] = []
         later: list[SequenceMove] = []
-        for name, wish in listed.items():
-            mode = self._mode(migrations[name], modes[name], carriers)
+        for name, wanted in listed.items():
+            mode = self._mode(migrations[name], modes[name], costs)
             if mode is None:
-                later.append(wish.order)
+                later.append(wanted.order)
                 self.counts["later"] += 1
                 continue
-            self._under_way[wish.order.ref] = _UnderWay(migrations[name], mode, now_s)
+            self._under_way[wanted.order.ref] = _UnderWay(migrations[name], mode, now_s)
             self.counts[str(mode)] += 1
-            order = SequenceMove(ref=wish.order.ref, target=wish.order.target, mode=mode)
+            order = SequenceMove(ref=wanted.order.ref, target=wanted.order.target, mode=mode)
             now.append(order)
         return now, later
 
@@ -172,20 +172,24 @@ class Ways:
             if now_s - one.since_s > _FORGET_S:
                 del self._under_way[ref]
 
-    def _migration(self, name: str, wish: Wish, carriers: Mapping[str, Carrier]) -> Migration:
-        source = carriers.get(wish.source, Carrier())
-        blocks = wish.tokens // source.block_tokens if source.block_tokens else 0
+    def _migration(self, name: str, wanted: WantedMove, costs: Mapping[str, MoveCosts]) -> Migration:
+        source = costs.get(wanted.source, MoveCosts())
+        blocks = wanted.tokens // source.block_tokens if source.block_tokens else 0
         return Migration(
-            name, wish.source, wish.order.target, max(1, blocks * source.block_bytes), max(1, wish.tokens)
+            name,
+            wanted.source,
+            wanted.order.target,
+            max(1, blocks * source.block_bytes),
+            max(1, wanted.tokens),
         )
 
-    def _boundaries(self, migrations: Iterable[Migration], carriers: Mapping[str, Carrier]) -> Boundaries:
+    def _boundaries(self, migrations: Iterable[Migration], costs: Mapping[str, MoveCosts]) -> Boundaries:
         """Less what is under way."""
         links: dict[tuple[str, str], int] = {}
         prefill: dict[str, int] = {}
         for one in migrations:
-            links[one.source, one.target] = self._link_bytes(one.source, one.target, carriers)
-            prefill[one.target] = carriers.get(one.target, Carrier()).prefill_tokens(self._epoch_s)
+            links[one.source, one.target] = self._link_bytes(one.source, one.target, costs)
+            prefill[one.target] = costs.get(one.target, MoveCosts()).prefill_tokens(self._epoch_s)
         for busy in self._under_way.values():
             way, target = (busy.migration.source, busy.migration.target), busy.migration.target
             if busy.mode is MoveMode.KV and way in links:
@@ -194,13 +198,13 @@ class Ways:
                 prefill[target] = max(0, prefill[target] - busy.migration.tokens)
         return Boundaries(links, prefill)
 
-    def _link_bytes(self, source: str, target: str, carriers: Mapping[str, Carrier]) -> int:
-        giver, taker = carriers.get(source, Carrier()), carriers.get(target, Carrier())
+    def _link_bytes(self, source: str, target: str, costs: Mapping[str, MoveCosts]) -> int:
+        giver, taker = costs.get(source, MoveCosts()), costs.get(target, MoveCosts())
         if not giver.block_bytes or giver.fingerprint != taker.fingerprint:
             return 0
         return int(taker.link_bytes_per_s.get(source, 0.0) * self._epoch_s)
 
-    def _mode(self, one: Migration, mode: Mode, carriers: Mapping[str, Carrier]) -> MoveMode | None:
+    def _mode(self, one: Migration, mode: Mode, costs: Mapping[str, MoveCosts]) -> MoveMode | None:
         """None: later."""
         if self._choice != "adaptive":
             return MoveMode(self._choice)
@@ -208,12 +212,12 @@ class Ways:
             return MoveMode(mode)
         if any(busy.migration.target == one.target for busy in self._under_way.values()):
             return None
-        return self._cheaper(one, carriers)
+        return self._cheaper(one, costs)
 
-    def _cheaper(self, one: Migration, carriers: Mapping[str, Carrier]) -> MoveMode:
+    def _cheaper(self, one: Migration, costs: Mapping[str, MoveCosts]) -> MoveMode:
         """Whichever would be over first, were it alone; by tokens where nothing was measured."""
-        link = self._link_bytes(one.source, one.target, carriers)
-        tokens = carriers.get(one.target, Carrier()).prefill_tokens(self._epoch_s)
+        link = self._link_bytes(one.source, one.target, costs)
+        tokens = costs.get(one.target, MoveCosts()).prefill_tokens(self._epoch_s)
         by_link = one.kv_bytes / link if link else float("inf")
         by_tokens = one.tokens / tokens if tokens else float("inf")
         return MoveMode.KV if by_link < by_tokens else MoveMode.TOKENS

@@ -9,7 +9,7 @@ It knows no bus and no clock. Source: papers/000 §VI-C; `algorithms.md` §3.
 from collections.abc import Callable, Iterable
 
 from services.placement.core.fleet import FleetCapacity, Reservation, Resident
-from services.placement.core.packing_types import Counts, Known, PackingRules
+from services.placement.core.packing_types import PackedSequence, PackingCounts, PackingRules
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
@@ -27,12 +27,12 @@ class Packer:
 
     def __init__(self, make: Callable[[int], PackingPolicy], rules: PackingRules | None = None) -> None:
         self.rules = rules or PackingRules()
-        self.counts = Counts()
+        self.counts = PackingCounts()
         self._make = make
         self._capacity = 0
         self._policy: PackingPolicy | None = None
         self._roster = WorkerRoster()
-        self._known: dict[SequenceKey, Known] = {}
+        self._known: dict[SequenceKey, PackedSequence] = {}
         self._wanting = 0
         self._asked_s = float("-inf")
 
@@ -85,7 +85,7 @@ class Packer:
         known = self._known.get(key)
         calm_until_s = known.calm_until_s if known else float("-inf")
         blocks = known.blocks if known else blocks
-        self._known[key] = Known(item.ref, blocks, now_s, calm_until_s=calm_until_s)
+        self._known[key] = PackedSequence(item.ref, blocks, now_s, calm_until_s=calm_until_s)
         fleet.workers[home].reservations[key] = Reservation(item.ref.attempt, blocks, now_s)
         return home
 
@@ -212,7 +212,7 @@ class Packer:
             return
         self._note(effects)
         if policy.worker_of(key) is not None:
-            self._known[key] = Known(ref, blocks, now_s, worker_id)
+            self._known[key] = PackedSequence(ref, blocks, now_s, worker_id)
 
     def _note(self, effects: PackingEffects) -> None:
         """Displaced ones run on where they are, beyond the books, until a later epoch finds room."""
@@ -263,7 +263,7 @@ class Packer:
         known.moving_s, known.calm_until_s = None, now_s + self.rules.calm_s
         self._take_back(self._policy, ref.key, known)
 
-    def _take_back(self, policy: PackingPolicy, key: SequenceKey, known: Known) -> None:
+    def _take_back(self, policy: PackingPolicy, key: SequenceKey, known: PackedSequence) -> None:
         """The books follow the world."""
         if known.worker_id is None or known.worker_id not in self._roster.present:
             return

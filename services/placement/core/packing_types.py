@@ -26,7 +26,7 @@ class PackingRules:
 
 
 @dataclass(slots=True)
-class Known:
+class PackedSequence:
     """A sequence in the books."""
 
     ref: SequenceRef
@@ -39,7 +39,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Counts:
+class PackingCounts:
     """Since the start."""
 
     ordered: int = 0

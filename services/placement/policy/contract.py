@@ -35,7 +35,7 @@ class PlacementPolicy(Protocol):
         ...
 
 
-RequestId = Hashable
+RequestKey = Hashable
 
 
 class Action(Enum):
@@ -51,7 +51,7 @@ class Operation:
     """`blocks` is the request's new total; an end has none."""
 
     action: Action
-    request: RequestId
+    request: RequestKey
     blocks: int = 0
 
 
@@ -59,7 +59,7 @@ class Operation:
 class PackedMove:
     """A request that runs on `source` is to go on running on `target`."""
 
-    request: RequestId
+    request: RequestKey
     source: str
     target: str
     blocks: int
@@ -69,12 +69,12 @@ class PackedMove:
 class PackingEffects:
     """Of one operation, or of an epoch of them."""
 
-    placed: dict[RequestId, str] = field(default_factory=dict)
+    placed: dict[RequestKey, str] = field(default_factory=dict)
     """Arrivals, and the worker of each."""
     moves: list[PackedMove] = field(default_factory=list)
-    waiting: list[RequestId] = field(default_factory=list)
+    waiting: list[RequestKey] = field(default_factory=list)
     """Arrivals without a place: no worker has room and none can be started. They are not kept here."""
-    displaced: list[RequestId] = field(default_factory=list)
+    displaced: list[RequestKey] = field(default_factory=list)
     """Ran, outgrew their worker, and no other has room: to be preempted, and allocated again later."""
     activated: list[str] = field(default_factory=list)
     terminated: list[str] = field(default_factory=list)
@@ -97,32 +97,32 @@ class PackingPolicy(Protocol):
         """One more that can be activated, and where it stands. Raises ValueError for one that is known."""
         ...
 
-    def remove_worker(self, worker_id: str) -> list[RequestId]:
+    def remove_worker(self, worker_id: str) -> list[RequestKey]:
         """It is gone, and with it its requests, which are returned. Raises KeyError."""
         ...
 
-    def allocate(self, request: RequestId, blocks: int) -> PackingEffects: ...
+    def allocate(self, request: RequestKey, blocks: int) -> PackingEffects: ...
 
-    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> PackingEffects:
+    def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
         """It runs there already and stays, if need be at the expense of others; displaced: it cannot be."""
         ...
 
-    def grow(self, request: RequestId, blocks: int) -> PackingEffects: ...
+    def grow(self, request: RequestKey, blocks: int) -> PackingEffects: ...
 
-    def end(self, request: RequestId) -> PackingEffects: ...
+    def end(self, request: RequestKey) -> PackingEffects: ...
 
     def apply(self, operations: Iterable[Operation]) -> PackingEffects:
         """An epoch: ends, then growths, then arrivals, and the net moves of all."""
         ...
 
-    def worker_of(self, request: RequestId) -> str | None: ...
+    def worker_of(self, request: RequestKey) -> str | None: ...
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books contradict themselves."""
         ...
 
 
-def check_blocks(request: RequestId, blocks: int, capacity_blocks: int) -> None:
+def check_blocks(request: RequestKey, blocks: int, capacity_blocks: int) -> None:
     """Raises InvalidRequest for a size that no worker can hold: such a request has to borrow (design §4)."""
     if not 1 <= blocks <= capacity_blocks:
         raise InvalidRequest(

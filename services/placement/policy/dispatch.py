@@ -14,7 +14,7 @@ from services.placement.policy.contract import (
     Operation,
     PackedMove,
     PackingEffects,
-    RequestId,
+    RequestKey,
     check_blocks,
 )
 from services.placement.policy.size_index import SizeIndex
@@ -26,7 +26,7 @@ class Bin:
 
     worker_id: str
     free: int
-    requests: dict[RequestId, int] = field(default_factory=dict)
+    requests: dict[RequestKey, int] = field(default_factory=dict)
 
 
 class DispatchPolicy:
@@ -36,7 +36,7 @@ class DispatchPolicy:
         self.capacity_blocks = capacity_blocks
         self.idle: deque[str] = deque()
         self.bins: dict[str, Bin] = {}
-        self.homes: dict[RequestId, Bin] = {}
+        self.homes: dict[RequestKey, Bin] = {}
         self._is_tight = is_tight
         self._by_free: SizeIndex[Bin] = SizeIndex()
         self._effects = PackingEffects()
@@ -50,7 +50,7 @@ class DispatchPolicy:
             raise ValueError(f"worker {worker_id} is there already")
         self.idle.append(worker_id)
 
-    def remove_worker(self, worker_id: str) -> list[RequestId]:
+    def remove_worker(self, worker_id: str) -> list[RequestKey]:
         if worker_id in self.idle:
             self.idle.remove(worker_id)
             return []
@@ -60,16 +60,16 @@ class DispatchPolicy:
             del self.homes[request]
         return list(gone.requests)
 
-    def worker_of(self, request: RequestId) -> str | None:
+    def worker_of(self, request: RequestKey) -> str | None:
         home = self.homes.get(request)
         return home.worker_id if home is not None else None
 
-    def allocate(self, request: RequestId, blocks: int) -> PackingEffects:
+    def allocate(self, request: RequestKey, blocks: int) -> PackingEffects:
         """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
         self._allocate(request, blocks)
         return self._close()
 
-    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> PackingEffects:
+    def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
         """Only where there is room: nobody leaves for it. Raises as `allocate` does, and KeyError for a
         worker that is not known."""
         check_blocks(request, blocks, self.capacity_blocks)
@@ -88,12 +88,12 @@ class DispatchPolicy:
             self._effects.placed[request] = worker_id
         return self._close()
 
-    def grow(self, request: RequestId, blocks: int) -> PackingEffects:
+    def grow(self, request: RequestKey, blocks: int) -> PackingEffects:
         """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
         self._grow(request, blocks)
         return self._close()
 
-    def end(self, request: RequestId) -> PackingEffects:
+    def end(self, request: RequestKey) -> PackingEffects:
         """Raises KeyError."""
         self._end(request)
         return self._close()
@@ -121,7 +121,7 @@ class DispatchPolicy:
             (one.free, one.worker_id) for one in self.bins.values()
         }, "the index is stale"
 
-    def _allocate(self, request: RequestId, blocks: int) -> None:
+    def _allocate(self, request: RequestKey, blocks: int) -> None:
         check_blocks(request, blocks, self.capacity_blocks)
         if request in self.homes:
             raise ValueError(f"request {request} is placed already")
@@ -132,7 +132,7 @@ class DispatchPolicy:
         self._put(request, blocks, home)
         self._effects.placed[request] = home.worker_id
 
-    def _grow(self, request: RequestId, blocks: int) -> None:
+    def _grow(self, request: RequestKey, blocks: int) -> None:
         check_blocks(request, blocks, self.capacity_blocks)
         home = self.homes[request]
         more = blocks - home.requests[request]
@@ -141,7 +141,7 @@ class DispatchPolicy:
             return
         self._overflow(home, request, blocks)
 
-    def _overflow(self, home: Bin, request: RequestId, blocks: int) -> None:
+    def _overflow(self, home: Bin, request: RequestKey, blocks: int) -> None:
         """The youngest start again elsewhere until it fits, be it the one that grows."""
         while True:
             youngest = next(reversed(home.requests))
@@ -153,7 +153,7 @@ class DispatchPolicy:
                 self._resize(home, request, blocks)
                 return
 
-    def _leave(self, request: RequestId, blocks: int, *, is_recompute: bool) -> None:
+    def _leave(self, request: RequestKey, blocks: int, *, is_recompute: bool) -> None:
         source = self._take(request)
         target = self._room(blocks, source)
         if target is None:
@@ -183,14 +183,14 @@ class DispatchPolicy:
         self._index(made)
         return made
 
-    def _put(self, request: RequestId, blocks: int, home: Bin) -> None:
+    def _put(self, request: RequestKey, blocks: int, home: Bin) -> None:
         self._unindex(home)
         home.requests[request] = blocks
         home.free -= blocks
         self.homes[request] = home
         self._index(home)
 
-    def _take(self, request: RequestId) -> Bin:
+    def _take(self, request: RequestKey) -> Bin:
         """A worker left without requests is terminated when the operation closes."""
         home = self.homes.pop(request)
         self._unindex(home)
@@ -198,13 +198,13 @@ class DispatchPolicy:
         self._index(home)
         return home
 
-    def _resize(self, home: Bin, request: RequestId, blocks: int) -> None:
+    def _resize(self, home: Bin, request: RequestKey, blocks: int) -> None:
         self._unindex(home)
         home.free -= blocks - home.requests[request]
         home.requests[request] = blocks
         self._index(home)
 
-    def _end(self, request: RequestId) -> None:
+    def _end(self, request: RequestKey) -> None:
         home = self._take(request)
         if not home.requests:
             self._retire(home)

@@ -5,7 +5,7 @@ free blocks per request, and gives it its shortest request, as long as that make
 outgrows its worker sends the shortest requests away. It never empties a worker on purpose.
 """
 
-from services.placement.policy.contract import PackedMove, RequestId
+from services.placement.policy.contract import PackedMove, RequestKey
 from services.placement.policy.dispatch import Bin, DispatchPolicy
 from services.placement.policy.size_index import SizeIndex
 
@@ -26,7 +26,7 @@ class LoadBalance(DispatchPolicy):
         super()._unindex(one)
         self._by_freeness.remove(_freeness(one), one)
 
-    def _overflow(self, home: Bin, request: RequestId, blocks: int) -> None:
+    def _overflow(self, home: Bin, request: RequestKey, blocks: int) -> None:
         """The shortest migrate until it fits; the one that grows is counted at its new size."""
         while blocks - home.requests[request] > home.free:
             sizes = home.requests | {request: blocks}
@@ -50,7 +50,7 @@ class LoadBalance(DispatchPolicy):
             if target.free >= blocks and len(source.requests) > 1 and is_better:
                 self._migrate(request, blocks, target)
 
-    def _migrate(self, request: RequestId, blocks: int, target: Bin) -> None:
+    def _migrate(self, request: RequestKey, blocks: int, target: Bin) -> None:
         source = self._take(request)
         self._put(request, blocks, target)
         self._effects.moves.append(PackedMove(request, source.worker_id, target.worker_id, blocks))

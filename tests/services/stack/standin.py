@@ -13,7 +13,7 @@ from services.stack.access import BusAccess
 from services.stack.children import ChildSpec
 from services.stack.cli import Program, main
 from services.stack.config import StackConfig
-from services.stack.launch import Seedling
+from services.stack.launch import SeedLauncher
 from services.stack.probes import HttpProbe, UnixProbe
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
@@ -56,7 +56,7 @@ def standin_table(
         ChildSpec(
             "seed", (sys.executable, "-m", "services.stack.seed", str(seed), "json"), env, UnixProbe(seed)
         ),
-        ChildSpec("sprout", ("false",), env, launcher=Seedling(seed, "sprout", SPROUT, ("--leaf", "1"))),
+        ChildSpec("sprout", ("false",), env, launcher=SeedLauncher(seed, "sprout", SPROUT, ("--leaf", "1"))),
         ChildSpec("front", (*PYTHON, FRONT, str(port)), env, HttpProbe(port, "/ready"), stage=2),
     ]
     if "STANDIN_EXTRA" in env:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from services.stack import launch
-from services.stack.launch import Program, Seedling, socket_fits
+from services.stack.launch import ProgramLauncher, SeedLauncher, socket_fits
 from tests.services.stack.standin import PYTHON
 
 HELLO = (*PYTHON, "print('hello')")
 
 
 async def test_a_program_runs_its_argv(tmp_path: Path) -> None:
-    child = await Program().launch(HELLO, os.environ, tmp_path, tmp_path / "log")
+    child = await ProgramLauncher().launch(HELLO, os.environ, tmp_path, tmp_path / "log")
     assert await child.wait() == 0
     assert (tmp_path / "log").read_text() == "hello\n"
 
@@ -31,7 +31,7 @@ async def test_a_seed_that_does_not_help_is_done_without(
         writer.close()
 
     async with await asyncio.start_unix_server(serve, tmp_path / "seed.sock"):
-        seedling = Seedling(tmp_path / "seed.sock", "x", "json", ())
+        seedling = SeedLauncher(tmp_path / "seed.sock", "x", "json", ())
         child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
         assert await child.wait() == 0
     assert (tmp_path / "log").read_text() == "hello\n"
@@ -42,7 +42,7 @@ async def test_no_seed_at_all_is_waited_for_and_then_done_without(
 ) -> None:
     monkeypatch.setattr(launch, "become_subreaper", lambda: True)
     monkeypatch.setattr(launch, "_SEED_DEADLINE_S", 0.1)
-    seedling = Seedling(tmp_path / "none.sock", "x", "json", ())
+    seedling = SeedLauncher(tmp_path / "none.sock", "x", "json", ())
     child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
     assert await child.wait() == 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.stack.children import Backoff, ChildSpec, ChildState
-from services.stack.launch import Seedling
+from services.stack.launch import SeedLauncher
 from services.stack.leftovers import is_alive as alive
 from services.stack.probes import HttpProbe
 from services.stack.supervisor import StartFailed, Supervisor, tail
@@ -172,7 +172,7 @@ async def test_nothing_is_restarted_while_stopping(tmp_path: Path) -> None:
 
 
 async def test_a_stop_does_not_wait_for_a_launch(tmp_path: Path) -> None:
-    waiting = Seedling(tmp_path / "no seed.sock", "late", "json", ())
+    waiting = SeedLauncher(tmp_path / "no seed.sock", "late", "json", ())
     async with staged(tmp_path, ChildSpec("late", ("sleep", "1000"), ENV, launcher=waiting)) as stage:
         await asyncio.sleep(0.05)
         async with asyncio.timeout(1.0):

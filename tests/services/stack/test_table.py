@@ -8,7 +8,7 @@ import pytest
 from services.stack.access import BusAccess
 from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
-from services.stack.launch import Program, Seedling
+from services.stack.launch import ProgramLauncher, SeedLauncher
 from services.stack.probes import HttpProbe, TcpProbe
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
@@ -38,11 +38,11 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     services = ["gateway-0", "scheduler-0", "predictor-0", "placement-0", "ledger-0", "worker-0", "worker-1"]
     assert list(specs) == ["nats", "seed", *services]
     assert specs["worker-1"].argv[1:] == ("-m", "services.worker", "--instance", "worker-1")
-    assert isinstance(specs["worker-1"].launcher, Seedling)
-    assert isinstance(specs["ledger-0"].launcher, Program)
+    assert isinstance(specs["worker-1"].launcher, SeedLauncher)
+    assert isinstance(specs["ledger-0"].launcher, ProgramLauncher)
     plain = await table(tmp_path, config=StackConfig(workers=1, preload=False))
     assert list(plain) == ["nats", *services[:-1]]
-    assert isinstance(plain["worker-0"].launcher, Program)
+    assert isinstance(plain["worker-0"].launcher, ProgramLauncher)
     assert specs["gateway-0"].stage > specs["worker-0"].stage > specs["nats"].stage
     assert isinstance(specs["nats"].ready, TcpProbe)
     assert isinstance(specs["gateway-0"].ready, HttpProbe)

@@ -6,7 +6,7 @@ a move is done, nor anything of a request but its size.
 
 from collections.abc import Iterable
 
-from services.placement.policy.contract import Action, Operation, PackingEffects, RequestId, check_blocks
+from services.placement.policy.contract import Action, Operation, PackingEffects, RequestKey, check_blocks
 from services.placement.policy.mell.bundles import Bundles
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
 from services.placement.policy.mell.journal import Journal
@@ -38,7 +38,7 @@ class Mell:
         self.cluster.idle.append(worker_id)
         self._placing.locations[worker_id] = (host, switch)
 
-    def remove_worker(self, worker_id: str) -> list[RequestId]:
+    def remove_worker(self, worker_id: str) -> list[RequestKey]:
         """It is gone, and with it its requests, which are returned. Raises KeyError."""
         lost = self.cluster.remove_worker(worker_id)
         del self._placing.locations[worker_id]
@@ -49,22 +49,22 @@ class Mell:
         found = {worker: gpu.category for worker, gpu in self.cluster.active.items()}
         return {worker: category.name[0] for worker, category in found.items() if category is not None}
 
-    def worker_of(self, request: RequestId) -> str | None:
+    def worker_of(self, request: RequestKey) -> str | None:
         item = self.cluster.homes.get(request)
         return item.gpu.worker_id if item is not None and item.gpu is not None else None
 
-    def allocate(self, request: RequestId, blocks: int) -> PackingEffects:
+    def allocate(self, request: RequestKey, blocks: int) -> PackingEffects:
         """Raises InvalidRequest for what no worker can hold, ValueError for a request that is here."""
         self._allocate(request, blocks)
         return self._close(1)
 
-    def grow(self, request: RequestId, blocks: int) -> PackingEffects:
+    def grow(self, request: RequestKey, blocks: int) -> PackingEffects:
         """`blocks` is its new total. Raises InvalidRequest (nothing has changed) and KeyError."""
         gpu = self._grow(request, blocks)
         self._relieve(gpu)
         return self._close(1)
 
-    def end(self, request: RequestId) -> PackingEffects:
+    def end(self, request: RequestKey) -> PackingEffects:
         """Raises KeyError."""
         self._end(request)
         return self._close(1, can_empty=True)
@@ -89,7 +89,7 @@ class Mell:
                 self._allocate(operation.request, operation.blocks)
         return self._close(max(1, len(ordered)), can_empty=True)
 
-    def migrate(self, request: RequestId, target: str | None = None) -> PackingEffects:
+    def migrate(self, request: RequestKey, target: str | None = None) -> PackingEffects:
         """Away from where it is: to `target`, an active worker, whatever has to leave it for that (so an
         aborted move is taken back) and without repairs, else to wherever it fits. Raises KeyError."""
         item = self.cluster.homes[request]
@@ -105,7 +105,7 @@ class Mell:
             self._relieve(gpu, kept=request)
         return self._close(0)
 
-    def adopt(self, request: RequestId, blocks: int, worker_id: str) -> PackingEffects:
+    def adopt(self, request: RequestKey, blocks: int, worker_id: str) -> PackingEffects:
         """It was found running there, unbeknown: it stays, and whatever has to leaves for that.
 
         No repairs. Raises InvalidRequest, ValueError for a request that is here, KeyError for that worker.
@@ -120,8 +120,8 @@ class Mell:
         return self._close(0)
 
     def _check(self, ordered: list[Operation]) -> None:
-        ended: set[RequestId] = set()
-        arriving: set[RequestId] = set()
+        ended: set[RequestKey] = set()
+        arriving: set[RequestKey] = set()
         for operation in ordered:
             request, action = operation.request, operation.action
             if action is not Action.END:
@@ -136,7 +136,7 @@ class Mell:
             elif action is Action.END:
                 ended.add(request)
 
-    def _allocate(self, request: RequestId, blocks: int) -> None:
+    def _allocate(self, request: RequestKey, blocks: int) -> None:
         check_blocks(request, blocks, self.capacity_blocks)
         if request in self.cluster.homes:
             raise ValueError(f"request {request} is placed already")
@@ -146,24 +146,24 @@ class Mell:
         else:
             self._journal.waits(request)
 
-    def _grow(self, request: RequestId, blocks: int) -> Gpu:
+    def _grow(self, request: RequestKey, blocks: int) -> Gpu:
         check_blocks(request, blocks, self.capacity_blocks)
         gpu = self._bundles.grow(request, blocks).gpu
         assert gpu is not None
         return gpu
 
-    def _end(self, request: RequestId) -> None:
+    def _end(self, request: RequestKey) -> None:
         self._bundles.remove(request)
         self._journal.ended(request)
 
-    def _relieve(self, gpu: Gpu, kept: RequestId | None = None) -> None:
+    def _relieve(self, gpu: Gpu, kept: RequestKey | None = None) -> None:
         """Overflow: T-items leave, then S and M, then L, the youngest of each first, until the rest fits."""
         while gpu.used > self.capacity_blocks:
             item = self._leaver(gpu, kept)
             if not self._placing.evict(item):
                 self._displace(item)
 
-    def _leaver(self, gpu: Gpu, kept: RequestId | None) -> Item:
+    def _leaver(self, gpu: Gpu, kept: RequestKey | None) -> Item:
         shelves = (gpu.held[SizeClass.TINY], gpu.held[SizeClass.SMALL], gpu.held[SizeClass.MEDIUM])
         for shelf in (*shelves, gpu.held[SizeClass.LARGE]):
             for item in reversed(shelf):

@@ -4,7 +4,7 @@ First fit within a GPU; a GPU has at most one under-full bundle (at most C/8); a
 splits. All of this is bookkeeping on one GPU: nothing here moves a request.
 """
 
-from services.placement.policy.contract import RequestId
+from services.placement.policy.contract import RequestKey
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
 from services.placement.policy.mell.settings import SizeClass, class_of, is_crumb
 
@@ -16,7 +16,7 @@ class Bundles:
         self._cluster = cluster
         self._capacity = cluster.capacity
 
-    def item_for(self, request: RequestId, blocks: int) -> Item:
+    def item_for(self, request: RequestKey, blocks: int) -> Item:
         """A new item, on no GPU yet."""
         is_bundle = is_crumb(blocks, self._capacity)
         size_class = SizeClass.TINY if is_bundle else class_of(blocks, self._capacity)
@@ -35,7 +35,7 @@ class Bundles:
         for request in item.members:
             self._cluster.homes[request] = host
 
-    def grow(self, request: RequestId, blocks: int) -> Item:
+    def grow(self, request: RequestKey, blocks: int) -> Item:
         """Its item afterwards: another one when it left its bundle or the bundle was split."""
         cluster = self._cluster
         item = cluster.homes[request]
@@ -53,7 +53,7 @@ class Bundles:
         self.put(self.item_for(request, blocks), gpu)
         return cluster.homes[request]
 
-    def remove(self, request: RequestId) -> Gpu:
+    def remove(self, request: RequestKey) -> Gpu:
         """Off its GPU, which is returned. Raises KeyError for a request that is not there."""
         cluster = self._cluster
         item = cluster.homes.pop(request)

@@ -7,7 +7,7 @@ capacity and classes, and no rule about where anything should go.
 from collections import deque
 from dataclasses import dataclass, field
 
-from services.placement.policy.contract import RequestId
+from services.placement.policy.contract import RequestKey
 from services.placement.policy.mell.settings import (
     COMPLETE_SIXTHS,
     WEIGHT_SIXTHS,
@@ -25,7 +25,7 @@ _COMPANION_CLASSES = (SMALL, MEDIUM)
 class Item:
     """What is placed and moved as one."""
 
-    members: dict[RequestId, int]
+    members: dict[RequestKey, int]
     """Blocks by request."""
     size: int
     size_class: SizeClass
@@ -87,7 +87,7 @@ class Cluster:
         self.capacity = capacity
         self.idle: deque[str] = deque()
         self.active: dict[str, Gpu] = {}
-        self.homes: dict[RequestId, Item] = {}
+        self.homes: dict[RequestKey, Item] = {}
         self.by_free: tuple[SizeIndex[Gpu], ...] = tuple(SizeIndex() for _ in SizeClass)
         """GPUs of each category by free blocks."""
         self.loners: SizeIndex[Gpu] = SizeIndex()
@@ -239,7 +239,7 @@ class Cluster:
                 self.open[open_class][gpu] = None
             gpu.open_class = open_class
 
-    def remove_worker(self, worker_id: str) -> list[RequestId]:
+    def remove_worker(self, worker_id: str) -> list[RequestKey]:
         """It is gone; its requests are forgotten and returned. Raises KeyError."""
         if worker_id in self.idle:
             self.idle.remove(worker_id)

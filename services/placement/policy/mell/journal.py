@@ -3,7 +3,7 @@
 A request that went A→B→C is a move A→C; one that came back, arrived or ended within the epoch is none.
 """
 
-from services.placement.policy.contract import PackedMove, PackingEffects, RequestId
+from services.placement.policy.contract import PackedMove, PackingEffects, RequestKey
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
 
 
@@ -12,8 +12,8 @@ class Journal:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._origins: dict[RequestId, str] = {}
-        self._arrived: dict[RequestId, None] = {}
+        self._origins: dict[RequestKey, str] = {}
+        self._arrived: dict[RequestKey, None] = {}
         self._effects = PackingEffects()
         self.steps = 0
         """Moves of items so far, before any are composed or dropped."""
@@ -25,17 +25,17 @@ class Journal:
                 self._origins.setdefault(request, source.worker_id)
         self.steps += 1
 
-    def arrived(self, request: RequestId) -> None:
+    def arrived(self, request: RequestKey) -> None:
         self._arrived[request] = None
 
-    def ended(self, request: RequestId) -> None:
+    def ended(self, request: RequestKey) -> None:
         self._origins.pop(request, None)
         self._arrived.pop(request, None)
 
-    def waits(self, request: RequestId) -> None:
+    def waits(self, request: RequestKey) -> None:
         self._effects.waiting.append(request)
 
-    def displaced(self, request: RequestId) -> None:
+    def displaced(self, request: RequestKey) -> None:
         """It has to leave its worker and there is no other; an arrival of the same epoch just waits."""
         if request in self._arrived:
             del self._arrived[request]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy, RequestId
+from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy, RequestKey
 
 CAPACITY = 240
 """Divisible by 2, 3, 4 and 8: class borders fall on whole blocks."""
@@ -20,8 +20,8 @@ class World:
 
     def __init__(self, policy: PackingPolicy, workers: int) -> None:
         self.policy = policy
-        self.blocks: dict[RequestId, int] = {}
-        self.homes: dict[RequestId, str] = {}
+        self.blocks: dict[RequestKey, int] = {}
+        self.homes: dict[RequestKey, str] = {}
         self.next_request = 0
         for index in range(workers):
             policy.add_worker(f"w{index:04d}")
@@ -54,7 +54,7 @@ class World:
         call = self.policy.grow if one.action is Action.GROW else self.policy.allocate
         return call(one.request, one.blocks)
 
-    def follow(self, effects: PackingEffects, ended: set[RequestId]) -> None:
+    def follow(self, effects: PackingEffects, ended: set[RequestKey]) -> None:
         """Carries the effects out, and compares with the policy's own books."""
         for request in (*ended, *effects.displaced):
             self.homes.pop(request, None)
