@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from typing import Any
 
-from services.gateway.clock import AttentiveClock
 from services.gateway.config import GatewayConfig
 from services.gateway.http.middleware import OPERATOR_PATHS, Edge, KeyRing
 from services.gateway.http.routes import make_app, make_operator_app
@@ -21,6 +20,7 @@ from shared import log, subjects
 from shared.bus import Bus, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
+from shared.liveness import AwakeClock
 from shared.messages.base import Empty
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
@@ -141,7 +141,7 @@ async def run(config: GatewayConfig) -> None:
         bus = await Bus.connect(config.bus, service="gateway", instance=config.instance)
         ends.push_async_callback(bus.close)
         async with asyncio.TaskGroup() as tasks:
-            now_s = AttentiveClock(monotonic_s, lambda: bus.connected)
+            now_s = AwakeClock(monotonic_s, lambda: bus.connected)
             desk = Sessions(config, bus, codec, tasks, now_s)
             gateway = Gateway(config, bus, desk, now_s, url_of(listener), url_of(operator))
             await bus.attach(HANDLERS, gateway)

@@ -16,6 +16,7 @@ from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
+from shared.liveness import AwakeClock
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
@@ -112,11 +113,12 @@ class Ledger:
         self.leadership = Leadership(bus.instance, bus.incarnation, silence_s=config.ledger_timeout_s)
         self._was_leading = False
         self._clock = clock
+        self._awake_s = AwakeClock(clock, lambda: bus.connected)
         self._started_s = clock()
         self.asked = 0
 
     def on_reported(self, report: WorkerReported) -> None:
-        self.table.on_reported(report, self._clock())
+        self.table.on_reported(report, self._awake_s())
 
     def on_offered(self, offered: CreditorOffered) -> None:
         """Another ledger pointed a debtor to a creditor."""
@@ -131,7 +133,7 @@ class Ledger:
 
     async def find_creditors(self, asked: FindCreditors) -> CreditorCandidates:
         """Whom to ask, best first; nobody when no worker has anything to lend."""
-        self.table.on_tick(self._clock())
+        self.table.on_tick(self._awake_s())
         self.asked += 1
         refused = asked.refused_by, asked.refused_host_by
         found = candidates(self.table, asked.debtor_id, asked.tokens, *refused)
@@ -169,7 +171,7 @@ class Ledger:
                 self._tick(self._clock())
 
     def _tick(self, now_s: float) -> None:
-        for worker_id in self.table.on_tick(now_s):
+        for worker_id in self.table.on_tick(self._awake_s()):
             canonical(_log, "worker dropped", worker=worker_id)
         if self.settlements is not None and self._leads(now_s):
             self.settlements.on_tick(self.table.debts(), self.table.block_tokens(), now_s)
@@ -188,7 +190,7 @@ class Ledger:
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
-        now_s = self._clock()
+        now_s, awake_s = self._clock(), self._awake_s()
         return ServiceStatus(
             service="ledger",
             instance=self._bus.instance,
@@ -212,7 +214,7 @@ class Ledger:
                         "host_lent_to": account.host_lent_to_tokens,
                         "host_borrowed_from": account.host_borrowed_from_tokens,
                         "seq": account.seq,
-                        "heard_s_ago": round(now_s - account.heard_s, 2),
+                        "heard_s_ago": round(self.table.liveness.unheard_s(account.worker_id, awake_s), 2),
                     }
                     for account in sorted(self.table, key=lambda account: account.worker_id)
                 ],

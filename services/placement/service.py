@@ -18,6 +18,7 @@ from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidMessage, KvasirError
+from shared.liveness import AwakeClock
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import Placements, PlaceSequences
@@ -54,9 +55,9 @@ class Placement:
             reservation_s=config.reservation_s,
             order=find_order(config.order),
         )
-        self._clock = clock
-        self.relocation = Relocation(bus, config, self.fleet, clock) if policy is None else None
-        self._started_s = clock()
+        self._clock = AwakeClock(clock, lambda: bus.connected)
+        self.relocation = Relocation(bus, config, self.fleet, self._clock) if policy is None else None
+        self._started_s = monotonic_s()
         self._placed = 0
         self._waits = 0
         self._questions = 0
@@ -131,7 +132,7 @@ class Placement:
             service="placement",
             instance=self._bus.instance,
             incarnation=self._bus.incarnation,
-            uptime_s=self._clock() - self._started_s,
+            uptime_s=monotonic_s() - self._started_s,
             details={
                 "policy": self._policy_name,
                 "order": self._order_name,

@@ -37,7 +37,7 @@ from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s
 from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
-from shared.incarnations import new_incarnation
+from shared.liveness import AwakeClock, new_incarnation
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
@@ -105,7 +105,9 @@ class Term:
         self._config = config
         self._bus = bus
         self._incarnation = new_incarnation()
-        self._core = SchedulerCore(config.rules(), make_policy, epoch, monotonic_s(), most_epoch)
+        self._awake_s = AwakeClock(monotonic_s, lambda: bus.connected)
+        """Plans, questions and silence are timed by it: after a pause of this process nobody is blamed."""
+        self._core = SchedulerCore(config.rules(), make_policy, epoch, self._awake_s(), most_epoch)
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
         self._questions = Questions(config, bus, self._core, self._feed)
         self._ended = asyncio.Event()
@@ -144,7 +146,7 @@ class Term:
 
     async def submit(self, command: SubmitSequence) -> SubmitReply:
         try:
-            admission, effects = self._core.on_submit(command.spec, monotonic_s())
+            admission, effects = self._core.on_submit(command.spec, self._awake_s())
         except KvasirError:
             raise
         except Exception:
@@ -165,7 +167,7 @@ class Term:
 
     def _begin_move(self, order: SequenceMove) -> str:
         try:
-            effects = self._core.on_move(order, monotonic_s())
+            effects = self._core.on_move(order, self._awake_s())
         except InvalidRequest as error:
             return error.message
         except Exception:
@@ -189,7 +191,7 @@ class Term:
     def _feed(self, on_event: Callable[..., list[Effect]], *event: Any) -> None:
         """Hand the core an event. A core that fails is not to be trusted any more: the term ends."""
         try:
-            effects = on_event(*event, monotonic_s())
+            effects = on_event(*event, self._awake_s())
         except Exception:
             self._fail()
             return

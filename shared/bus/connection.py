@@ -34,7 +34,7 @@ from shared.errors import (
     NoResponder,
     PermissionRefused,
 )
-from shared.incarnations import new_incarnation
+from shared.liveness import new_incarnation
 from shared.messages.base import encode
 from shared.subjects import checked_id, inbox_prefix, micro_name
 

@@ -41,7 +41,6 @@ class LiveLoop:
             worker_timeout_s=_EVER_S,
             gateway_timeout_s=_EVER_S,
             plan_grace_s=_EVER_S,
-            stall_s=_EVER_S,
         )
         self._worker = FakeWorker(
             "worker-0", 1, total_blocks=shape.capacity_blocks, block_tokens=shape.block_tokens

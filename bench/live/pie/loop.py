@@ -107,7 +107,6 @@ class Loop:
             worker_timeout_s=_EVER_S,
             gateway_timeout_s=_EVER_S,
             plan_grace_s=_EVER_S,
-            stall_s=_EVER_S,
         )
         self._scheduler = SchedulerCore(rules, find_policy(policy), 1, 0.0)
         self._clients, self._ramp_s = clients, ramp_s

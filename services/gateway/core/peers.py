@@ -6,7 +6,7 @@ Pure: no bus, no clock; `now_s` is passed in.
 from dataclasses import dataclass
 
 from services.gateway.core.effects import WorkerStart
-from shared.incarnations import Incarnations
+from shared.liveness import Liveness
 from shared.messages.reports import SchedulerAnnounced, WorkerReported
 
 
@@ -17,7 +17,6 @@ class WorkerView:
     start: WorkerStart
     model: str
     max_context_tokens: int
-    heard_s: float
 
 
 class WorkerTable:
@@ -25,18 +24,17 @@ class WorkerTable:
 
     def __init__(self, model: str, timeout_s: float) -> None:
         self._model = model
-        self._timeout_s = timeout_s
         self._workers: dict[str, WorkerView] = {}
         self._last_context_tokens: int | None = None
-        self._incarnations = Incarnations(timeout_s)
+        self._liveness = Liveness(timeout_s, return_s=timeout_s)
 
     def on_report(self, report: WorkerReported, now_s: float) -> WorkerStart | None:
         """Takes a heartbeat in. Returns the run of that worker which this one's start has ended, if any."""
         start = (report.worker_id, report.incarnation)
-        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+        if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
             return None
         known = self._workers.get(report.worker_id)
-        self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens, now_s)
+        self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens)
         if report.model == self._model:
             self._last_context_tokens = self._most_context() or self._last_context_tokens
         return known.start if known is not None and known.start != start else None
@@ -46,13 +44,12 @@ class WorkerTable:
         known = self._workers.get(start[0])
         if known is not None and known.start == start:
             del self._workers[start[0]]
+            self._liveness.forget(start[0])
             self._last_context_tokens = self.context_tokens
 
     def on_tick(self, now_s: float) -> list[WorkerStart]:
         """The workers that have been silent too long; they are forgotten."""
-        lost = [view.start for view in self._workers.values() if now_s - view.heard_s > self._timeout_s]
-        for worker_id, _ in lost:
-            del self._workers[worker_id]
+        lost = [self._workers.pop(worker_id).start for worker_id in self._liveness.silent(now_s)]
         self._last_context_tokens = self.context_tokens
         return lost
 
@@ -83,7 +80,7 @@ class WorkerTable:
                 "worker": view.start[0],
                 "model": view.model,
                 "max_context_tokens": view.max_context_tokens,
-                "heard_s_ago": round(now_s - view.heard_s, 2),
+                "heard_s_ago": round(self._liveness.unheard_s(view.start[0], now_s), 2),
             }
             for view in self._workers.values()
         ]
@@ -91,6 +88,7 @@ class WorkerTable:
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
         assert all(view.start[0] == worker_id for worker_id, view in self._workers.items())
+        assert self._workers.keys() == set(self._liveness)
         assert self.serving <= len(self._workers)
 
     def _most_context(self) -> int:

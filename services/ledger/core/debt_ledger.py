@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
 
-from shared.incarnations import Incarnations
+from shared.liveness import Liveness
 from shared.messages.commands import CreditorCandidate
 from shared.messages.lending import KvTier
 from shared.messages.reports import WorkerReported
@@ -128,7 +128,6 @@ class Account:
     """Of devices' memory, as `lent_to_tokens`: what a settlement could bring home."""
     host_lent_to_tokens: dict[str, int]
     host_borrowed_from_tokens: dict[str, int]
-    heard_s: float
 
     @property
     def own_free_tokens(self) -> int:
@@ -140,9 +139,8 @@ class DebtLedger:
     """Accounts by worker id. A worker that is silent for `silence_s` is dropped."""
 
     def __init__(self, *, silence_s: float = 2.0) -> None:
-        self.silence_s = silence_s
         self._accounts: dict[str, Account] = {}
-        self._incarnations = Incarnations()
+        self.liveness = Liveness(silence_s)
         self._rankings = {tier: Ranking() for tier in KvTier}
         self._pointed_to: dict[str, tuple[str, KvTier]] = {}
         """Debtor → creditor, and tier of it, that has a promise for it."""
@@ -173,14 +171,14 @@ class DebtLedger:
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in; one that is older than what is known is ignored."""
-        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+        if not self.liveness.hear(report.worker_id, report.incarnation, now_s):
             return
         known = self._accounts.get(report.worker_id)
         if known is not None and known.incarnation == report.incarnation and report.seq <= known.seq:
             return
         if known is not None:
             self._forget_promises(*known.offers.values())
-        account = self._accounts[report.worker_id] = _account(report, now_s)
+        account = self._accounts[report.worker_id] = _account(report)
         self._rank(account, *KvTier)
 
     def on_refused(self, creditor_ids: tuple[str, ...], tier: KvTier = KvTier.DEVICE) -> None:
@@ -215,7 +213,7 @@ class DebtLedger:
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and returns their ids."""
-        silent = [a.worker_id for a in self._accounts.values() if now_s - a.heard_s > self.silence_s]
+        silent = self.liveness.silent(now_s)
         for worker_id in silent:
             self._forget_promises(*self._accounts.pop(worker_id).offers.values())
             for ranking in self._rankings.values():
@@ -241,6 +239,7 @@ class DebtLedger:
     def check_integrity(self) -> None:
         """Raises AssertionError when the table contradicts itself."""
         promised = 0
+        assert self._accounts.keys() == set(self.liveness)
         for worker_id, account in self._accounts.items():
             assert worker_id == account.worker_id
             assert 0 <= account.own_free_tokens <= account.total_tokens
@@ -275,7 +274,7 @@ class DebtLedger:
                 self._rankings[tier].put(account.worker_id, account.host, offer.unpromised_tokens)
 
 
-def _account(report: WorkerReported, now_s: float) -> Account:
+def _account(report: WorkerReported) -> Account:
     size, capacity = report.block_tokens, report.capacity
 
     def tokens(blocks: dict[str, int]) -> dict[str, int]:
@@ -302,7 +301,6 @@ def _account(report: WorkerReported, now_s: float) -> Account:
         borrowed_from_tokens=tokens(report.borrowed_from_blocks),
         host_lent_to_tokens=tokens(report.host_lent_to_blocks),
         host_borrowed_from_tokens=tokens(report.host_borrowed_from_blocks),
-        heard_s=now_s,
     )
 
 

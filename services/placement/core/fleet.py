@@ -11,7 +11,7 @@ from services.placement.core.move_mode import MoveCosts
 from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrange, distance
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
 from services.placement.policy.contract import PlacementPolicy, Room
-from shared.incarnations import Incarnations
+from shared.liveness import Liveness
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
@@ -58,7 +58,6 @@ class WorkerRoom:
     max_context_tokens: int
     total_blocks: int
     plannable_blocks: int
-    heard_s: float
     residents: dict[SequenceKey, Resident]
     reservations: dict[SequenceKey, Reservation] = field(default_factory=dict)
     host: str = ""
@@ -119,16 +118,15 @@ class FleetCapacity:
     def __init__(
         self, *, silence_s: float = 2.0, reservation_s: float = 5.0, order: PlacementRank = ORDERS["fcfs"]
     ) -> None:
-        self.silence_s = silence_s
         self.reservation_s = reservation_s
         self.workers: dict[str, WorkerRoom] = {}
         self._rank = order
         self.prefixes = PrefixIndex(expect_s=reservation_s)
-        self._incarnations = Incarnations()
+        self.liveness = Liveness(silence_s)
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in. An older one is ignored; a new incarnation starts without reservations."""
-        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+        if not self.liveness.hear(report.worker_id, report.incarnation, now_s):
             return
         known = self.workers.get(report.worker_id)
         reservations: dict[SequenceKey, Reservation] = {}
@@ -142,7 +140,7 @@ class FleetCapacity:
             reserved = reservations.get(sequence.ref.key)
             if reserved is not None and reserved.attempt <= sequence.ref.attempt:
                 del reservations[sequence.ref.key]
-        self.workers[report.worker_id] = _worker(report, reservations, now_s)
+        self.workers[report.worker_id] = _worker(report, reservations)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         """Frees what ended sequences held, ahead of the next heartbeat."""
@@ -163,7 +161,7 @@ class FleetCapacity:
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and expired reservations; returns the ids of the workers dropped."""
-        silent = [w.worker_id for w in self.workers.values() if now_s - w.heard_s > self.silence_s]
+        silent = self.liveness.silent(now_s)
         for worker_id in silent:
             del self.workers[worker_id]
             self.prefixes.forget(worker_id)
@@ -238,6 +236,7 @@ class FleetCapacity:
     def check_integrity(self) -> None:
         """Raises AssertionError when the books contradict themselves."""
         self.prefixes.check_integrity()
+        assert self.workers.keys() == set(self.liveness)
         homes: set[SequenceKey] = set()
         for worker_id, worker in self.workers.items():
             assert worker_id == worker.worker_id
@@ -251,7 +250,7 @@ class FleetCapacity:
             homes |= worker.reservations.keys()
 
 
-def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> WorkerRoom:
+def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]) -> WorkerRoom:
     def resident(sequence: SequenceReport) -> Resident:
         tokens = sequence.prompt_tokens + sequence.generated_tokens
         needed = -(-tokens // report.block_tokens)
@@ -268,7 +267,6 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
         max_context_tokens=report.max_context_tokens,
         total_blocks=report.capacity.total_blocks,
         plannable_blocks=min(report.capacity.plannable_blocks, report.capacity.total_blocks),
-        heard_s=now_s,
         residents={s.ref.key: resident(s) for s in report.sequences if s.state is not SequenceState.ENDED},
         reservations=reservations,
         host=report.host,

@@ -192,13 +192,7 @@ class SchedulerCore:
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """To be called every few hundredths of a second while connected, and only then."""
-        paused_s = now_s - self._ticked_s
         self._ticked_s = now_s
-        if paused_s > self._rules.stall_s:
-            self._fleet.forgive(paused_s)
-            self._intake.forgive(paused_s)
-            self._standstill.forgive(paused_s)
-            self._round_ends_s += paused_s
         effects: list[Effect] = []
         if not self.is_commanding and now_s >= self._round_ends_s:
             effects += self._fleet.command(self.epoch, now_s)

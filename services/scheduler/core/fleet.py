@@ -15,7 +15,7 @@ from services.scheduler.core.sequence import HELD, Phase
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.contract import PolicyFactory
 from shared.errors import InternalError, ModelMismatch
-from shared.incarnations import Incarnations
+from shared.liveness import Liveness
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerLost, WorkerReported
 from shared.messages.sequence import SequenceRef
@@ -64,11 +64,11 @@ class Fleet:
         self.snapshots = 0
         self._make_policy = make_policy
         self._rules = roster.rules
-        self._incarnations = Incarnations()
+        self._liveness = Liveness(roster.rules.worker_timeout_s)
 
     def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        if not self._incarnations.hear(report.worker_id, report.incarnation, now_s):
+        if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
             return effects
         lane = self.roster.lanes.get(report.worker_id)
         if lane is not None and report.incarnation != lane.incarnation:
@@ -76,7 +76,6 @@ class Fleet:
             lane = None
         if lane is None:
             lane = self.roster.welcome(report, self.epoch, now_s)
-        lane.heard_s = now_s
         if report.seq < lane.report.seq:
             return effects
         trouble = self._compare(lane, report, now_s)
@@ -161,9 +160,11 @@ class Fleet:
 
     def on_tick(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
+        silent = set(self._liveness.silent(now_s))
         for lane in list(self.roster.lanes.values()):
             hung = lane.sync is Sync.ASKED and now_s - lane.asked_s > self._rules.snapshot_patience_s
-            if hung or now_s - lane.heard_s > self._rules.worker_timeout_s:
+            if hung or lane.worker_id in silent:
+                self._liveness.forget(lane.worker_id)
                 effects += self.lose(lane, now_s)
                 continue
             trouble = lane.on_tick(now_s)
@@ -182,13 +183,6 @@ class Fleet:
         longest = max(plan.starts, key=lambda spec: len(spec.prompt) + len(spec.generated), default=None)
         culprits = () if longest is None else (longest.ref,)
         return self._resync(lane, Trouble(f"plan {plan.seq} was not sent: {reason}", culprits), now_s)
-
-    def forgive(self, paused_s: float) -> None:
-        """The scheduler itself did not listen for so long: nobody was silent."""
-        for lane in self.roster.lanes.values():
-            lane.heard_s += paused_s
-            lane.asked_s += paused_s
-        self._incarnations.forgive(paused_s)
 
     def on_snapshot_failed(self, worker_id: str, now_s: float) -> None:
         lane = self.roster.lanes.get(worker_id)
@@ -234,6 +228,5 @@ class Fleet:
         lane = self.roster.lanes.get(snapshot.worker_id)
         if lane is None or lane.sync is not Sync.ASKED or lane.incarnation != snapshot.incarnation:
             return []
-        lane.heard_s = now_s
-        effects = adopt_snapshot(self.roster, lane, snapshot, self._make_policy, now_s)
-        return effects
+        self._liveness.hear(snapshot.worker_id, snapshot.incarnation, now_s)
+        return adopt_snapshot(self.roster, lane, snapshot, self._make_policy, now_s)

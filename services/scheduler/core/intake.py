@@ -10,7 +10,7 @@ from services.scheduler.core.effects import AskPrediction, Effect
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.sequence import HELD, Phase, Sequence
 from shared.errors import ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, UnavailableError
-from shared.incarnations import SILENCE_S, Incarnations
+from shared.liveness import SILENCE_S, Liveness
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import FinishReason, SequenceSpec
@@ -30,9 +30,7 @@ class Intake:
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self._rules = roster.rules
-        self._gateways: dict[str, tuple[int, float]] = {}
-        """Incarnation, and when it was last heard."""
-        self._incarnations = Incarnations()
+        self._gateways = Liveness(roster.rules.gateway_timeout_s)
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
         """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, InternalError when it was
@@ -115,31 +113,22 @@ class Intake:
 
     def on_tick(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
-        for gateway_id, (_, heard_s) in list(self._gateways.items()):
-            if now_s - heard_s > self._rules.gateway_timeout_s:
-                del self._gateways[gateway_id]
-                effects += self._forget_waiting(gateway_id, now_s)
+        for gateway_id in self._gateways.silent(now_s):
+            effects += self._forget_waiting(gateway_id, now_s)
         return effects
-
-    def forgive(self, paused_s: float) -> None:
-        """The scheduler itself did not listen for so long: nobody was silent."""
-        self._gateways = {
-            name: (number, heard + paused_s) for name, (number, heard) in self._gateways.items()
-        }
-        self._incarnations.forgive(paused_s)
 
     def watch(self, gateway_id: str, now_s: float) -> None:
         """Sequences of this gateway were adopted: it has to show itself from now on."""
-        self._gateways.setdefault(gateway_id, (0, now_s))
+        if gateway_id not in self._gateways:
+            self._gateways.expect(gateway_id, None, now_s)
 
     def _hear(self, gateway_id: str, incarnation: int, now_s: float) -> list[Effect]:
-        known, _ = self._gateways.get(gateway_id, (0, now_s))
-        if not self._incarnations.hear(gateway_id, incarnation, now_s):
+        known = self._gateways.present(gateway_id)
+        if not self._gateways.hear(gateway_id, incarnation, now_s):
             raise UnavailableError(
                 f"another start of {gateway_id} has replaced this one", retry_after_s=SILENCE_S
             )
-        self._gateways[gateway_id] = (incarnation, now_s)
-        if known in (0, incarnation):
+        if known in (None, incarnation):
             return []
         return self._end_all_but(gateway_id, incarnation, now_s)
 

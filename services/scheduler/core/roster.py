@@ -101,7 +101,7 @@ class Roster:
             rules=self.rules,
             sequences=self.sequences,
             report=report,
-            heard_s=now_s,
+            since_s=now_s,
             number=self._welcomed,
             changed=self._changed,
         )

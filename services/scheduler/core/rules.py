@@ -84,5 +84,3 @@ class Rules:
     moves: MoveRules = field(default_factory=MoveRules)
     relief: ReliefRules = field(default_factory=ReliefRules)
     oversized: OversizedRules = field(default_factory=OversizedRules)
-    stall_s: float = 1.0
-    """A pause between two ticks longer than this was the scheduler's own: nobody else is blamed for it."""

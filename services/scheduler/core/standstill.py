@@ -30,11 +30,6 @@ class Standstill:
         longest_s = max((now_s - since_s for since_s in self._since_s.values()), default=0.0)
         return longest_s if longest_s >= STANDSTILL_S else 0.0
 
-    def forgive(self, paused_s: float) -> None:
-        """The scheduler itself stood still for so long."""
-        self._looked_s += paused_s
-        self._since_s = {place: since_s + paused_s for place, since_s in self._since_s.items()}
-
     def on_tick(self, now_s: float) -> list[Effect]:
         """Says so when it begins, and once a minute."""
         if now_s - self._looked_s < _LOOK_S:

@@ -51,7 +51,7 @@ class WorkerPipeline:
     sequences: Mapping[SequenceKey, Sequence]
     report: WorkerReported
     """The latest."""
-    heard_s: float
+    since_s: float
     number: int = 0
     """The larger, the later it came."""
     changed: dict[str, "WorkerPipeline"] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class WorkerPipeline:
     _last_keys: tuple[SequenceKey, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.heard_s)
+        self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.since_s)
 
     def touch(self) -> None:
         """Something happened that may let it plan."""

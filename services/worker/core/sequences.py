@@ -11,9 +11,10 @@ from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.step_work import WorkItem
-from services.worker.core.tombstones import GatewayWatch, Tombstones
+from services.worker.core.tombstones import Tombstones
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.pie.core.pool import ElasticPool
+from shared.liveness import AwakeTime, Liveness
 from shared.messages.plans import (
     BatchPlan,
     Decode,
@@ -61,7 +62,9 @@ class SequenceTable:
         self._limits = limits
         self._held: dict[SequenceKey, HeldSequence] = {}
         self._tombstones = Tombstones(limits.end_retention_s)
-        self._gateways = GatewayWatch(limits.gateway_timeout_s)
+        self._gateways = Liveness(limits.gateway_timeout_s)
+        self._awake = AwakeTime(longest_gap_s=limits.gateway_timeout_s / 2)
+        """Iterations may be long; what came meanwhile is heard right after them."""
         self._unreported: list[HeldSequence] = []
         self.late = Latecomers()
         if isinstance(pool, ElasticPool | ExtendedPool):
@@ -204,7 +207,7 @@ class SequenceTable:
 
     def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
         """A gateway lives. Sequences of its earlier incarnations have no reader and go."""
-        if not self._gateways.hear(gateway_id, incarnation):
+        if not self._gateways.hear(gateway_id, incarnation, self._awake.at(now_s)):
             return
         for held in self._of_gateway(gateway_id):
             if held.gateway_incarnation != incarnation:
@@ -217,7 +220,8 @@ class SequenceTable:
         for held in list(self._held.values()):
             if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
                 del self._held[held.ref.key]
-        lost = [held for name in self._gateways.tick(now_s) for held in self._of_gateway(name) if held.alive]
+        silent = self._gateways.silent(self._awake.at(now_s))
+        lost = [held for name in silent for held in self._of_gateway(name) if held.alive]
         for held in lost:
             self.end(held, FinishReason.GATEWAY_LOST, now_s)
 
@@ -284,7 +288,8 @@ class SequenceTable:
         superseded = held is not None and held.ref.attempt > spec.ref.attempt
         if superseded or self._tombstones.covers(spec.ref):
             return SkipReason.UNKNOWN
-        if not self._gateways.expect(spec.gateway_id, spec.gateway_incarnation):
+        awake_s = self._awake.at(now_s)
+        if not self._gateways.expect(spec.gateway_id, spec.gateway_incarnation, awake_s):
             return SkipReason.UNKNOWN
         if held is not None:
             self.cancel(held.ref, FinishReason.CANCELLED, now_s)

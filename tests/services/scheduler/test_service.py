@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from services.scheduler import leader_term
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import run
+from shared.clock import monotonic_s
 from shared.config import BusConfig
 from shared.errors import ConfigError
 from tests.services.scheduler.bus_stack import QUICK, BusStack, running, until
@@ -68,6 +70,20 @@ async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack
         assert stack.reader.announced[-1].incarnation != incarnation
         await stack.reader.submit(stack.reader.spec("a"))
         await until(lambda: "a" in stack.reader.ended)
+
+
+async def test_a_pause_of_its_own_costs_no_worker(stack: BusStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was stopped for half a minute loses nobody, whether a tick comes first then or a heartbeat."""
+    stopped_s = 0.0
+    monkeypatch.setattr(leader_term, "monotonic_s", lambda: monotonic_s() + stopped_s)
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        await stack.reader.submit(stack.reader.spec("a", answer_tokens=150, max_tokens=200))
+        await until(lambda: worker.fake.used_blocks > 4)
+        stopped_s = 30.0
+        await until(lambda: "a" in stack.reader.ended)
+        assert stack.reader.lost == []
 
 
 async def test_an_unknown_policy_stops_it_before_it_connects(bus_config: BusConfig) -> None:

@@ -66,18 +66,6 @@ def test_slow_steps_and_an_idle_stack_are_no_standstill() -> None:
     assert not notes(world)
 
 
-def test_a_pause_of_the_scheduler_is_not_held_against_anybody() -> None:
-    world = World(workers=1, make_policy=Refuser)
-    world.time.run_for(1.0)
-    world.submit("a", prompt_tokens=7, answer_tokens=4, max_tokens=4)
-    world.time.run_for(5.0)
-    core = world.core
-    assert core is not None
-    core._standstill.forgive(30.0)
-    effects = core._standstill.on_tick(world.now_s + 32.0)
-    assert effects == [] and core._standstill.still_s(world.now_s + 32.0) == 0
-
-
 def test_what_needs_other_workers_memory_waits_for_all_of_them() -> None:
     """Its own worker has nothing to do until memory is lent: that is no standstill while others work."""
     world = World(workers=2, rules=replace(SMALL, worker_timeout_s=5.0), total_blocks=16)

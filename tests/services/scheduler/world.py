@@ -30,6 +30,7 @@ from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import KvasirError, StaleEpoch
+from shared.liveness import AwakeTime
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.moves import BlocksPulled, MoveMode, SequenceMove, SequenceMoved
 from shared.messages.reports import GatewayReported
@@ -74,6 +75,7 @@ class World:
         self.time = VirtualTime()
         self.gateway = FakeGateway(self._deliver_submission, self._to_worker, self._to_all_workers)
         self.workers: dict[str, FakeWorker] = {}
+        self._awake = AwakeTime()
         self.frozen: dict[str, list[Callable[[], object]]] = {}
         self.log: list[str] = []
         self.core: SchedulerCore | None = None
@@ -98,6 +100,11 @@ class World:
         return self.time.now_s
 
     @property
+    def core_s(self) -> float:
+        """The clock of whoever runs the core: it leaves out the time in which there was none."""
+        return self._awake.at(self.now_s)
+
+    @property
     def requests(self) -> dict[SequenceKey, Request]:
         return self.gateway.requests
 
@@ -111,7 +118,7 @@ class World:
     def cancel(self, request: Request) -> None:
         request.cancelled = True
         command = CancelSequence(ref=request.ref)
-        self._to_core(lambda core: core.on_cancel(command, self.now_s))
+        self._to_core(lambda core: core.on_cancel(command, self.core_s))
         self._to_all_workers(lambda worker: worker.on_cancel(command))
 
     def unfinished(self) -> list[SequenceKey]:
@@ -130,7 +137,7 @@ class World:
             if self.core is None:
                 return
             try:
-                _, effects = self.core.on_submit(spec, self.now_s)
+                _, effects = self.core.on_submit(spec, self.core_s)
             except KvasirError as error:
                 request.refused = error
                 return
@@ -140,7 +147,7 @@ class World:
 
     def _gateway_beat(self) -> None:
         event = GatewayReported(gateway_id="gateway-0", incarnation=self.gateway.incarnation)
-        self._to_core(lambda core: core.on_gateway_reported(event, self.now_s))
+        self._to_core(lambda core: core.on_gateway_reported(event, self.core_s))
         self.gateway.audit(self.now_s)
 
     # workers
@@ -191,7 +198,7 @@ class World:
             return
         if worker.worker_id not in self.frozen:
             report = worker.report()
-            self._to_core(lambda core: core.on_worker_reported(report, self.now_s))
+            self._to_core(lambda core: core.on_worker_reported(report, self.core_s))
             self.time.after(DELAY_S, lambda: self.gateway.on_worker_reported(report, self.now_s))
         self.time.after(HEARTBEAT_S, lambda: self._beat(worker))
 
@@ -213,7 +220,7 @@ class World:
         events, worker.events = worker.events, []
         for event in events:
             if self.random.random() >= self.chaos.lost_reports:
-                self._to_core(lambda core, event=event: core.on_stepped(event, self.now_s))  # type: ignore[misc]
+                self._to_core(lambda core, event=event: core.on_stepped(event, self.core_s))  # type: ignore[misc]
         deltas, worker.deltas = worker.deltas, []
         for _, delta in deltas:
             if self.random.random() >= self.chaos.lost_frames:
@@ -223,7 +230,7 @@ class World:
 
     def start_scheduler(self) -> None:
         self.epoch += 1
-        self.core = SchedulerCore(self.rules, self.make_policy, self.epoch, self.now_s)
+        self.core = SchedulerCore(self.rules, self.make_policy, self.epoch, self.core_s)
         self.time.after(2 * DELAY_S, self.gateway.resubmit_all)
 
     def kill_scheduler(self) -> None:
@@ -249,7 +256,7 @@ class World:
 
     def _tick(self) -> None:
         if self.core is not None:
-            self._carry_out(self.core.on_tick(self.now_s))
+            self._carry_out(self.core.on_tick(self.core_s))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         core = self.core
@@ -289,7 +296,7 @@ class World:
             self._to_this_core(
                 core,
                 0.0,
-                lambda core: core.on_plan_unsent(effect.worker_id, effect.plan, "too large", self.now_s),
+                lambda core: core.on_plan_unsent(effect.worker_id, effect.plan, "too large", self.core_s),
             )
             return
         if self.random.random() >= self.chaos.lost_plans:
@@ -299,7 +306,7 @@ class World:
         """Raises InvalidRequest."""
         assert self.core is not None
         order = SequenceMove(ref=request.ref, target=target, mode=mode)
-        self._carry_out(self.core.on_move(order, self.now_s))
+        self._carry_out(self.core.on_move(order, self.core_s))
 
     def worker_of(self, request: Request) -> str | None:
         """The one that holds its present attempt."""
@@ -315,7 +322,7 @@ class World:
         def answer(worker: FakeWorker) -> None:
             held = worker.held.get(ref.key)
             tokens = tuple(held.tokens[held.spec.prompt_tokens :]) if held and held.spec.ref == ref else None
-            self._to_this_core(core, DELAY_S, lambda core: core.on_tokens(ref, tokens, self.now_s))
+            self._to_this_core(core, DELAY_S, lambda core: core.on_tokens(ref, tokens, self.core_s))
 
         self._to_worker(question.worker_id, answer)
 
@@ -328,7 +335,7 @@ class World:
         if target is not None and self.pulls:
             held = tokens // target.block_tokens * target.block_tokens
             pulled = BlocksPulled(held_tokens=held, fetched_bytes=100)
-        self._to_this_core(core, 0.02, lambda core: core.on_pulled(question.ref, pulled, self.now_s))
+        self._to_this_core(core, 0.02, lambda core: core.on_pulled(question.ref, pulled, self.core_s))
 
     def _answer_placement(self, core: SchedulerCore, question: AskPlacement) -> None:
         silent = self.random.random() < self.chaos.silent_placement
@@ -337,7 +344,7 @@ class World:
         self._to_this_core(
             core,
             1.0 if silent else 2 * DELAY_S,
-            lambda core: core.on_placed(question.question, None if silent else places, self.now_s),
+            lambda core: core.on_placed(question.question, None if silent else places, self.core_s),
         )
 
     def _answer_prediction(self, core: SchedulerCore, question: AskPrediction) -> None:
@@ -352,7 +359,7 @@ class World:
         )
         delay_s = self.random.choice([0.002, 1.5])
         self._to_this_core(
-            core, delay_s, lambda core: core.on_predicted(question.ref, prediction, self.now_s)
+            core, delay_s, lambda core: core.on_predicted(question.ref, prediction, self.core_s)
         )
 
     def _answer_snapshot(self, core: SchedulerCore, question: AskSnapshot) -> None:
@@ -366,13 +373,13 @@ class World:
             except StaleEpoch:
                 return
             closed.append("answered")
-            self._to_this_core(core, DELAY_S, lambda core: core.on_snapshot(snapshot, self.now_s))
+            self._to_this_core(core, DELAY_S, lambda core: core.on_snapshot(snapshot, self.core_s))
 
         def give_up() -> None:
             if not closed:
                 closed.append("given up")
                 self._to_this_core(
-                    core, 0.0, lambda core: core.on_snapshot_failed(question.worker_id, self.now_s)
+                    core, 0.0, lambda core: core.on_snapshot_failed(question.worker_id, self.core_s)
                 )
 
         self._to_worker(question.worker_id, ask)

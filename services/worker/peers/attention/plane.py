@@ -8,7 +8,7 @@ from shared import subjects
 from shared.bus import Bus, Endpoint, Handler
 from shared.clock import monotonic_s
 from shared.errors import NoResponder
-from shared.incarnations import Incarnations
+from shared.liveness import Incarnations
 from shared.messages.lending import AskTicket, BulkTicket
 from shared.messages.reports import WorkerReported
 

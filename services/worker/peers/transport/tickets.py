@@ -11,7 +11,7 @@ from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import Peer, Receiver, TransportLimits
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest, Overloaded, Unauthorized
-from shared.incarnations import Incarnations
+from shared.liveness import Incarnations
 
 TICKET_BYTES = 24
 _MOST_TICKETS = 64

@@ -27,8 +27,8 @@ def test_one_that_is_alone_leads_after_listening() -> None:
     assert not one.leads(1.9)
     hear(one, ("ledger-1", 5), from_s=2.0, to_s=2.0)
     assert one.leads(2.0)
-    assert one.leads(3.9)
-    assert not one.leads(4.0), "cut off"
+    assert one.leads(4.0)
+    assert not one.leads(4.1), "cut off"
 
 
 def test_the_smallest_id_leads_until_it_is_silent() -> None:
@@ -38,8 +38,8 @@ def test_the_smallest_id_leads_until_it_is_silent() -> None:
     assert (first.leads(4.0), second.leads(4.0)) == (True, False)
     assert second.heard(4.0) == ["ledger-0", "ledger-1"]
     hear(second, ("ledger-1", 5), from_s=4.5, to_s=6.0)
-    assert second.leads(6.0)
-    assert second.heard(6.0) == ["ledger-1"]
+    assert second.leads(6.1)
+    assert second.heard(6.1) == ["ledger-1"]
     hear(second, ("ledger-0", 2), ("ledger-1", 5), from_s=6.5, to_s=6.5)
     assert not second.leads(6.5), "a new life of it is there"
 

@@ -274,7 +274,7 @@ def test_never_above_capacity_whatever_happens(seed: int, name: str) -> None:
             end = EndedSequence(ref=ref(over), finish_reason=FinishReason.STOP, generated_tokens=1)
             fleet.on_stepped(stepped(worker.worker_id, worker.stepped_seq, end))
         for each in workers.values():  # nobody falls silent here
-            if act == "beat" or now_s - fleet.workers[each.worker_id].heard_s > 1.0:
+            if act == "beat" or fleet.liveness.unheard_s(each.worker_id, now_s) > 1.0:
                 fleet.on_reported(each.heartbeat(), now_s)
         fleet.check_integrity()
 

@@ -6,7 +6,7 @@ from services.scheduler.core.intake import Intake
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overloaded, UnavailableError
-from shared.incarnations import SILENCE_S
+from shared.liveness import SILENCE_S
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
