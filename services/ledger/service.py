@@ -25,7 +25,10 @@ from shared.messages.reports import ServiceStatus, WorkerReported
 
 
 class Settlements:
-    """Of one ledger process, in one life of it."""
+    """Carries settlements out: sends what the coordinator asks of workers, and feeds it the answers.
+
+    The settlements of one process end with it: workers that hear no more thaw by themselves.
+    """
 
     def __init__(self, bus: Bus, rules: SettleRules) -> None:
         self._bus = bus
@@ -99,7 +102,8 @@ _log = get_logger("ledger")
 
 
 class Ledger:
-    """The table, kept from heartbeats."""
+    """The handlers: heartbeats into the table, questions for creditors out of it, settlements where it
+    leads."""
 
     def __init__(self, bus: Bus, config: LedgerConfig, clock: Clock = monotonic_s) -> None:
         self._bus = bus

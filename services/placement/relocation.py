@@ -32,7 +32,7 @@ _log = get_logger("placement.relocation")
 
 
 class Relocation:
-    """Lives beside the service while its policy is a packing one."""
+    """Runs a packing policy, epoch by epoch: the service has one while its policy is of that kind."""
 
     def __init__(self, bus: Bus, config: PlacementConfig, fleet: FleetCapacity, clock: Clock) -> None:
         self._bus = bus

@@ -40,7 +40,8 @@ _log = get_logger("placement")
 
 
 class Placement:
-    """A fleet's books and the policy that chooses among workers with room."""
+    """The handlers: heartbeats into the fleet, and each question answered by the policy, from who has
+    room."""
 
     def __init__(
         self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy | None, clock: Clock = monotonic_s

@@ -26,7 +26,10 @@ Answer = asyncio.Future[PredictedLength]
 
 @dataclass
 class Batcher:
-    """`run` has to be running for anything to be answered."""
+    """The one way to a model: questions, lessons and changes queue up here, and a thread works them off.
+
+    `run` has to be running for anything to be answered.
+    """
 
     model: LengthModel
     batch_limit: int = 64

@@ -35,7 +35,7 @@ _log = get_logger("predictor")
 
 @dataclass(frozen=True)
 class LearningRules:
-    """How often, on how much, for how long."""
+    """When the learner trains, on how many answers, and how long a training may take."""
 
     every_samples: int = 1000
     min_samples: int = 300
@@ -45,7 +45,10 @@ class LearningRules:
 
 @dataclass
 class Learner:
-    """For one regressor, whose model is touched through the batcher only."""
+    """Keeps finished answers on disk and has a regressor trained on them, in a process of its own.
+
+    The model is touched through the batcher only, so never in the middle of a prediction.
+    """
 
     model: "RegressorModel"
     batcher: Batcher

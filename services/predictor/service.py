@@ -32,7 +32,7 @@ _log = get_logger("predictor")
 
 
 class Predictor:
-    """One length model behind a batcher, the audit of what it said, and perhaps a learner."""
+    """The handlers: predictions asked of the model, finished answers given to it and to the audit."""
 
     def __init__(
         self, bus: Bus, batcher: Batcher, learner: Learner | None = None, clock: Clock = monotonic_s

@@ -14,7 +14,7 @@ from shared.config import ENV_PREFIX, BusConfig
 
 @dataclass(frozen=True)
 class BusAccess:
-    """One nats-server and everybody's way in. A user is told its own password only."""
+    """The address of one nats-server, and how each user gets in. A user is told its own password only."""
 
     url: str
     credentials: Credentials

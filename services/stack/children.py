@@ -17,7 +17,7 @@ _PROGRAM = ProgramLauncher()
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One line of the child table."""
+    """What is known of a child before it runs: one line of the child table."""
 
     name: str
     """Instance id; also the name of its log."""
@@ -31,7 +31,7 @@ class ChildSpec:
 
 
 class ChildState(StrEnum):
-    """Where a child stands."""
+    """Where a child stands, as `status` shows it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -65,7 +65,7 @@ class Backoff:
 
 @dataclass
 class Child:
-    """One child over all its processes."""
+    """A child over all its processes: it stays the same when its process is started again."""
 
     spec: ChildSpec
     backoff: Backoff

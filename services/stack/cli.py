@@ -36,7 +36,7 @@ _STACK_FLAGS = (
 
 @dataclass(frozen=True)
 class Program:
-    """What the commands are called as, and what they run."""
+    """What is run by these commands, and the module name that help and messages show. Tests run another."""
 
     module: str = "services"
     make_table: TableMaker = kvasir_table
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None, program: Program = Program()) -> int
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as everything else here does."""
+    """Reports a wrong command line as all other errors here are: one line, `error: `, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}; `{self.prog} --help` says what there is", file=sys.stderr)

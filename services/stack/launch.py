@@ -17,7 +17,7 @@ _MAX_SOCKET_PATH_BYTES = 100
 
 
 class Launcher(Protocol):
-    """Starts one child."""
+    """A way to start one child."""
 
     async def launch(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
@@ -28,7 +28,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True)
 class ProgramLauncher:
-    """Runs `argv`."""
+    """Starts `argv` as a program of its own."""
 
     async def launch(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log_path: Path
@@ -38,7 +38,10 @@ class ProgramLauncher:
 
 @dataclass(frozen=True)
 class SeedLauncher:
-    """Asks the seed at `socket` for a fork that runs `python -m module …`; without a seed, runs `argv`."""
+    """Has the seed, a process that has done the imports, fork a child that runs `python -m module …`.
+
+    The seed listens at `socket`. Without one, `argv` is started as a program.
+    """
 
     socket: Path
     name: str

@@ -78,7 +78,7 @@ _PATIENCE_S = 2.0
 
 
 class Obstructed(KvasirError):
-    """Something is in the way; the message says what, and how to get it out."""
+    """A start is impossible as things are; the message says what is in the way, and how to get it out."""
 
     code = "obstructed"
 

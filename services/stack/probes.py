@@ -16,7 +16,7 @@ _MAX_ANSWER_BYTES = 65_536
 
 
 class Probe(Protocol):
-    """Looks once."""
+    """A way to look once whether a child is ready."""
 
     async def obstacle(self, started_unix_s: float) -> str | None:
         """Why a child started then is not ready, in a few words; None when it is."""

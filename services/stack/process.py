@@ -56,7 +56,7 @@ def become_subreaper() -> bool:
 
 
 class ChildProcess:
-    """A running child. Call `wait` exactly once; it also ends what the child left in its process group."""
+    """A running process. Call `wait` exactly once; it also ends what the child left in its process group."""
 
     def __init__(self, pid: int, reap: Callable[[], int]) -> None:
         self.pid = pid

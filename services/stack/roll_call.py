@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RollCall:
-    """Asks over a connection of its own. Close it."""
+    """Asks services for their status, over a connection of its own, which is made at the first question."""
 
     def __init__(self, config: BusConfig) -> None:
         self._config = config

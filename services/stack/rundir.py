@@ -29,7 +29,7 @@ LOG_LIMIT_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Credentials:
-    """Secrets of one stack."""
+    """The secrets of one stack: the clients' API key and a password for each user of the bus."""
 
     api_key: str
     nats_passwords: Mapping[str, str]
@@ -42,7 +42,7 @@ class Credentials:
 
 
 class RunDirectory:
-    """Paths and files below one folder."""
+    """The folder of one stack: its lock, state, credentials and logs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()

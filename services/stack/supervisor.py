@@ -26,7 +26,7 @@ _KILL_WAIT_S = 5.0
 
 
 class StartFailed(KvasirError):
-    """The stack did not become ready; `child` is the one to look at."""
+    """The stack did not become ready; `children` are those to look at."""
 
     code = "start_failed"
 
@@ -36,7 +36,7 @@ class StartFailed(KvasirError):
 
 
 class Supervisor:
-    """Runs one table of children."""
+    """Keeps the children of one table running until it is told to stop."""
 
     def __init__(
         self,

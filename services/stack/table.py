@@ -32,7 +32,7 @@ _BUS, _BACKEND, _FRONT = 0, 1, 2
 
 
 class TableMaker(Protocol):
-    """What makes a child table for a stack."""
+    """Makes the child table for a stack; tests put a table of small programs in its place."""
 
     def __call__(
         self,

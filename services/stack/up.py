@@ -37,7 +37,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What the command line asked for."""
+    """What the command line asked for of `up`."""
 
     config: StackConfig
     run: RunDirectory
@@ -58,7 +58,7 @@ async def up(options: UpOptions, console: Console) -> int:
 
 
 class _Stack:
-    """One life of a stack."""
+    """A stack from its start to its end: the supervisor, what is shown of it, and its state on disk."""
 
     def __init__(self, options: UpOptions, console: Console) -> None:
         self._options = options
@@ -202,7 +202,7 @@ class _Stack:
 
 
 class _Workers:
-    """The supervisor's workers as a `Scaler`: there are no others than those of the table."""
+    """The workers of the child table, which the supervisor stops and starts, as a `Scaler`."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor

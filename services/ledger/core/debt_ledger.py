@@ -25,7 +25,10 @@ _POSITIVE = (0, "")
 
 
 class Ranking:
-    """Worker ids by what they have left to lend, most first, then by id; by host as well."""
+    """Worker ids by what they have left to lend, most first, then by id; all of them, and those of one host.
+
+    Kept sorted, so that a question looks at a few entries, however many workers there are.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[int, str]] = {}
@@ -95,7 +98,7 @@ class Promise:
 
 @dataclass
 class LendingOffer:
-    """What a worker would lend of one tier."""
+    """What one worker would lend of one tier of its memory, and to whom that was pointed out already."""
 
     free_tokens: int
     promises: dict[str, Promise] = field(default_factory=dict)
@@ -109,7 +112,7 @@ class LendingOffer:
 
 @dataclass
 class Account:
-    """One worker's memory."""
+    """One worker's memory as its last heartbeat described it: what it has, lends, owes and would lend."""
 
     worker_id: str
     incarnation: int
@@ -136,7 +139,10 @@ class Account:
 
 
 class DebtLedger:
-    """Accounts by worker id. A worker that is silent for `silence_s` is dropped."""
+    """One account per worker, kept from heartbeats, and the promises made since each worker's last one.
+
+    A worker that is silent for `silence_s` is dropped, and with it what it was to lend.
+    """
 
     def __init__(self, *, silence_s: float = 2.0) -> None:
         self._accounts: dict[str, Account] = {}

@@ -10,7 +10,7 @@ from shared.liveness import Liveness
 
 
 class Leadership:
-    """As one ledger sees it."""
+    """Whether this ledger starts settlements, by the announcements it has heard, its own among them."""
 
     def __init__(self, ledger_id: str, incarnation: int, *, silence_s: float) -> None:
         self._id = ledger_id

@@ -26,7 +26,7 @@ PASSED_S = 5.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """A sequence that was placed on a worker and is not in its heartbeats yet."""
+    """What a sequence was promised on a worker until a heartbeat of that worker shows the sequence itself."""
 
     attempt: int
     blocks: int
@@ -35,7 +35,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Resident:
-    """A live sequence in a heartbeat, in blocks: what it has, and what its tokens need at least."""
+    """A live sequence in a heartbeat: the blocks it has, and those that its tokens need at least."""
 
     attempt: int
     allocated_blocks: int
@@ -48,7 +48,7 @@ class Resident:
 
 @dataclass
 class WorkerRoom:
-    """One worker's room, in its own blocks."""
+    """One worker: its last heartbeat, in its own blocks, and what was promised on it since."""
 
     worker_id: str
     incarnation: int
@@ -84,7 +84,7 @@ class WorkerRoom:
 
 @dataclass
 class Opening:
-    """A worker's room while one question is answered; summed up once, not per item."""
+    """What is left of a worker while one question is answered: summed up once, then counted down per item."""
 
     worker: WorkerRoom
     free_blocks: int
@@ -113,7 +113,7 @@ class Opening:
 
 
 class FleetCapacity:
-    """All workers that were heard within `silence_s`."""
+    """Every worker that was heard within `silence_s`, with its room, and which of them an item goes to."""
 
     def __init__(
         self, *, silence_s: float = 2.0, reservation_s: float = 5.0, order: PlacementRank = ORDERS["fcfs"]

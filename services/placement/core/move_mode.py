@@ -1,7 +1,7 @@
-"""By KV or by tokens: the modes of an epoch's moves, from what workers measured (papers/000 §V).
+"""How each of an epoch's moves is made, from what workers measured: by KV or by tokens (papers/000 §V).
 
 A worker reports how fast it fetches from each other one, how fast it prefills, how busy it is, and what it
-has waiting. From these come the boundaries of `policy/division.py`: bytes that a link carries and tokens that
+has waiting. From these come the boundaries of `divide`: bytes that a link carries and tokens that
 a target computes within an epoch, less what earlier moves still take. What fits neither waits, but a way that
 nothing uses takes one move of any size: else a large one would wait for ever. Pure; knows no bus.
 """
@@ -17,6 +17,8 @@ from shared.messages.sequence import SequenceRef
 
 
 class Mode(StrEnum):
+    """How a running sequence gets to its new worker, or that it does not in this epoch."""
+
     KV = "kv"
     TOKENS = "tokens"
     LATER = "later"
@@ -24,7 +26,8 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One move, and what it weighs either way."""
+    """One move with its weight both ways: bytes over the link from source to target, or tokens to
+    compute there."""
 
     name: str
     source: str
@@ -35,14 +38,19 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """For one epoch, as measured. A link or worker that is not there has no room."""
+    """What links can carry and workers compute for moves within one epoch; what is not listed has no room."""
 
     link_bytes: Mapping[tuple[str, str], int]
     prefill_tokens: Mapping[str, int]
 
 
 def divide(migrations: Iterable[Migration], boundaries: Boundaries) -> dict[str, Mode]:
-    """The mode of each, by name. Cheaper: what takes the smaller share of its boundary."""
+    """The mode of each, by name: what takes the smaller share of its boundary, of what still fits.
+
+    An example: a link carries 100 bytes an epoch, the target computes 50 tokens. A move of 80 bytes or 20
+    tokens goes by tokens (40 % against 80 %), one of 60 bytes or 40 tokens by KV, as 30 tokens are left, and
+    a third of 50 bytes or 35 tokens later.
+    """
     links, workers = dict(boundaries.link_bytes), dict(boundaries.prefill_tokens)
     modes: dict[str, Mode] = {}
     for one in sorted(migrations, key=lambda each: (-each.kv_bytes, each.name)):
@@ -77,7 +85,7 @@ _FORGET_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """What moves from and to one worker cost, as it measured."""
+    """What a worker has measured of itself that moves from it or to it depend on."""
 
     block_tokens: int = 0
     block_bytes: int = 0
@@ -116,6 +124,8 @@ class MoveCosts:
 
 @dataclass(slots=True)
 class _UnderWay:
+    """A move that was ordered and is not over: it still takes its part of a boundary."""
+
     migration: Migration
     mode: MoveMode
     since_s: float
@@ -123,7 +133,7 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class WantedMove:
-    """A move that is wanted."""
+    """A move that the packing policy wants, before it is known how and when."""
 
     order: SequenceMove
     source: str
@@ -132,7 +142,10 @@ class WantedMove:
 
 
 class MoveModes:
-    """Remembers what is on its way. `on_over` for every move that ended, or that nobody took."""
+    """Chooses the mode of each wanted move, epoch by epoch, within what is left of links and workers.
+
+    Tell it `on_over` of every move that ended, or that nobody took: until then it counts as under way.
+    """
 
     def __init__(self, choice: ModeChoice, epoch_s: float) -> None:
         self._choice = choice

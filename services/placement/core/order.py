@@ -20,7 +20,7 @@ _LEAST_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One prompt of a question."""
+    """What an order looks at of one prompt: how long it has waited, and how near its prefix lies."""
 
     waited_s: float
     distance: int

@@ -23,7 +23,11 @@ _JUST_NOW_S = 1.0
 
 
 class Packer:
-    """`make` builds the policy for a capacity in blocks, which is the least of all workers'."""
+    """Keeps a packing policy's books true to what workers report, and turns the difference into moves.
+
+    `make` builds the policy for a capacity in blocks, which is the least of all workers': books know workers
+    of one size. When that changes, they begin anew, and the next epoch finds every sequence again.
+    """
 
     def __init__(self, make: Callable[[int], PackingPolicy], rules: PackingRules | None = None) -> None:
         self.rules = rules or PackingRules()

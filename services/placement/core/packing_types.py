@@ -7,7 +7,7 @@ from shared.messages.sequence import SequenceRef
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """How books and workers fit together."""
+    """How much of a worker is packed, and how long a sequence is waited for or left alone."""
 
     share: float = 0.85
     """Of a worker's blocks that are packed; the rest is for growth between epochs and for moves."""
@@ -27,7 +27,7 @@ class PackingRules:
 
 @dataclass(slots=True)
 class PackedSequence:
-    """A sequence in the books."""
+    """A sequence in the packer's books: its size there, and where it was seen last."""
 
     ref: SequenceRef
     blocks: int
@@ -40,7 +40,7 @@ class PackedSequence:
 
 @dataclass(slots=True)
 class PackingCounts:
-    """Since the start."""
+    """How many moves there were since the start, for `status`."""
 
     ordered: int = 0
     moved: int = 0

@@ -25,7 +25,7 @@ NOTHING: CachedTokens = (0, 0, 0)
 
 @dataclass
 class KnownPrefixes:
-    """One incarnation's cache, as known."""
+    """What is known of one worker's prefix cache, for one incarnation of it."""
 
     incarnation: int
     """0: no news yet."""
@@ -43,7 +43,10 @@ class KnownPrefixes:
 
 
 class PrefixIndex:
-    """By worker. Bounded per worker; workers that are gone are to be forgotten by `forget`."""
+    """Every worker's prefix cache, as far as it is known; bounded for each.
+
+    Whoever sees a worker go calls `forget`.
+    """
 
     def __init__(self, *, retry_s: float = 0.5, expect_s: float = 5.0) -> None:
         self._retry_s = retry_s

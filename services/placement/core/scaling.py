@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScalingRules:
-    """`most` 0: as many as there are."""
+    """Between which numbers workers are scaled, and how fast. `most` 0: as many as there are."""
 
     least: int = 1
     most: int = 0
@@ -25,7 +25,7 @@ class ScalingRules:
 
 
 class Scaling:
-    """`wanted`: how many should run. `parked`: these need not."""
+    """Decides from epoch to epoch how many workers should run (`wanted`) and which need not (`parked`)."""
 
     def __init__(self, rules: ScalingRules) -> None:
         self.rules = rules

@@ -28,7 +28,7 @@ class Room:
 
 
 class PlacementPolicy(Protocol):
-    """Deterministic: the same rooms give the same choice."""
+    """Chooses among workers that have room for a sequence. Deterministic: the same rooms, the same choice."""
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         """The worker for a sequence of `size_tokens`, one of `rooms`: not empty, all fit."""
@@ -39,7 +39,7 @@ RequestKey = Hashable
 
 
 class Action(Enum):
-    """Within an epoch they take effect in this order."""
+    """What may happen to a request. Within an epoch actions take effect in this order."""
 
     END = 0
     GROW = 1
@@ -48,7 +48,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`blocks` is the request's new total; an end has none."""
+    """One action on one request. `blocks` is its new total; an end has none."""
 
     action: Action
     request: RequestKey
@@ -67,7 +67,7 @@ class PackedMove:
 
 @dataclass(slots=True)
 class PackingEffects:
-    """Of one operation, or of an epoch of them."""
+    """What an operation, or an epoch of them, has changed: who goes where, and which workers begin or end."""
 
     placed: dict[RequestKey, str] = field(default_factory=dict)
     """Arrivals, and the worker of each."""
@@ -86,7 +86,10 @@ class PackingEffects:
 
 
 class PackingPolicy(Protocol):
-    """Deterministic: the same operations give the same effects. No worker is ever over its capacity."""
+    """Says on which worker every request is to be, and moves requests to keep it so.
+
+    Deterministic: the same operations give the same effects. No worker is ever over its capacity.
+    """
 
     @property
     def active_workers(self) -> int:

@@ -30,7 +30,7 @@ class Bin:
 
 
 class DispatchPolicy:
-    """A packing policy without migration. `is_tight`: best fit, else worst fit."""
+    """A packing policy that never migrates: best fit with `is_tight`, else worst fit."""
 
     def __init__(self, capacity_blocks: int, *, is_tight: bool) -> None:
         self.capacity_blocks = capacity_blocks

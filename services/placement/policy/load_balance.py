@@ -11,7 +11,10 @@ from services.placement.policy.size_index import SizeIndex
 
 
 class LoadBalance(DispatchPolicy):
-    """Only workers with less than `relief_share` of their capacity free per request give any away; 1: all."""
+    """Pairs the fullest worker with the emptiest once an epoch.
+
+    Only workers with less than `relief_share` of their capacity free per request give any away; 1: all do.
+    """
 
     def __init__(self, capacity_blocks: int, *, relief_share: float = 1.0) -> None:
         super().__init__(capacity_blocks, is_tight=False)

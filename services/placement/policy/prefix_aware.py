@@ -16,7 +16,7 @@ LOAD_WEIGHT = 0.25
 
 
 class PrefixAware:
-    """Least cost; then the most free memory, the fewest sequences, the lowest id."""
+    """The worker with the least cost; then the most free memory, the fewest sequences, the lowest id."""
 
     def __init__(self, load_weight: float = LOAD_WEIGHT) -> None:
         self._load_weight = load_weight

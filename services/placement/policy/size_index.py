@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class SizeIndex(Generic[T]):
-    """A multiset of (size >= 0, thing)."""
+    """A multiset of (size ≥ 0, thing) that finds the nearest size above or below another."""
 
     __slots__ = ("_buckets", "_mask")
 

@@ -1,7 +1,7 @@
-"""From the probability of each length bin to a prediction: quantiles and expectation, given what is there.
+"""Answer lengths in bins, and from the probability of each bin to a prediction, given what is there already.
 
-Pure arithmetic on the bins of `bins.py`. Knows no model. Source: `algorithms.md` §2, residual(g) = E[RL − g |
-RL > g].
+Bins are single tokens up to 64, then 32 to each doubling. Pure arithmetic; knows no model.
+Source: `algorithms.md` §2, residual(g) = E[RL − g | RL > g].
 """
 
 import math

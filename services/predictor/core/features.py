@@ -28,7 +28,7 @@ _SHIFT = np.uint64(29)
 
 @dataclass(frozen=True)
 class Features:
-    """Of a batch of prompts, as an embedding bag takes them."""
+    """What the network sees of a batch of prompts, laid out as `torch.nn.EmbeddingBag` takes it."""
 
     buckets: npt.NDArray[np.int64]
     """[all]: those of the first prompt, then of the second, and so on."""

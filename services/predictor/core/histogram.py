@@ -18,7 +18,10 @@ from shared.messages.sequence import TOKEN_BYTES
 
 
 class LengthCounts:
-    """Decayed counts of one prompt bucket: `ended` and `censored`, both [distribution.COUNT]."""
+    """How many answers to prompts of one length bucket ended in each bin, and how many were cut there.
+
+    Both are [distribution.COUNT] and decay with every answer, so that the latest count most.
+    """
 
     def __init__(self, window_samples: int) -> None:
         self.ended: Floats = np.zeros(distribution.COUNT)
@@ -51,7 +54,10 @@ def log_normal_mass(median_tokens: float, sigma: float) -> Floats:
 
 
 class HistogramModel:
-    """Length quantiles and conditional expectations from counts. Memory is fixed: buckets × bins."""
+    """Predicts from counts of earlier answers to prompts of about the same length.
+
+    Memory is fixed: prompt buckets × length bins.
+    """
 
     name = "histogram"
 

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class LengthSample:
-    """One finished answer."""
+    """One finished answer, to learn from or to be judged by."""
 
     prompt: bytes
     """Token ids, packed (`shared.messages.sequence.pack_tokens`)."""
@@ -24,7 +24,7 @@ class LengthSample:
 
 @dataclass(frozen=True)
 class LengthQuery:
-    """The length of the answer to `prompt`, which is known to be longer than `generated_tokens`."""
+    """How long will the answer to `prompt` be, which is longer than `generated_tokens` already?"""
 
     prompt: bytes
     max_tokens: int
@@ -33,7 +33,7 @@ class LengthQuery:
 
 @dataclass(frozen=True)
 class PredictedLength:
-    """Whole answer length in tokens, each value in (generated, max_tokens]."""
+    """What a model says of an answer: its whole length in tokens, each value in (generated, max_tokens]."""
 
     rl_tokens: int
     """Expected length; given g > 0 generated tokens, g + E[RL − g | RL > g], rounded up."""

@@ -22,7 +22,10 @@ from shared.messages.sequence import SequenceKey
 
 
 class PredictionAudit:
-    """Predictions waiting for their answer, and the last ones that got it. Both bounded."""
+    """Holds predictions against what became of them.
+
+    Remembers predictions until their answer is over, and the last ones that were; both are bounded.
+    """
 
     def __init__(self, *, waiting_limit: int = 10_000, window: int = 1_000) -> None:
         self._waiting_limit = waiting_limit
@@ -69,7 +72,7 @@ _NO_LIMIT_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class LengthReport:
-    """Over whole answers."""
+    """How far predictions were off, over a number of whole answers."""
 
     scored: int
     mae_tokens: float

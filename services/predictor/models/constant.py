@@ -4,7 +4,7 @@ from services.predictor.core.length_model import LengthSample, PredictedLength
 
 
 class ConstantModel:
-    """Says `length_tokens`, or one token more than what is already there."""
+    """Predicts `length_tokens` for every prompt; an answer that is longer already gets one token more."""
 
     name = "constant"
 

@@ -44,7 +44,7 @@ def class_edges() -> Floats:
 
 
 class LmHeadModel:
-    """A base model with its adapter."""
+    """A causal language model with a LoRA adapter, whose next token names a bin of lengths."""
 
     name = "lm_head"
 

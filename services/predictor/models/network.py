@@ -19,7 +19,8 @@ _LOG_LIMIT = 14.0
 
 
 class Member(nn.Module):
-    """Logarithms of the quantiles at `LEVELS`, [prompts, len(LEVELS)]."""
+    """One network of the ensemble. Its output is the logarithm of the length at `LEVELS`, [prompts,
+    len(LEVELS)]."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -38,7 +39,10 @@ class Member(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Lengths in tokens at `LEVELS`, ascending: [prompts, len(LEVELS)]."""
+    """The mean of its members, corrected by quantile: lengths in tokens at `LEVELS`, [prompts, len(LEVELS)].
+
+    They never fall from one level to the next.
+    """
 
     correction: Tensor
 

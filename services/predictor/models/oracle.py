@@ -18,7 +18,7 @@ _MOST_PROMPTS = 200_000
 
 
 class OracleModel:
-    """Lengths by prompt, the least recently seen forgotten first."""
+    """Knows true lengths by prompt; of 200,000 prompts, the least recently seen are forgotten first."""
 
     name = "oracle"
 

@@ -19,7 +19,7 @@ from services.predictor.models.versions import Trained
 
 
 class RegressorModel:
-    """The trained version in use, and a histogram for as long as there is none."""
+    """Predicts with the trained version in use; as long as there is none, with a histogram."""
 
     name = "regressor"
 

@@ -55,6 +55,9 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class _Data:
+    """Samples as arrays: what the network sees, how many features each has, its length, whether it was
+    cut."""
+
     features: Features
     counts: Rows
     lengths: npt.NDArray[np.float32]

@@ -26,7 +26,7 @@ _LAYOUT = f"{BUCKETS}/{LONGEST_GRAM}/{HEAD_GRAMS}/{DENSE}/{WIDTH}/{HIDDEN}"
 
 @dataclass(frozen=True)
 class Trained:
-    """A network and what is known of it."""
+    """A trained network, its number, and how good it was when it was made."""
 
     network: Ensemble
     number: int

@@ -17,7 +17,8 @@ from shared.messages.lending import Settle, Settled, SettlePhase
 
 @dataclass(frozen=True, slots=True)
 class SettlementAsk:
-    """To be sent; its answer, or None for a silence, is due at `on_answer`."""
+    """A message to one worker of a cycle. Whoever sends it hands the answer to `on_answer`; None is
+    silence."""
 
     worker_id: str
     message: Settle
@@ -25,7 +26,7 @@ class SettlementAsk:
 
 @dataclass(frozen=True, slots=True)
 class SettleRules:
-    """When cycles are settled."""
+    """Which cycles are worth settling, how often one looks for them, and how many settle at once."""
 
     threshold_tokens: int = 128
     """Less is not worth a swap (the paper's empirical minimum)."""
@@ -37,7 +38,7 @@ class SettleRules:
 
 @dataclass(slots=True)
 class _Running:
-    """One settlement at work."""
+    """A settlement that is under way: its cycle, the step it is at, and who has answered to that."""
 
     name: str
     cycle: Settlement
@@ -56,8 +57,13 @@ class _Running:
 
 
 class Coordinator:
-    """One ledger's. Several may be at work: a worker takes part in one settlement at a time and refuses
-    others."""
+    """Leads settlements of one ledger through their steps; several, of different workers, at a time.
+
+    A worker takes part in one settlement at a time and refuses others, so two ledgers that lead by mistake
+    waste questions and harm nothing. An example: a owes b 300 tokens, b owes a 200, bounce buffers hold 128.
+    FREEZE: both can settle 200. COPY 128, COMMIT 128: a owes 172, b 72. COPY 72, COMMIT 72, UNFREEZE: a owes
+    b 100, and b owes nothing.
+    """
 
     def __init__(self, prefix: str, rules: SettleRules | None = None) -> None:
         """`prefix` makes the names of settlements unique."""

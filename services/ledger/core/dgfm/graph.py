@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping
 
 
 class DebtGraph:
-    """Nodes are 0 … n-1. Only debts of at least `threshold` are edges: a cycle's least debt counts."""
+    """Who owes whom how much, with nodes 0 … n-1.
+
+    A debt below `threshold` is no edge: a cycle is worth as much as its least debt.
+    """
 
     def __init__(self, nodes: int, debts: Mapping[tuple[int, int], int], threshold: int) -> None:
         if threshold < 1:

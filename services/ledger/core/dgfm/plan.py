@@ -19,7 +19,8 @@ SEARCH_STEPS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """Each member owes the next one, the last the first; `amount` less afterwards."""
+    """A cycle in which each member owes the next one and the last owes the first. All debts shrink by
+    `amount`."""
 
     members: tuple[str, ...]
     amount: int
@@ -34,6 +35,8 @@ def settlements(
 ) -> list[Settlement]:
     """What to settle, in order. `debts` by (debtor, creditor); nothing below `threshold` is swapped.
 
+    An example: a owes b 5, b owes a 3 and c 4, c owes a 4. The pair goes first, by 3: a owes b 2, b owes a
+    nothing. Then the circle a → b → c → a, by 2: b owes c 2, c owes a 2. Every balance is what it was.
     Raises ValueError for a threshold below 1.
     """
     names = sorted({name for pair in debts for name in pair})

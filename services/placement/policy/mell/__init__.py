@@ -16,7 +16,12 @@ from services.placement.policy.mell.settings import MellSettings, SizeClass
 
 
 class Mell:
-    """All workers have `capacity_blocks`. An operation costs as much as the few GPUs it touches hold."""
+    """The packing policy. All workers have `capacity_blocks`.
+
+    An operation costs as much as the few GPUs it touches hold. An example with C = 100: a request of 60 (L)
+    opens GPU a, one of 40 (M) joins it, one of 30 (S) opens GPU b. When the first grows to 70, the M has to
+    leave: it goes to b, where 70 are free. When the L ends, a is empty and is terminated.
+    """
 
     def __init__(self, capacity_blocks: int, settings: MellSettings | None = None) -> None:
         self.capacity_blocks = capacity_blocks

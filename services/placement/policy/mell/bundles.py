@@ -10,7 +10,7 @@ from services.placement.policy.mell.settings import SizeClass, class_of, is_crum
 
 
 class Bundles:
-    """Puts requests on GPUs and takes them off, as items of their own or in bundles."""
+    """Puts requests on GPUs and takes them off; small ones in bundles, the others as items of their own."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

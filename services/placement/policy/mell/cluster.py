@@ -23,7 +23,7 @@ _COMPANION_CLASSES = (SMALL, MEDIUM)
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """What is placed and moved as one."""
+    """What is placed and moved as one: a request, or a bundle of small ones."""
 
     members: dict[RequestKey, int]
     """Blocks by request."""
@@ -41,7 +41,7 @@ def _shelves() -> tuple[dict[Item, None], ...]:
 
 @dataclass(eq=False, slots=True)
 class Gpu:
-    """One active worker."""
+    """One active worker: the items it holds, and the figures under which the cluster has indexed it."""
 
     worker_id: str
     serial: int
@@ -81,7 +81,10 @@ class Gpu:
 
 
 class Cluster:
-    """Idle workers, active GPUs, and where every request is."""
+    """All workers, idle and active, where every request is, and indexes over both.
+
+    Indexes are kept by `put`, `take` and `resize`: nothing else may change an item's place or size.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

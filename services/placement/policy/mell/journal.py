@@ -8,7 +8,7 @@ from services.placement.policy.mell.cluster import Cluster, Gpu, Item
 
 
 class Journal:
-    """Open from the first change to `close`."""
+    """Collects changes from the first one to `close`, and tells their net effects then."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -11,7 +11,7 @@ from services.placement.policy.mell.settings import MellSettings
 
 
 class Placing:
-    """Finds room, makes room, and relocates."""
+    """Finds a GPU for an item, makes room for one, and moves items from one to another."""
 
     def __init__(self, cluster: Cluster, bundles: Bundles, journal: Journal, settings: MellSettings) -> None:
         self._cluster = cluster

@@ -19,7 +19,7 @@ _STEP_MOVES = 5
 
 
 class Repairs:
-    """One rule a property; each stops where nothing is wrong."""
+    """Restores the properties of Theorem 1, one rule for each; a rule stops where nothing is wrong."""
 
     def __init__(self, cluster: Cluster, placing: Placing, journal: Journal, settings: MellSettings) -> None:
         self._cluster = cluster

@@ -5,7 +5,7 @@ from enum import IntEnum
 
 
 class SizeClass(IntEnum):
-    """Ordered by size; also the category of a GPU, after its largest item."""
+    """How large an item is, of its worker's capacity; also a GPU's category, after its largest item."""
 
     TINY = 0
     SMALL = 1
@@ -34,7 +34,7 @@ def is_crumb(blocks: int, capacity: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MellSettings:
-    """Shares are of a worker's capacity, or of all active workers' together."""
+    """What an operator may set. Shares are of a worker's capacity, or of all active workers' together."""
 
     headroom_share: float = 0.035
     """Left free for growth on the target of a repair. What has to move, or arrives, takes any room."""
