@@ -1,5 +1,7 @@
 """How fast this worker computes, from a profile and the steps it ran: exponentially weighted. Pure."""
 
+from shared.average import averaged
+
 WEIGHT = 0.1
 """Of the newest measurement."""
 LEAST_PREFILL_TOKENS = 16
@@ -19,14 +21,11 @@ class SpeedMeter:
     def on_step(self, prefilled_tokens: int, decoded_tokens: int, step_s: float) -> float:
         """Seconds that the step's prompt tokens took; 0 where it says nothing about that."""
         if prefilled_tokens == 0 and decoded_tokens:
-            self.decode_step_s = _blend(self.decode_step_s, step_s)
+            self.decode_step_s = averaged(self.decode_step_s or None, step_s, WEIGHT)
         elif prefilled_tokens >= LEAST_PREFILL_TOKENS and step_s > 0:
             decoding_s = self.decode_step_s if decoded_tokens else 0.0
             prefill_s = max(step_s - decoding_s, 0.1 * step_s)
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, prefilled_tokens / prefill_s)
+            measured = prefilled_tokens / prefill_s
+            self.prefill_tokens_per_s = averaged(self.prefill_tokens_per_s or None, measured, WEIGHT)
             return prefill_s
         return 0.0
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else (1 - WEIGHT) * old + WEIGHT * new

@@ -7,6 +7,7 @@ import torch
 
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part
+from shared.average import averaged
 from shared.clock import Clock, monotonic_s
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -89,11 +90,8 @@ class MeteredRemote:
         self._spent_s += self._clock() - began_s
         if self._blocks:
             measured_s = self._spent_s / self._blocks
-            self.block_s = measured_s if not self.block_s else self._blend(measured_s)
+            self.block_s = averaged(self.block_s or None, measured_s, WEIGHT)
 
     def abandon(self) -> None:
         """See `RemoteAttention`."""
         self._remote.abandon()
-
-    def _blend(self, measured_s: float) -> float:
-        return self.block_s + WEIGHT * (measured_s - self.block_s)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from services.worker.kv.core.radix_tree import Node, Tier
+from shared.average import averaged
 from shared.blocks import BlockHash
 from shared.errors import ConfigError
 
@@ -33,7 +34,7 @@ class ReuseHistory:
     def on_used(self, last: int, now: int) -> None:
         """A block that was last used then is used again."""
         self._uses += 1
-        self.mean_gap += max(_LEAST_WEIGHT, 1 / self._uses) * (now - last - self.mean_gap)
+        self.mean_gap = averaged(self.mean_gap, now - last, max(_LEAST_WEIGHT, 1 / self._uses))
 
     def on_dropped(self, node: Node) -> None:
         """The block is stored nowhere any more."""

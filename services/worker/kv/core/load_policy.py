@@ -9,12 +9,14 @@ so that the gate notices when it recovers. What each tier saved and cost is coun
 from collections.abc import Sequence
 
 from services.worker.kv.core.radix_tree import Tier
+from shared.average import averaged
 
 PROBE_BLOCKS = 4
 """Loaded from a tier that has not been measured."""
 RETRY_LOOKUPS = 256
 """So many refusals of a tier, then it is probed again."""
-_SMOOTHING = 0.2
+_WEIGHT = 0.2
+"""Of the newest measurement."""
 _PATIENCE = 2.0
 """A load is abandoned when it takes this many times what recomputing would have taken."""
 
@@ -58,7 +60,7 @@ class CostGate:
         self.saved_s[tier] += blocks * (self._recompute_block_s or 0.0)
         if tier is not Tier.DEVICE:
             before = None if self._is_due(tier) else self._block_s.get(tier)
-            self._block_s[tier] = _smoothed(before, elapsed_s / blocks)
+            self._block_s[tier] = averaged(before, elapsed_s / blocks, _WEIGHT)
             self._refusals[tier] = 0
 
     def on_wasted(self, tier: Tier, elapsed_s: float, *, abandoned: bool) -> None:
@@ -75,7 +77,7 @@ class CostGate:
     def on_prefilled(self, blocks: float, elapsed_s: float) -> None:
         """So many blocks of prompts were computed in that time."""
         if blocks > 0:
-            self._recompute_block_s = _smoothed(self._recompute_block_s, elapsed_s / blocks)
+            self._recompute_block_s = averaged(self._recompute_block_s, elapsed_s / blocks, _WEIGHT)
 
     def worth_loading(self, tiers: Sequence[Tier]) -> int:
         """How many of these consecutive blocks, in the tiers they lie in, to load; the rest is computed."""
@@ -109,7 +111,3 @@ class CostGate:
         if known is None or self._is_due(tier):
             return 0.0 if seen < PROBE_BLOCKS else float("inf")
         return known
-
-
-def _smoothed(before: float | None, value: float) -> float:
-    return value if before is None else before + _SMOOTHING * (value - before)

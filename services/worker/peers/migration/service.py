@@ -17,6 +17,7 @@ from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
 from shared import subjects
+from shared.average import averaged
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced
 from shared.clock import Clock
 from shared.errors import KvasirError
@@ -137,6 +138,6 @@ class Transfers:
         engine_s, at_s, share = self._busy
         now_s, now_engine_s = self._clock(), self._runner.occupancy.engine_s
         if now_s > at_s:
-            share += 0.5 * (min(1.0, (now_engine_s - engine_s) / (now_s - at_s)) - share)
+            share = averaged(share, min(1.0, (now_engine_s - engine_s) / (now_s - at_s)), 0.5)
         self._busy = (now_engine_s, now_s, share)
         return share

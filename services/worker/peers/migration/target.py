@@ -20,6 +20,7 @@ from services.worker.peers.migration.messages import BLOCKS, PROBE, LinkProbe, W
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.transport.base import PeerLink
 from services.worker.peers.transport.buffers import bytes_of
+from shared.average import averaged
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage
@@ -38,9 +39,7 @@ class LinkRates:
     def on_transfer(self, worker_id: str, size_bytes: int, took_s: float) -> None:
         """So much arrived in that time, questions and waits included."""
         if size_bytes > 0 and took_s > 0:
-            now = size_bytes / took_s
-            old = self._rates.get(worker_id, now)
-            self._rates[worker_id] = old + WEIGHT * (now - old)
+            self._rates[worker_id] = averaged(self._rates.get(worker_id), size_bytes / took_s, WEIGHT)
 
     def forget(self, worker_id: str) -> None:
         """That worker is another now."""

@@ -8,6 +8,7 @@ from statistics import median
 
 from services.worker.pie.core.expansion import Window
 from services.worker.pie.core.swap import Direction, SwapController
+from shared.average import averaged
 
 _WEIGHT = 0.1
 """Of the newest step."""
@@ -40,7 +41,8 @@ class SwapMeter:
         }
         self._latest_steps_s: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_LATEST_DECODES)
-        self._step_s = 0.0
+        self.step_s = 0.0
+        """One step's computation, smoothed; 0 before the first."""
         self._before = (0.0, 0.0, 0, 0)
 
     @property
@@ -77,11 +79,6 @@ class SwapMeter:
         """Waited since the last window."""
         return sum(self.stall_s) - self._before[0]
 
-    @property
-    def step_s(self) -> float:
-        """One step's computation, smoothed; 0 before the first."""
-        return self._step_s
-
     def on_step(
         self, tokens: int, compute_s: float, stall_s: float, used_blocks: int, *, is_decoding: bool
     ) -> None:
@@ -92,7 +89,7 @@ class SwapMeter:
             self._decodes.append((tokens, compute_s))
         self._step_times.append(compute_s)
         self._latest_steps_s.append(compute_s)
-        self._step_s = compute_s if not self._step_s else self._step_s + _WEIGHT * (compute_s - self._step_s)
+        self.step_s = averaged(self.step_s or None, compute_s, _WEIGHT)
         self.compute_s += compute_s
         self._tokens += tokens
         self._used_blocks = max(self._used_blocks, used_blocks)

@@ -8,6 +8,11 @@ contexts fetch. Source: Infinite-LLM §6.5, figure 12 (papers/001), with speeds 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shared.average import averaged
+
+_WEIGHT = 0.2
+"""Of the newest measurement."""
+
 
 class ComputeBudget:
     """`fraction` of every second, saved up to `burst_s` of computing; more of an idle worker's."""
@@ -64,8 +69,6 @@ class Work:
 class CreditorSpeeds:
     """Of one creditor: each a moving average of what was measured, from a first guess."""
 
-    _WEIGHT = 0.2
-
     def __init__(
         self,
         *,
@@ -84,26 +87,23 @@ class CreditorSpeeds:
     def on_shipped(self, work: Work, elapsed_s: float, compute_s: float) -> None:
         """From sending to the answer; `compute_s` of it at the creditor."""
         moving_s = max(0.0, elapsed_s - compute_s)
-        self.remote_pair_s = self._averaged(self.remote_pair_s, compute_s / max(1, work.pairs))
+        self.remote_pair_s = averaged(self.remote_pair_s, compute_s / max(1, work.pairs), _WEIGHT)
         overhead_s = max(1e-6, moving_s - work.ship_bytes / self.bytes_per_s)
-        self.round_trip_s = self._averaged(self.round_trip_s, overhead_s)
+        self.round_trip_s = averaged(self.round_trip_s, overhead_s, _WEIGHT)
 
     def on_fetched(self, fetched_bytes: int, elapsed_s: float) -> None:
         """From asking to the last byte, with nothing else done meanwhile."""
         moving_s = elapsed_s - self.round_trip_s
         if fetched_bytes >= 1 << 16 and moving_s > 0:
-            self.bytes_per_s = self._averaged(self.bytes_per_s, fetched_bytes / moving_s)
+            self.bytes_per_s = averaged(self.bytes_per_s, fetched_bytes / moving_s, _WEIGHT)
 
     def on_attended(self, pairs: int, elapsed_s: float) -> None:
         """Attention computed here, over fetched blocks."""
-        self.own_pair_s = self._averaged(self.own_pair_s, elapsed_s / max(1, pairs))
+        self.own_pair_s = averaged(self.own_pair_s, elapsed_s / max(1, pairs), _WEIGHT)
 
     def on_layer(self, elapsed_s: float) -> None:
         """Between two layers' attention."""
-        self.hidden_s = self._averaged(self.hidden_s, elapsed_s)
-
-    def _averaged(self, before: float, measured: float) -> float:
-        return before + self._WEIGHT * (measured - before)
+        self.hidden_s = averaged(self.hidden_s, elapsed_s, _WEIGHT)
 
 
 def ship_s(work: Work, speeds: CreditorSpeeds) -> float:

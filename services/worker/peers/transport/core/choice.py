@@ -8,9 +8,11 @@ last one left. Knows no sockets.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from shared.average import averaged
+
 _PRIOR = ("shm", "ucx", "tcp")
-_FORGET = 0.3
-"""Weight of a new measurement."""
+_WEIGHT = 0.3
+"""Of the newest measurement."""
 _PENALTY_S = 30.0
 _FRESH_S = 600.0
 """For so long a comparison holds."""
@@ -38,7 +40,7 @@ class TransportChoice:
         if size_bytes < _LEAST_BYTES or took_s <= 0:
             return
         key, now = (peer, transport), size_bytes / took_s / 1e9
-        self.gb_per_s[key] = now if key not in self.gb_per_s else self._blend(self.gb_per_s[key], now)
+        self.gb_per_s[key] = averaged(self.gb_per_s.get(key), now, _WEIGHT)
 
     def needs_comparison(self, peer: str, now_s: float) -> bool:
         """Nobody has measured its transports side by side, or long ago."""
@@ -82,7 +84,3 @@ class TransportChoice:
     def _is_clearly_faster(self, peer: str, one: str, other: str) -> bool:
         mine, theirs = self.gb_per_s.get((peer, one)), self.gb_per_s.get((peer, other))
         return mine is not None and theirs is not None and mine > theirs * _CLEARLY
-
-    @staticmethod
-    def _blend(old: float, new: float) -> float:
-        return old + _FORGET * (new - old)
