@@ -7,7 +7,7 @@ A third party declares an entry point in the group `kvasir.scheduler.policies`, 
 from importlib.metadata import EntryPoint, entry_points
 
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.variants import (
+from services.scheduler.policy.ecoserve.planner import (
     EcoServe,
     EcoServeD,
     EcoServeProfile,

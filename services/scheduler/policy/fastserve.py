@@ -23,8 +23,8 @@ from services.scheduler.policy.contract import (
     WorkerShape,
     read_options,
 )
+from services.scheduler.policy.job_table import Job, JobStage
 from services.scheduler.policy.line import Line
-from services.scheduler.policy.progress import TaskEntry, TaskStage
 from services.scheduler.policy.ranked import RankedPolicy
 from shared.messages.sequence import SequenceKey
 
@@ -44,7 +44,7 @@ class _Turn:
 
 
 class FastServePolicy(RankedPolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`fastserve`: ranked by level, and within a level by when it was joined."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("fastserve", settings.options, _DEFAULTS)
@@ -55,17 +55,17 @@ class FastServePolicy(RankedPolicy):
         self._joins = 0
         self._step_prefill_tokens = float(settings.token_budget)
         """Prompt tokens that take as long as one decode step."""
-        self._neglected: Line[TaskEntry] = Line(self._neglect)
+        self._neglected: Line[Job] = Line(self._neglect)
         """Those that wait below the top level, the longest unserved first."""
         super().__init__(shape, settings)
 
     def on_arrival(self, task: Task, now_s: float) -> None:
-        if task.key not in self._entries:
+        if task.key not in self._table.jobs:
             self._turns[task.key] = self._join(self._first_level(task), now_s)
             super().on_arrival(task, now_s)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        if task.key not in self._entries:
+        if task.key not in self._table.jobs:
             self._turns[task.key] = self._join(self._first_level(task), now_s)
             super().on_adopted(task, holding, now_s)
 
@@ -82,8 +82,8 @@ class FastServePolicy(RankedPolicy):
         batch = super().plan(now_s)
         if batch is not None:
             for prefill in batch.prefills:
-                entry = self._entries[prefill.key]
-                self._serve(prefill.key, int(entry.stage is not TaskStage.PREFILLING), now_s)
+                job = self._table.jobs[prefill.key]
+                self._serve(prefill.key, int(job.stage is not JobStage.PREFILLING), now_s)
             for decode in batch.decodes:
                 self._serve(decode.key, decode.tokens, now_s)
             self._sort_running()
@@ -92,28 +92,28 @@ class FastServePolicy(RankedPolicy):
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
         super().check_integrity()
-        assert self._turns.keys() == self._entries.keys()
+        assert self._turns.keys() == self._table.jobs.keys()
         assert all(0 <= turn.level < self._levels for turn in self._turns.values())
-        below = [entry for entry in self._waiting if self._turns[entry.task.key].level > 0]
+        below = [job for job in self._waiting if self._turns[job.task.key].level > 0]
         assert set(map(id, below)) == set(map(id, self._neglected)) and len(below) == len(self._neglected)
         self._neglected.check_integrity()
 
-    def _rank(self, entry: TaskEntry) -> Any:
-        turn = self._turns[entry.task.key]
+    def _rank(self, job: Job) -> Any:
+        turn = self._turns[job.task.key]
         return (turn.level, turn.joined)
 
-    def _neglect(self, entry: TaskEntry) -> Any:
-        turn = self._turns[entry.task.key]
+    def _neglect(self, job: Job) -> Any:
+        turn = self._turns[job.task.key]
         return (turn.served_s, turn.joined)
 
-    def _enqueue(self, entry: TaskEntry) -> None:
-        super()._enqueue(entry)
-        if self._turns[entry.task.key].level > 0:
-            self._neglected.add(entry)
+    def _enqueue(self, job: Job) -> None:
+        super()._enqueue(job)
+        if self._turns[job.task.key].level > 0:
+            self._neglected.add(job)
 
-    def _dequeue(self, entry: TaskEntry) -> None:
-        super()._dequeue(entry)
-        self._neglected.discard(entry)
+    def _dequeue(self, job: Job) -> None:
+        super()._dequeue(job)
+        self._neglected.discard(job)
 
     def _first_level(self, task: Task) -> int:
         steps = (task.prompt_tokens + task.generated_tokens) / self._step_prefill_tokens
@@ -136,16 +136,16 @@ class FastServePolicy(RankedPolicy):
 
     def _raise_starved(self, now_s: float) -> None:
         """Back to the top, behind those that are there."""
-        entry = self._neglected.first()
-        while entry is not None and self._is_starved(entry, now_s):
-            self._dequeue(entry)
-            self._turns[entry.task.key] = self._join(0, now_s)
-            self._enqueue(entry)
-            entry = self._neglected.first()
-        for entry in self._running:
-            if self._turns[entry.task.key].level > 0 and self._is_starved(entry, now_s):
-                self._turns[entry.task.key] = self._join(0, now_s)
+        job = self._neglected.first()
+        while job is not None and self._is_starved(job, now_s):
+            self._dequeue(job)
+            self._turns[job.task.key] = self._join(0, now_s)
+            self._enqueue(job)
+            job = self._neglected.first()
+        for job in self._running:
+            if self._turns[job.task.key].level > 0 and self._is_starved(job, now_s):
+                self._turns[job.task.key] = self._join(0, now_s)
         self._sort_running()
 
-    def _is_starved(self, entry: TaskEntry, now_s: float) -> bool:
-        return now_s - self._turns[entry.task.key].served_s >= self._starve_s
+    def _is_starved(self, job: Job, now_s: float) -> bool:
+        return now_s - self._turns[job.task.key].served_s >= self._starve_s

@@ -1,248 +1,274 @@
-"""What policies that serve first come, first served have in common: how a batch is put together, in order.
+"""Policies that keep their jobs in one order, by arrival or by a rank: how they put a batch together.
 
 Decodes first, oldest first; then prompts that are partly prefilled; then waiting prompts, in order, while
 the token budget, the batch and the free blocks last. With `chunked_prefill` a prompt is cut to the budget
 that is left; without, prompts go whole, and one longer than the budget goes when no other prompt does.
 While nothing waits and nothing prefills, batches reach several steps ahead.
 
-How many blocks a sequence is given, and when a waiting one may start, is each policy's own rule:
-`_target_blocks`, `_can_start`. Knows nothing of predictions and deadlines. Source: papers/003 §2, the rivals.
+Jobs stand in two lines, those that wait and those that hold something, both in the order of `_rank`: that of
+arrival unless a policy says otherwise. Those that wait may be many: nothing here costs more than the
+logarithm of their number. How many blocks a sequence is given, and when a waiting one may start, is each
+policy's own rule: `_target_blocks`, `_can_start`. Blocks are set aside as jobs enter a batch, and held when
+it is built.
+
+    4 free blocks, a decodes and needs one, b waits with a prompt of 3 blocks → a is served, b starts.
+    0 free blocks, a needs one, c came last → c is preempted, and a takes one of its blocks; nobody starts.
+
+Source: papers/003 §2, the rivals.
 """
 
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
-    PlannedDecode,
-    PlannedPreemption,
-    PlannedPrefill,
     PolicySettings,
     Task,
     WorkerShape,
     read_options,
 )
-from services.scheduler.policy.progress import Projection, TaskEntry, TaskStage
+from services.scheduler.policy.job_table import Job, JobStage, JobTable
+from services.scheduler.policy.line import Line
+from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
-@dataclass(slots=True)
-class BatchDraft:
-    """A batch in the making; except for preemptions nothing is projected until it is committed."""
-
-    decodes: dict[SequenceKey, int]
-    """Blocks each holds after the batch."""
-    prefills: dict[SequenceKey, tuple[int, int]]
-    """End of the chunk, blocks held after the batch."""
-    preempted: dict[SequenceKey, PlannedPreemption]
-    budget_tokens: int
-    free_blocks: int
-    start_tokens: int = 0
-
-    def blocks_of(self, entry: TaskEntry) -> int:
-        """What `entry` holds once this batch is applied."""
-        key = entry.task.key
-        if key in self.prefills:
-            return self.prefills[key][1]
-        return self.decodes.get(key, entry.allocated_blocks)
-
-
-class FirstComePolicy(Projection, ABC):
+class FirstComePolicy(ABC):
     """One worker's batches, but for `plan`. A subclass fulfils `contract.BatchPolicy`."""
 
+    def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
+        self._settings = settings
+        self._table = JobTable(shape)
+        self._waiting: Line[Job] = Line(self._rank)
+        self._running: list[Job] = []
+        """All that hold something at the worker, in order: prefilling, decoding or complete."""
+
+    # Events
+
+    def on_arrival(self, task: Task, now_s: float) -> None:
+        job = self._table.add(task)
+        if job is not None:
+            self._enqueue(job)
+
+    def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
+        job = self._table.add(task, holding)
+        if job is None:
+            return
+        if job.stage is JobStage.READY:
+            job.stage = JobStage.DECODING
+        if job.stage is JobStage.WAITING:
+            self._enqueue(job)
+        else:
+            insort(self._running, job, key=self._rank)
+
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        job = self._table.jobs.get(key)
+        if job is not None:
+            if job.stage is JobStage.WAITING:
+                self._dequeue(job)
+            else:
+                self._running.remove(job)
+            self._table.remove(job)
+
+    def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
+        job = self._table.jobs.get(key)
+        if job is not None and job.stage in (JobStage.DECODING, JobStage.COMPLETE):
+            self._table.take_back(job, missing_tokens)
+
+    def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
+        job = self._table.jobs.get(key)
+        if job is not None and job.stage is JobStage.PREFILLING:
+            self._table.note_prefix_hit(job, cached_tokens)
+
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        self._table.capacity_blocks = capacity_blocks
+
+    def on_measured(  # noqa: B027  (a policy that goes by speeds extends it)
+        self, prefill_tokens_per_s: float, decode_step_s: float, now_s: float
+    ) -> None:
+        """Speeds change nothing here."""
+
+    def on_predicted(  # noqa: B027  (a policy that goes by lengths extends it)
+        self, key: SequenceKey, prediction: LengthPrediction, now_s: float
+    ) -> None:
+        """Predictions change nothing here."""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not balance, or a job is not in exactly one line."""
+        self._table.check_integrity()
+        jobs = list(self._table.jobs.values())
+        lines = [*self._waiting, *self._running]
+        assert {id(job) for job in jobs} == {id(job) for job in lines}
+        assert len(jobs) == len(lines)
+        self._waiting.check_integrity()
+        assert self._running == sorted(self._running, key=self._rank), "out of order"
+        for job in jobs:
+            assert (job in self._waiting) == (job.stage is JobStage.WAITING)
+            assert job.own_blocks == job.held_blocks and job.stage is not JobStage.READY
+
+    # The two lines
+
+    def _rank(self, job: Job) -> Any:
+        """Who comes first: unique to each job, and constant while it waits."""
+        return job.task.order
+
+    def _enqueue(self, job: Job) -> None:
+        """Joins those that wait. A policy with an index of its own extends this and `_dequeue`."""
+        self._waiting.add(job)
+
+    def _dequeue(self, job: Job) -> None:
+        self._waiting.remove(job)
+
+    def _sort_running(self) -> None:
+        """After ranks of running jobs changed."""
+        self._running.sort(key=self._rank)
+
+    def _startable(self) -> Iterator[Job]:
+        """Waiting jobs in order, without those that can never fit: they must not hold anybody up."""
+        return (job for job in self._waiting if not self._table.is_oversized(job))
+
+    def _releasing_blocks(self) -> int:
+        """What is free as soon as the ends that were planned for are confirmed."""
+        return sum(job.held_blocks for job in self._running if job.stage is JobStage.COMPLETE)
+
+    # A batch
+
     @abstractmethod
-    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
-        """What `entry` should hold before `tokens` of its tokens are in the cache; at least enough for
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        """What `job` should hold before `tokens` of its tokens are in the cache; at least enough for
         those."""
 
     @abstractmethod
-    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
         """Whether the free blocks allow a waiting sequence to start now."""
 
-    def _draft(self) -> BatchDraft:
+    def _begin(self) -> BatchBuilder:
         """What runs already, as far as it gets into the next batch."""
-        draft = BatchDraft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
-        self._shed(draft)
-        for entry in [entry for entry in self._running if entry.stage is TaskStage.DECODING]:
-            self._draft_decode(draft, entry)
-        for entry in [entry for entry in self._running if entry.stage is TaskStage.PREFILLING]:
-            self._draft_chunk(draft, entry)
-        return draft
+        batch = BatchBuilder(self._table, self._settings)
+        self._shed(batch)
+        for job in [job for job in self._running if job.stage is JobStage.DECODING]:
+            self._add_decode(batch, job)
+        for job in [job for job in self._running if job.stage is JobStage.PREFILLING]:
+            self._add_chunk(batch, job)
+        return batch
 
-    def _shed(self, draft: BatchDraft) -> None:
+    def _shed(self, batch: BatchBuilder) -> None:
         """Give back what a shrunken worker no longer has, newest first."""
-        while draft.free_blocks < 0:
+        while self._table.free_blocks < 0:
             victim = self._newest()
             if victim is None:
                 return
-            self._preempt(draft, victim)
+            self._preempt(batch, victim)
 
-    def _draft_decode(self, draft: BatchDraft, entry: TaskEntry) -> None:
-        if entry.stage is TaskStage.DECODING and self._has_room(draft):
-            blocks = self._secure(draft, entry, entry.computed_tokens + 1)
-            if blocks is not None:
-                draft.decodes[entry.task.key] = blocks
-                draft.budget_tokens -= 1
+    def _add_decode(self, batch: BatchBuilder, job: Job) -> None:
+        """Its next token, unless it was preempted meanwhile or has no room."""
+        may_run = job.stage is JobStage.DECODING and batch.has_room
+        if may_run and self._secure(batch, job, job.computed_tokens + 1):
+            batch.add_decode(job)
 
-    def _draft_chunk(self, draft: BatchDraft, entry: TaskEntry) -> None:
-        chunk = self._chunk(draft, entry.prefill_tokens - entry.computed_tokens)
-        if entry.stage is not TaskStage.PREFILLING or chunk == 0 or not self._has_room(draft):
-            return
-        end = entry.computed_tokens + chunk
-        blocks = self._secure(draft, entry, end)
-        if blocks is not None:
-            draft.prefills[entry.task.key] = (end, blocks)
-            draft.budget_tokens -= chunk
+    def _add_chunk(self, batch: BatchBuilder, job: Job) -> None:
+        """The next chunk of a partly prefilled prompt, unless it was preempted meanwhile or has no room."""
+        chunk = batch.chunk_tokens(job)
+        may_run = job.stage is JobStage.PREFILLING and chunk > 0
+        if may_run and self._secure(batch, job, job.computed_tokens + chunk):
+            batch.add_chunk(job, chunk)
 
-    def _has_room(self, draft: BatchDraft) -> bool:
-        """More may run than a batch holds: after an adoption, or when a batch that would have ended some
-        was cut."""
-        return len(draft.decodes) + len(draft.prefills) < self._settings.max_batch_sequences
+    def _secure(self, batch: BatchBuilder, job: Job, tokens: int) -> bool:
+        """Set aside what `job` holds after the batch: its target where that is free, else what `tokens` need.
 
-    def _chunk(self, draft: BatchDraft, rest: int) -> int:
-        """Tokens of a prompt with `rest` to go that this step may compute; 0 is none."""
-        if self._settings.chunked_prefill:
-            return max(0, min(rest, draft.budget_tokens))
-        return rest if rest <= draft.budget_tokens or not draft.prefills else 0
-
-    def _secure(self, draft: BatchDraft, entry: TaskEntry, tokens: int) -> int | None:
-        """Blocks that `entry` holds after the batch: its target where that is free, else what `tokens` need.
-
-        For the latter newer ones are preempted, or in the end itself (None). While blocks of complete
-        sequences are about to be free it waits for those instead (None).
+        For the latter newer ones are preempted, or in the end itself (False). While blocks of complete
+        sequences are about to be free it waits for those instead (False).
         """
-        held = entry.allocated_blocks
-        target = max(held, self._target_blocks(entry, tokens))
-        if target - held > draft.free_blocks:
-            target = max(held, self._blocks(tokens))
-        while target - held > draft.free_blocks:
+        held = job.held_blocks
+        target = max(held, self._target_blocks(job, tokens))
+        if target - held > self._table.free_blocks:
+            target = max(held, self._table.blocks_for(tokens))
+        while target - held > self._table.free_blocks:
             victim = self._newest()
-            if target - held <= draft.free_blocks + self._releasing_blocks() or victim is None:
-                return None
-            self._preempt(draft, victim)
-            if victim is entry:
-                return None
-        draft.free_blocks -= target - held
-        return target
+            if target - held <= self._table.free_blocks + self._releasing_blocks() or victim is None:
+                return False
+            self._preempt(batch, victim)
+            if victim is job:
+                return False
+        self._table.set_own(job, target)
+        return True
 
-    def _newest(self) -> TaskEntry | None:
-        return next(
-            (entry for entry in reversed(self._running) if entry.stage is not TaskStage.COMPLETE), None
-        )
+    def _newest(self) -> Job | None:
+        return next((job for job in reversed(self._running) if job.stage is not JobStage.COMPLETE), None)
 
-    def _preempt(self, draft: BatchDraft, victim: TaskEntry) -> None:
-        """Preemptions are projected at once: a victim is nobody's item any more."""
-        key = victim.task.key
-        draft.free_blocks += draft.blocks_of(victim)
-        if draft.decodes.pop(key, None) is not None:
-            draft.budget_tokens += 1
-        elif key in draft.prefills:
-            draft.budget_tokens += draft.prefills.pop(key)[0] - victim.computed_tokens
-        draft.preempted[key] = PlannedPreemption(key, victim.allocated_blocks, victim.computed_tokens)
-        self._release(victim)
+    def _preempt(self, batch: BatchBuilder, victim: Job) -> None:
+        """All it held is free at once, and its tokens are to be computed again."""
+        batch.preempt(victim)
+        self._running.remove(victim)
+        self._table.clear(victim)
+        self._enqueue(victim)
 
-    def _admit(self, draft: BatchDraft) -> None:
+    def _admit(self, batch: BatchBuilder) -> None:
         """Start waiting prompts in order; the first that does not fit now holds back the rest."""
-        batch = sum(entry.stage is not TaskStage.COMPLETE for entry in self._running)
-        for entry in self._candidates(draft):
-            if batch >= self._settings.max_batch_sequences or not self._draft_start(draft, entry):
+        running = sum(job.stage is not JobStage.COMPLETE for job in self._running)
+        for job in self._candidates(batch):
+            if running >= self._settings.max_batch_sequences or not self._add_start(batch, job):
                 return
-            batch += 1
+            running += 1
 
-    def _draft_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+    def _add_start(self, batch: BatchBuilder, job: Job) -> bool:
         """The first chunk of one that waits. False when nobody else may start after it."""
-        total = entry.prefill_tokens
-        chunk = self._chunk(draft, total)
-        text_fits = draft.start_tokens == 0 or draft.start_tokens + total <= self._settings.start_tokens
-        if chunk == 0 or not text_fits or not self._can_start(draft, entry):
+        chunk = batch.chunk_tokens(job)
+        if chunk == 0 or not batch.text_fits(job) or not self._can_start(batch, job):
             return False
-        blocks = self._target_blocks(entry, chunk)
-        draft.prefills[entry.task.key] = (chunk, blocks)
-        draft.free_blocks -= blocks
-        draft.budget_tokens -= chunk
-        draft.start_tokens += total
-        return chunk == total
+        self._table.set_own(job, self._target_blocks(job, chunk))
+        batch.add_chunk(job, chunk)
+        return chunk == job.prefill_tokens
 
-    def _candidates(self, draft: BatchDraft) -> Iterator[TaskEntry]:
-        """Who is to start next, as the draft stands when the next one is asked for."""
+    def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
+        """Who is to start next, as the batch stands when the next one is asked for."""
         return self._startable()
 
-    def _startable(self) -> Iterator[TaskEntry]:
-        """Waiting entries in order, without those that can never fit: they must not hold anybody up."""
-        return (
-            entry for entry in self._waiting if self._blocks(entry.task.limit_tokens) <= self._capacity_blocks
-        )
-
-    def _commit(self, draft: BatchDraft) -> PlannedBatch | None:
-        """Project the draft and put it into words; None when there is nothing in it."""
-        if not (draft.decodes or draft.prefills or draft.preempted):
+    def _finish(self, batch: BatchBuilder) -> PlannedBatch | None:
+        """Those that start leave the waiting line; what was set aside is held. None for an empty batch."""
+        if not batch:
             return None
-        steps = self._steps(draft)
-        prefills, decodes = [], []
-        for key, (end, blocks) in draft.prefills.items():
-            entry = self._entries[key]
-            prefills.append(PlannedPrefill(key, entry.computed_tokens, end, blocks))
-            if entry.stage is TaskStage.WAITING:
-                self._start(entry)
-            self._grow(entry, end, blocks, 1 if end == entry.prefill_tokens else 0)
-        for key, blocks in draft.decodes.items():
-            entry = self._entries[key]
-            tokens = min(steps, entry.missing_tokens)
-            decodes.append(PlannedDecode(key, tokens, blocks))
-            self._grow(entry, entry.computed_tokens + tokens, blocks, tokens)
-        return PlannedBatch(
-            steps=steps,
-            preemptions=tuple(draft.preempted.values()),
-            prefills=tuple(prefills),
-            decodes=tuple(decodes),
-        )
-
-    def _steps(self, draft: BatchDraft) -> int:
-        """The most steps for which nothing can change and the blocks last; the allocations in the draft
-        grow with it."""
-        if draft.prefills or draft.preempted or any(True for _ in self._startable()):
-            return 1
-        entries = [self._entries[key] for key in draft.decodes]
-        most = min(self._settings.max_steps, max(entry.missing_tokens for entry in entries))
-        for steps in range(most, 1, -1):
-            grown = {entry.task.key: self._grown_blocks(draft, entry, steps) for entry in entries}
-            if sum(grown.values()) - sum(draft.decodes.values()) <= draft.free_blocks:
-                draft.decodes = grown
-                return steps
-        return 1
-
-    def _grown_blocks(self, draft: BatchDraft, entry: TaskEntry, steps: int) -> int:
-        tokens = entry.computed_tokens + min(steps, entry.missing_tokens)
-        return max(draft.blocks_of(entry), self._blocks(tokens))
+        waits = any(True for _ in self._startable())
+        for job in batch.jobs:
+            if job.stage is JobStage.WAITING:
+                self._dequeue(job)
+                insort(self._running, job, key=self._rank)
+                job.stage = JobStage.PREFILLING
+            self._table.hold(job, job.own_blocks)
+        is_mixed = waits or batch.prefills or batch.preemptions
+        return batch.build(1 if is_mixed else batch.steps_that_fit(batch.most_steps))
 
 
 class VllmPolicy(FirstComePolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`vllm`: blocks for the tokens there are, no more; when they run out, the newest is preempted."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("vllm", settings.options, {})
         super().__init__(shape, settings)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = self._draft()
-        if not draft.preempted:
-            self._admit(draft)
-        return self._commit(draft)
+        batch = self._begin()
+        if not batch.preemptions:
+            self._admit(batch)
+        return self._finish(batch)
 
-    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
-        return self._blocks(tokens)
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        return self._table.blocks_for(tokens)
 
-    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
         """The headroom is left to those that run, so that a start is not followed by a preemption at
         once."""
-        headroom_blocks = self._capacity_blocks // 100 if draft.decodes or draft.prefills else 0
-        return self._blocks(entry.prefill_tokens) <= draft.free_blocks - headroom_blocks
+        headroom_blocks = self._table.capacity_blocks // 100 if batch.decodes or batch.prefills else 0
+        return self._table.blocks_for(job.prefill_tokens) <= self._table.free_blocks - headroom_blocks
 
 
 class OrcaPolicy(FirstComePolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`orca`: each sequence gets, at its start, the blocks of the longest answer it may give."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("orca", settings.options, {})
@@ -252,7 +278,7 @@ class OrcaPolicy(FirstComePolicy):
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
         super().on_adopted(task, holding, now_s)
-        if self._entries[task.key].allocated_blocks < self._blocks(task.limit_tokens):
+        if self._table.jobs[task.key].held_blocks < self._table.blocks_for(task.limit_tokens):
             self._adopted.add(task.key)
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
@@ -260,40 +286,40 @@ class OrcaPolicy(FirstComePolicy):
         self._adopted.discard(key)
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = self._draft()
-        if not draft.preempted and not self._is_anyone_short(draft):
-            self._admit(draft)
-        return self._commit(draft)
+        batch = self._begin()
+        if not batch.preemptions and not self._is_anyone_short(batch):
+            self._admit(batch)
+        return self._finish(batch)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance, or what started here could run out."""
         super().check_integrity()
-        assert self._adopted <= self._entries.keys()
-        for entry in self._running:
-            has_maximum = entry.allocated_blocks >= self._blocks(entry.task.limit_tokens)
-            assert has_maximum or entry.task.key in self._adopted, "started with less than its maximum"
+        assert self._adopted <= self._table.jobs.keys()
+        for job in self._running:
+            has_maximum = job.held_blocks >= self._table.blocks_for(job.task.limit_tokens)
+            assert has_maximum or job.task.key in self._adopted, "started with less than its maximum"
 
-    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
-        return max(self._blocks(tokens), self._maximum_blocks(entry))
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        return max(self._table.blocks_for(tokens), self._maximum_blocks(job))
 
-    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
-        return self._maximum_blocks(entry) <= draft.free_blocks
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
+        return self._maximum_blocks(job) <= self._table.free_blocks
 
-    def _maximum_blocks(self, entry: TaskEntry) -> int:
+    def _maximum_blocks(self, job: Job) -> int:
         """Clamped to what an otherwise empty worker gives: one that was adopted may be larger than that."""
-        return min(self._blocks(entry.task.limit_tokens), self._capacity_blocks)
+        return min(self._table.blocks_for(job.task.limit_tokens), self._table.capacity_blocks)
 
-    def _is_anyone_short(self, draft: BatchDraft) -> bool:
+    def _is_anyone_short(self, batch: BatchBuilder) -> bool:
         """An adopted sequence that needs more blocks than it has comes before all that wait."""
         return any(
-            draft.blocks_of(entry) < self._maximum_blocks(entry)
-            for entry in self._running
-            if entry.stage is not TaskStage.COMPLETE and entry.task.key in self._adopted
+            job.own_blocks < self._maximum_blocks(job)
+            for job in self._running
+            if job.stage is not JobStage.COMPLETE and job.task.key in self._adopted
         )
 
 
 class FastGenPolicy(FirstComePolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`fastgen`: as `vllm`, but each step computes a fixed number of tokens, with prompts cut to fill it."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("fastgen", settings.options, {"tfs_tokens": settings.token_budget})
@@ -301,13 +327,13 @@ class FastGenPolicy(FirstComePolicy):
         super().__init__(shape, replace(settings, chunked_prefill=True, token_budget=size_tokens))
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = self._draft()
-        if not draft.preempted:
-            self._admit(draft)
-        return self._commit(draft)
+        batch = self._begin()
+        if not batch.preemptions:
+            self._admit(batch)
+        return self._finish(batch)
 
-    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
-        return self._blocks(tokens)
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        return self._table.blocks_for(tokens)
 
-    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
-        return self._blocks(self._chunk(draft, entry.prefill_tokens)) <= draft.free_blocks
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
+        return self._table.blocks_for(batch.chunk_tokens(job)) <= self._table.free_blocks

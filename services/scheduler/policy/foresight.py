@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -17,8 +18,8 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.first_come import BatchDraft, FirstComePolicy
-from services.scheduler.policy.progress import TaskEntry, TaskStage
+from services.scheduler.policy.first_come import FirstComePolicy
+from services.scheduler.policy.job_table import Job, JobStage
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
@@ -43,25 +44,25 @@ class Foresight:
         self._length_tokens.pop(key, None)
         self._asked.discard(key)
 
-    def length_tokens(self, entry: TaskEntry) -> int:
+    def length_tokens(self, job: Job) -> int:
         """Of the whole answer; at least one token more than there is, unless it is at its limit."""
-        limit = entry.task.max_tokens
-        predicted = self._length_tokens.get(entry.task.key, limit)
-        return min(max(predicted, entry.generated_tokens + 1), limit)
+        limit = job.task.max_tokens
+        predicted = self._length_tokens.get(job.task.key, limit)
+        return min(max(predicted, job.generated_tokens + 1), limit)
 
-    def remaining_tokens(self, entry: TaskEntry) -> int:
-        return self.length_tokens(entry) - entry.generated_tokens
+    def remaining_tokens(self, job: Job) -> int:
+        return self.length_tokens(job) - job.generated_tokens
 
-    def questions(self, entries: Iterable[TaskEntry]) -> tuple[PlannedQuestion, ...]:
+    def questions(self, jobs: Iterable[Job]) -> tuple[PlannedQuestion, ...]:
         """About those that reached their predicted length and are not over."""
         asked = []
-        for entry in entries:
-            key = entry.task.key
+        for job in jobs:
+            key = job.task.key
             predicted = self._length_tokens.get(key)
-            outgrown = predicted is not None and predicted <= entry.generated_tokens < entry.task.max_tokens
+            outgrown = predicted is not None and predicted <= job.generated_tokens < job.task.max_tokens
             if outgrown and key not in self._asked:
                 self._asked.add(key)
-                asked.append(PlannedQuestion(key, entry.generated_tokens))
+                asked.append(PlannedQuestion(key, job.generated_tokens))
         return tuple(asked)
 
     def check_integrity(self, known: Iterable[SequenceKey]) -> None:
@@ -70,19 +71,19 @@ class Foresight:
 
 
 class Foreseeing(FirstComePolicy):
-    """One worker's batches, with predicted lengths kept beside the books. A subclass plans."""
+    """A policy in one order that notes predicted lengths, and asks about outgrown ones. A subclass plans."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._foresight = Foresight()
         super().__init__(shape, settings)
 
     def on_arrival(self, task: Task, now_s: float) -> None:
-        if task.key not in self._entries:
+        if task.key not in self._table.jobs:
             self._foresight.note_task(task)
             super().on_arrival(task, now_s)
 
     def on_adopted(self, task: Task, holding: Holding, now_s: float) -> None:
-        if task.key not in self._entries:
+        if task.key not in self._table.jobs:
             self._foresight.note_task(task)
             super().on_adopted(task, holding, now_s)
 
@@ -92,48 +93,51 @@ class Foreseeing(FirstComePolicy):
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
         """Whoever waits is ranked anew; whoever runs keeps what it was given."""
-        entry = self._entries.get(key)
-        if entry is None:
+        job = self._table.jobs.get(key)
+        if job is None:
             return
-        waits = entry.stage is TaskStage.WAITING
+        waits = job.stage is JobStage.WAITING
         if waits:
-            self._dequeue(entry)
+            self._dequeue(job)
         self._foresight.note(key, prediction)
         if waits:
-            self._enqueue(entry)
+            self._enqueue(job)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
         super().check_integrity()
-        self._foresight.check_integrity(self._entries)
+        self._foresight.check_integrity(self._table.jobs)
 
     def _with_questions(self, batch: PlannedBatch | None) -> PlannedBatch | None:
         """The same batch, and what is asked about the answers it goes on with."""
         if batch is None:
             return None
-        decoded = (self._entries[item.key] for item in batch.decodes)
+        decoded = (self._table.jobs[item.key] for item in batch.decodes)
         return msgspec.structs.replace(batch, questions=self._foresight.questions(decoded))
 
 
 class ExactPolicy(Foreseeing):
-    """One worker's batches, but for `_candidates`. A subclass fulfils `contract.BatchPolicy`."""
+    """Prompt and predicted answer are allocated at once. A subclass says who is next (`_candidates`)."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = self._draft()
-        if not draft.preempted:
-            self._admit(draft)
-        return self._with_questions(self._commit(draft))
+        batch = self._begin()
+        if not batch.preemptions:
+            self._admit(batch)
+        return self._with_questions(self._finish(batch))
 
-    def _exact_blocks(self, entry: TaskEntry) -> int:
+    def _exact_blocks(self, job: Job) -> int:
         """What prompt and predicted answer occupy, clamped to what an otherwise empty worker gives."""
-        tokens = entry.task.prompt_tokens + self._foresight.length_tokens(entry) - 1
-        return min(max(self._blocks(tokens), self._blocks(entry.prefill_tokens)), self._capacity_blocks)
+        tokens = job.task.prompt_tokens + self._foresight.length_tokens(job) - 1
+        return min(
+            max(self._table.blocks_for(tokens), self._table.blocks_for(job.prefill_tokens)),
+            self._table.capacity_blocks,
+        )
 
-    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
-        needed = self._blocks(tokens)
-        if entry.stage in (TaskStage.WAITING, TaskStage.PREFILLING):
-            return max(needed, self._exact_blocks(entry))
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        needed = self._table.blocks_for(tokens)
+        if job.stage in (JobStage.WAITING, JobStage.PREFILLING):
+            return max(needed, self._exact_blocks(job))
         return needed
 
-    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
-        return self._exact_blocks(entry) <= draft.free_blocks
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
+        return self._exact_blocks(job) <= self._table.free_blocks

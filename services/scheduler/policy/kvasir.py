@@ -8,22 +8,25 @@ goes on, predicted anew. When blocks run out all the same, the one with the most
 Where steps are short, several are planned at once although others wait: as many as nobody is expected to
 end in.
 
-Source: algorithms.md §1 (Beyond the paper); parts from `ecoserve/`.
+    10 blocks are free; a has the least work but will hold 12 at its end, b has more and will hold 6 → a is
+    asked first and passed over, b starts; a starts once those that run are expected to be gone in time.
+
+Source: algorithms.md §1 (Beyond the paper).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
 from typing import Any
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.drafts import Draft
-from services.scheduler.policy.ecoserve.jobs import Job, JobStage
-from services.scheduler.policy.ecoserve.lengths import Calibration, LengthEstimates
-from services.scheduler.policy.ecoserve.options import EcoOptions, parse_options
-from services.scheduler.policy.ecoserve.profiling import UsageProfile, bucket_tokens
-from services.scheduler.policy.ecoserve.queues import AgingTurns, WaitingQueue
-from services.scheduler.policy.ecoserve.rescue import Rescuing
+from services.scheduler.policy.job_table import Job, JobStage
+from services.scheduler.policy.lengths import Calibration, LengthEstimates
+from services.scheduler.policy.options import parse_options
+from services.scheduler.policy.profile import UsageProfile, bucket_tokens
+from services.scheduler.policy.two_queues import TwoQueuePolicy
+from services.scheduler.policy.waiting_queue import AgingTurns, WaitingQueue
 from shared.messages.sequence import SequenceKey
 
 _LATE = 4.0
@@ -36,27 +39,26 @@ _PASSED_OVER = 16
 """So many that do not fit let shorter ones of the same class, or others, pass in one plan."""
 
 
-class KvasirPolicy(Rescuing):
-    """One worker's batches. Implements `contract.BatchPolicy`. Own blocks are those held, always."""
+class KvasirPolicy(TwoQueuePolicy):
+    """`kvasir`, the default. Implements `contract.BatchPolicy`.
+
+    Nothing is set aside ahead: between two plans each job owns what it holds.
+    """
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        super().__init__(shape, settings)
-        self._turns = AgingTurns(self._options)
+        options = parse_options(settings.options, _DEFAULTS)
+        super().__init__(
+            shape,
+            settings,
+            options,
+            LengthEstimates(options, shape.block_tokens, Calibration()),
+            WaitingQueue(self._work_rank, (0.0,), aging_s=options.aging_s),
+            WaitingQueue(self._work_rank, (0.0,)),
+        )
+        self._turns = AgingTurns(options)
         self._aged: set[SequenceKey] = set()
         """Started by age: last to give up what they hold."""
         self._profile: UsageProfile | None = None
-
-    def _make_options(self, options: Mapping[str, object]) -> EcoOptions:
-        return parse_options(options, _DEFAULTS)
-
-    def _make_lengths(self) -> LengthEstimates:
-        return LengthEstimates(self._options, self._block_tokens, Calibration())
-
-    def _make_queues(self) -> tuple[WaitingQueue, WaitingQueue]:
-        return (
-            WaitingQueue(self._work_rank, (0.0,), aging_s=self._options.aging_s),
-            WaitingQueue(self._work_rank, (0.0,)),
-        )
 
     def _work_rank(self, job: Job) -> tuple[Any, ...]:
         return (self._work_s(job), *job.task.order)
@@ -69,7 +71,7 @@ class KvasirPolicy(Rescuing):
         job.due_s = job.deadline_s - self._work_s(job)
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
-        job = self._jobs.get(key)
+        job = self._table.jobs.get(key)
         if job is not None and answer_tokens is not None and answer_tokens > job.task.generated_tokens:
             self._lengths.learn(job.first_prediction, answer_tokens)
         super().on_ended(key, now_s, answer_tokens)
@@ -77,107 +79,98 @@ class KvasirPolicy(Rescuing):
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         self._prompts.advance(now_s)
-        self._generations.advance(now_s)
+        self._ready.advance(now_s)
         self._profile = None
-        draft = Draft(self._settings.token_budget)
-        self._shed(draft, now_s)
+        batch = BatchBuilder(self._table, self._settings)
+        self._shed(batch, now_s)
         for job in list(self._running.values()):
-            if job.stage is JobStage.RUNNING and self._secure(draft, job, now_s):
-                self._draft_decode(draft, job)
-        self._resume(draft)
+            if job.stage is JobStage.DECODING and self._secure(batch, job, now_s):
+                batch.add_decode(job)
+        self._resume(batch)
         for job in list(self._partial.values()):
-            self._add_chunk(draft, job, now_s)
-        if not draft.preempted and len(self._partial) == len(draft.prefills):
-            self._admit(draft, now_s)
-        if not (draft.sequences or draft.preempted or self._complete):
-            self._rescue(draft, now_s)
-        return self._commit(draft, now_s)
+            self._go_on(batch, job, now_s)
+        if not batch.preemptions and len(self._partial) == len(batch.prefills):
+            self._admit(batch, now_s)
+        if not (batch or self._complete):
+            self._rescue(batch, now_s)
+        return self._finish(batch, now_s)
 
     # What runs
 
-    def _secure(self, draft: Draft, job: Job, now_s: float) -> bool:
+    def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
         """A block for the next token, if need be of those with the most left to do."""
-        if draft.sequences >= self._most_running():
+        if batch.sequences >= self._most_running():
             return False
         if job.computed_tokens >= job.end_tokens:
             rest = self._lengths.rest_tokens(job.prediction, job.generated_tokens, job.task.max_tokens)
             job.end_tokens = job.computed_tokens + rest
             self._questions[job.task.key] = job.generated_tokens
-        needed = self._blocks(job.computed_tokens + 1)
-        if self._make_room(draft, job, needed, now_s):
-            self._set_own(job, max(needed, job.held_blocks))
+        needed = self._table.blocks_for(job.computed_tokens + 1)
+        if self._make_room(batch, job, needed, now_s):
+            self._table.set_own(job, max(needed, job.held_blocks))
             return True
         return False
 
-    def _make_room(self, draft: Draft, job: Job, blocks: int, now_s: float) -> bool:
+    def _make_room(self, batch: BatchBuilder, job: Job, blocks: int, now_s: float) -> bool:
         """Whether `job` may hold so many; those with the most left to do give up theirs, in the end
         itself. What is complete is about to be free: that is waited for."""
-        while blocks - job.held_blocks > self._free_blocks:
+        while blocks - job.held_blocks > self._table.free_blocks:
             releasing = sum(other.held_blocks for other in self._complete.values())
-            if blocks - job.held_blocks <= self._free_blocks + releasing:
+            if blocks - job.held_blocks <= self._table.free_blocks + releasing:
                 return False
             victim = max(self._victims(), key=self._burden)
-            self._evict(draft, victim, now_s)
+            self._evict(batch, victim, now_s)
             self._profile = None
             if victim is job:
                 return False
         return True
 
     def _victims(self) -> list[Job]:
-        return [*self._running.values(), *self._generations, *self._partial.values()]
+        return [*self._running.values(), *self._ready, *self._partial.values()]
 
     def _burden(self, job: Job) -> tuple[Any, ...]:
-        waits = job.stage is not JobStage.RUNNING
+        waits = job.stage is not JobStage.DECODING
         rest = job.rest_tokens if waits else job.end_tokens - job.computed_tokens
         is_spared = job.task.key in self._aged or job.task.key == self._pinned
         return (not is_spared, rest, job.task.order)
 
-    def _resume(self, draft: Draft) -> None:
+    def _resume(self, batch: BatchBuilder) -> None:
         """Adopted ones, and all after the worker shrank: those that hold KV come before any prompt."""
-        if not len(self._generations):
+        if not len(self._ready):
             return
-        for job in list(self._generations):
+        for job in list(self._ready):
             ends = job.computed_tokens + job.rest_tokens
-            needed = max(0, self._blocks(job.computed_tokens + 1) - job.held_blocks)
-            room = len(self._running) < self._most_running() and needed <= self._free_blocks
+            needed = max(0, self._table.blocks_for(job.computed_tokens + 1) - job.held_blocks)
+            room = len(self._running) < self._most_running() and needed <= self._table.free_blocks
             if room and self._usage().fits(job.computed_tokens, ends, job.held_blocks):
-                self._start(draft, job, 0)
+                self._start(batch, job)
 
-    def _start(self, draft: Draft, job: Job, blocks: int) -> None:
+    def _start_pinned(self, batch: BatchBuilder, job: Job, needed_blocks: int) -> None:
+        self._start(batch, job)
+
+    def _start(self, batch: BatchBuilder, job: Job) -> None:
+        """It decodes from this batch on, and holds no more than the next token needs."""
         self._take_out(job)
         job.end_tokens = job.computed_tokens + job.rest_tokens
         if self._profile is not None:
             self._profile.start(job.computed_tokens, job.end_tokens, job.held_blocks)
-        self._set_own(job, max(job.held_blocks, self._blocks(job.computed_tokens + 1)))
-        job.stage = JobStage.RUNNING
+        self._table.set_own(job, max(job.held_blocks, self._table.blocks_for(job.computed_tokens + 1)))
+        job.stage = JobStage.DECODING
         self._running[job.task.key] = job
-        self._draft_decode(draft, job)
+        batch.add_decode(job)
 
     def _prefilled(self, job: Job, now_s: float) -> None:
-        job.stage = JobStage.RUNNING
+        job.stage = JobStage.DECODING
         self._running[job.task.key] = job
         job.end_tokens = max(job.end_tokens, job.computed_tokens + 1)
 
     def _room_tokens(self, job: Job) -> int:
         return max(1, job.end_tokens - job.computed_tokens)
 
-    def _steps(self, draft: Draft) -> int:
+    def _steps_beside_waiting(self) -> int:
         """Whoever waits has just been found not to fit beside what runs. Short steps in which nobody is
         expected to end change nothing about that; an arrival that can start cuts them short."""
-        if draft.prefills or draft.preempted or self._partial or len(self._generations):
-            return 1
-        waits = self._next_prompt() is not None
-        jobs = draft.decodes.values()
-        steps = min(self._settings.max_steps, max(job.missing_tokens for job in jobs))
-        if waits:
-            steps = min(steps, int(_UNSEEN_S / self._speeds.decode_step_s))
-        for job in jobs:
-            room = self._room_tokens(job)
-            if waits or room < job.missing_tokens:
-                steps = min(steps, room, job.missing_tokens)
-        while steps > 1 and self._grown_blocks(draft, steps) > self._capacity_blocks:
-            steps -= 1
-        return max(1, steps)
+        return int(_UNSEEN_S / self._speeds.decode_step_s)
 
     # Prompts
 
@@ -188,29 +181,29 @@ class KvasirPolicy(Rescuing):
             growing = []
             for job in jobs:
                 now, ends = job.computed_tokens, job.end_tokens
-                if job.stage is JobStage.PROMPT:
+                if job.is_prompt:
                     now, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
                 growing.append((now, max(now, ends), job.held_blocks))
-            constant = self._held_blocks - sum(item[2] for item in growing)
-            limit = self._capacity_blocks - self._reserve_blocks
+            constant = self._table.held_blocks - sum(item[2] for item in growing)
+            limit = self._table.capacity_blocks - self._reserve_blocks
             rests = [ends - now for now, ends, _ in growing]
-            bucket = bucket_tokens(rests, self._capacity_blocks * self._block_tokens)
-            self._profile = UsageProfile(growing, constant, limit, self._block_tokens, bucket)
+            bucket = bucket_tokens(rests, self._table.capacity_blocks * self._table.block_tokens)
+            self._profile = UsageProfile(growing, constant, limit, self._table.block_tokens, bucket)
         return self._profile
 
-    def _add_chunk(self, draft: Draft, job: Job, now_s: float) -> None:
+    def _go_on(self, batch: BatchBuilder, job: Job, now_s: float) -> None:
         """The next chunk of one that has started."""
-        chunk = self._chunk_tokens(draft, job)
-        if chunk and self._make_room(draft, job, self._blocks(job.computed_tokens + chunk), now_s):
-            self._draft_prompt(draft, job, chunk)
+        chunk = batch.chunk_tokens(job)
+        if chunk and self._make_room(batch, job, self._table.blocks_for(job.computed_tokens + chunk), now_s):
+            self._add_chunk(batch, job, chunk)
 
-    def _admit(self, draft: Draft, now_s: float) -> None:
+    def _admit(self, batch: BatchBuilder, now_s: float) -> None:
         """In order, passing over a few that do not fit; the last prompt is cut to the budget."""
-        if self._is_full(draft):
+        if self._is_full(batch):
             return
         overdue = self._overdue_prompt() if self._turns.is_due() else None
         if overdue is not None:
-            if self._begin(draft, overdue):
+            if self._begin(batch, overdue):
                 self._turns.take()
                 self._aged.add(overdue.task.key)
             elif self._turns.is_starving(overdue, now_s):
@@ -222,23 +215,23 @@ class KvasirPolicy(Rescuing):
             self._estimate_rest(job)
         ends = [(job.prefill_tokens, job.prefill_tokens + job.rest_tokens, 0) for job in jobs]
         for job, fits in zip(jobs, self._usage().which_fit(ends), strict=True):
-            if self._is_full(draft):
+            if self._is_full(batch):
                 return
-            if self._is_oversized(job):
+            if self._table.is_oversized(job):
                 self._put_aside(job)
-            elif (fits or self._is_empty) and self._begin(draft, job):
+            elif (fits or self._is_empty) and self._begin(batch, job):
                 self._turns.count()
 
     @property
     def _is_empty(self) -> bool:
         """Whoever comes first is taken, however long."""
-        return self._held_blocks == 0
+        return self._table.held_blocks == 0
 
-    def _is_full(self, draft: Draft) -> bool:
+    def _is_full(self, batch: BatchBuilder) -> bool:
         """No further prompt can start now."""
-        is_cut = any(end < job.prefill_tokens for job, end in draft.prefills.values())
+        is_cut = any(end < job.prefill_tokens for job, end in batch.prefills.values())
         busy = len(self._running) + len(self._partial)
-        return is_cut or draft.budget_tokens <= 0 or busy >= self._most_running()
+        return is_cut or batch.budget_tokens <= 0 or busy >= self._most_running()
 
     def _in_order(self) -> Iterator[Job]:
         """Least work first, where work that comes too late counts `_LATE` times."""
@@ -248,18 +241,18 @@ class KvasirPolicy(Rescuing):
     def _weighted_work(self, job: Job) -> tuple[Any, ...]:
         return (job.rank[0] * (_LATE if job.slack_class == 0 else 1), *job.rank[1:])
 
-    def _begin(self, draft: Draft, job: Job) -> bool:
+    def _begin(self, batch: BatchBuilder, job: Job) -> bool:
         """Start a prompt, if the profile takes it; alone it is always taken."""
-        chunk = self._chunk_tokens(draft, job)
-        if chunk == 0 or not self._text_fits(draft, job):
+        chunk = batch.chunk_tokens(job)
+        if chunk == 0 or not batch.text_fits(job):
             return False
         total, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
         if not self._is_empty and not self._usage().fits(total, ends, 0):
             return False
-        if self._blocks(job.computed_tokens + chunk) > self._free_blocks:
+        if self._table.blocks_for(job.computed_tokens + chunk) > self._table.free_blocks:
             return False
         usage = self._usage()
         job.end_tokens = ends
-        self._draft_prompt(draft, job, chunk)
+        self._add_chunk(batch, job, chunk)
         usage.start(total, ends, 0)
         return True

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Line(Generic[T]):
-    """Items in the order of `key`, which has to tell any two of them apart."""
+    """A sorted collection of items in the order of `key`, which has to tell any two of them apart."""
 
     def __init__(self, key: Callable[[T], Any], items: Iterable[T] = ()) -> None:
         self._key = key

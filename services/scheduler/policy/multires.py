@@ -9,25 +9,25 @@ one start costs one search in each row (some 50), and the choice is exact in blo
 width of a row. Ties: the earlier arrival.
 
 Nothing ages: a demand that never fits best waits. What has no prediction counts as long as it may get.
-Source: papers/003 §2.1 (MultiRes), algorithms.md §1; allocation and the rest are in `exact.py`.
+Source: papers/003 §2.1 (MultiRes), algorithms.md §1; allocation and the rest are in `foresight.py`.
 """
 
 from collections.abc import Iterator
 from math import inf, log2
 from typing import Any
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
-from services.scheduler.policy.first_come import BatchDraft
 from services.scheduler.policy.foresight import ExactPolicy
+from services.scheduler.policy.job_table import Job
 from services.scheduler.policy.line import Line
-from services.scheduler.policy.progress import TaskEntry
 from shared.messages.sequence import SequenceKey
 
 _ROWS_PER_OCTAVE = 4
 
 
 class MultiResPolicy(ExactPolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`multires`: who waits stands in rows of like prompts; the closest of all rows starts."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("multires", settings.options, {})
@@ -40,34 +40,34 @@ class MultiResPolicy(ExactPolicy):
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         """Demands are clamped to the capacity: all that wait are placed anew."""
         waiting = list(self._waiting)
-        for entry in waiting:
-            self._dequeue(entry)
+        for job in waiting:
+            self._dequeue(job)
         super().on_resized(capacity_blocks, now_s)
-        for entry in waiting:
-            self._enqueue(entry)
+        for job in waiting:
+            self._enqueue(job)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
         super().check_integrity()
-        startable = {entry.task.key for entry in self._startable()}
+        startable = {job.task.key for job in self._startable()}
         assert self._places.keys() == startable
         assert sum(len(row) for row in self._rows.values()) == len(startable)
         for number, row in self._rows.items():
             row.check_integrity()
             assert len(row) and all(self._places[key][0] == number for key in row)
 
-    def _enqueue(self, entry: TaskEntry) -> None:
-        super()._enqueue(entry)
-        if self._blocks(entry.task.limit_tokens) > self._capacity_blocks:
+    def _enqueue(self, job: Job) -> None:
+        super()._enqueue(job)
+        if self._table.is_oversized(job):
             return
-        number = int(log2(max(1, entry.prefill_tokens)) * _ROWS_PER_OCTAVE)
-        key = entry.task.key
-        self._places[key] = (number, -self._exact_blocks(entry), *entry.task.order)
+        number = int(log2(max(1, job.prefill_tokens)) * _ROWS_PER_OCTAVE)
+        key = job.task.key
+        self._places[key] = (number, -self._exact_blocks(job), *job.task.order)
         self._rows.setdefault(number, Line(self._in_row)).add(key)
 
-    def _dequeue(self, entry: TaskEntry) -> None:
-        super()._dequeue(entry)
-        key = entry.task.key
+    def _dequeue(self, job: Job) -> None:
+        super()._dequeue(job)
+        key = job.task.key
         if key in self._places:
             row = self._rows[self._places[key][0]]
             row.remove(key)
@@ -78,31 +78,31 @@ class MultiResPolicy(ExactPolicy):
     def _in_row(self, key: SequenceKey) -> Any:
         return self._places[key][1:]
 
-    def _candidates(self, draft: BatchDraft) -> Iterator[TaskEntry]:
-        entry = self._closest(draft)
-        while entry is not None:
-            yield entry
-            entry = self._closest(draft)
+    def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
+        job = self._closest(batch)
+        while job is not None:
+            yield job
+            job = self._closest(batch)
 
-    def _closest(self, draft: BatchDraft) -> TaskEntry | None:
-        best: TaskEntry | None = None
+    def _closest(self, batch: BatchBuilder) -> Job | None:
+        best: Job | None = None
         least: tuple[float, Any] = (inf, None)
         for row in self._rows.values():
-            for key in row.starting_at((-draft.free_blocks,)):
-                if key in draft.prefills:
+            for key in row.starting_at((-self._table.free_blocks,)):
+                if key in batch.prefills:
                     continue
-                entry = self._entries[key]
-                found = (self._distance(draft, entry), entry.task.order)
+                job = self._table.jobs[key]
+                found = (self._distance(batch, job), job.task.order)
                 if found[0] < inf and (best is None or found < least):
-                    best, least = entry, found
+                    best, least = job, found
                 break
         return best
 
-    def _distance(self, draft: BatchDraft, entry: TaskEntry) -> float:
+    def _distance(self, batch: BatchBuilder, job: Job) -> float:
         """Squared, in shares of the token budget and of the capacity; infinite where it does not fit."""
-        tokens = self._chunk(draft, entry.prefill_tokens)
+        tokens = batch.chunk_tokens(job)
         if tokens == 0:
             return inf
-        budget_share = max(0, draft.budget_tokens - tokens) / self._settings.token_budget
-        blocks_share = (draft.free_blocks - self._exact_blocks(entry)) / self._capacity_blocks
+        budget_share = max(0, batch.budget_tokens - tokens) / self._settings.token_budget
+        blocks_share = (self._table.free_blocks - self._exact_blocks(job)) / self._table.capacity_blocks
         return float(budget_share**2 + blocks_share**2)

@@ -15,101 +15,101 @@ papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
 from itertools import islice
 from typing import Any
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
-from services.scheduler.policy.first_come import BatchDraft, FirstComePolicy
+from services.scheduler.policy.first_come import FirstComePolicy
 from services.scheduler.policy.foresight import Foreseeing
-from services.scheduler.policy.progress import TaskEntry, TaskStage
+from services.scheduler.policy.job_table import Job, JobStage
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
 class RankedPolicy(FirstComePolicy):
-    """One worker's batches, but for `_rank`. A subclass fulfils `contract.BatchPolicy`."""
+    """Those of highest rank run. A subclass has a `_rank`, and fulfils `contract.BatchPolicy`."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        draft = BatchDraft({}, {}, {}, self._settings.token_budget, self._capacity_blocks - self._used_blocks)
-        self._shed(draft)
-        chosen = self._choose(draft)
-        for entry in chosen:
-            self._draft_decode(draft, entry)
+        batch = BatchBuilder(self._table, self._settings)
+        self._shed(batch)
+        chosen = self._choose(batch)
+        for job in chosen:
+            self._add_decode(batch, job)
         may_start = True
-        for entry in chosen:
-            if entry.task.key in draft.preempted:
+        for job in chosen:
+            if job.task.key in batch.preemptions:
                 continue
-            if entry.stage is TaskStage.WAITING:
-                may_start = may_start and self._draft_start(draft, entry)
+            if job.stage is JobStage.WAITING:
+                may_start = may_start and self._add_start(batch, job)
             else:
-                self._draft_chunk(draft, entry)
-        self._fill(draft)
-        batch = self._commit(draft)
+                self._add_chunk(batch, job)
+        self._fill(batch)
+        planned = self._finish(batch)
         self._sort_running()
-        return batch
+        return planned
 
-    def _fill(self, draft: BatchDraft) -> None:
+    def _fill(self, batch: BatchBuilder) -> None:
         """Places of those that could not start after all go to decodes, by rank."""
-        for entry in list(self._running):
-            drafted = entry.task.key in draft.decodes
-            if draft.budget_tokens > 0 and not drafted:
-                self._draft_decode(draft, entry)
+        for job in list(self._running):
+            if batch.budget_tokens > 0 and job.task.key not in batch.decodes:
+                self._add_decode(batch, job)
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         super().on_short(key, missing_tokens, now_s)
         self._sort_running()
 
-    def _choose(self, draft: BatchDraft) -> list[TaskEntry]:
+    def _choose(self, batch: BatchBuilder) -> list[Job]:
         """Who is in the batch, by rank, as many as it holds. Makes room for the first that starts."""
         limit = self._settings.max_batch_sequences
-        running = [entry for entry in self._running if entry.stage is not TaskStage.COMPLETE]
-        waiting: list[TaskEntry] = []
-        if not draft.preempted and all(self._has_maximum(entry) for entry in running):
+        running = [job for job in self._running if job.stage is not JobStage.COMPLETE]
+        waiting: list[Job] = []
+        if not batch.preemptions and all(self._has_maximum(job) for job in running):
             waiting = list(islice(self._startable(), limit))
-        free_blocks = draft.free_blocks
+        free_blocks = self._table.free_blocks
         may_evict = True
-        chosen: list[TaskEntry] = []
+        chosen: list[Job] = []
         while len(chosen) < limit and (running or waiting):
             if not waiting or (running and self._rank(running[0]) < self._rank(waiting[0])):
-                may_evict = may_evict and running[0].stage is TaskStage.DECODING
+                may_evict = may_evict and running[0].stage is JobStage.DECODING
                 chosen.append(running.pop(0))
                 continue
             missing_blocks = self._maximum_blocks(waiting[0]) - free_blocks
-            if missing_blocks > 0 and not (may_evict and self._make_room(draft, missing_blocks, running)):
+            if missing_blocks > 0 and not (may_evict and self._make_room(batch, missing_blocks, running)):
                 waiting = []
                 continue
             chosen.append(waiting.pop(0))
-            free_blocks = draft.free_blocks - sum(
-                self._maximum_blocks(entry) for entry in chosen if entry.stage is TaskStage.WAITING
+            free_blocks = self._table.free_blocks - sum(
+                self._maximum_blocks(job) for job in chosen if job.stage is JobStage.WAITING
             )
             may_evict = False
         return chosen
 
-    def _make_room(self, draft: BatchDraft, missing_blocks: int, outranked: list[TaskEntry]) -> bool:
+    def _make_room(self, batch: BatchBuilder, missing_blocks: int, outranked: list[Job]) -> bool:
         """Take blocks from `outranked`, the last first. It waits (False) for blocks about to be free."""
         if missing_blocks <= self._releasing_blocks():
             return False
-        if missing_blocks > sum(entry.allocated_blocks for entry in outranked):
+        if missing_blocks > sum(job.held_blocks for job in outranked):
             return False
         while missing_blocks > 0:
             victim = outranked.pop()
-            missing_blocks -= victim.allocated_blocks
-            self._preempt(draft, victim)
+            missing_blocks -= victim.held_blocks
+            self._preempt(batch, victim)
         return True
 
-    def _target_blocks(self, entry: TaskEntry, tokens: int) -> int:
-        return max(self._blocks(tokens), self._maximum_blocks(entry))
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        return max(self._table.blocks_for(tokens), self._maximum_blocks(job))
 
-    def _can_start(self, draft: BatchDraft, entry: TaskEntry) -> bool:
-        return self._maximum_blocks(entry) <= draft.free_blocks
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
+        return self._maximum_blocks(job) <= self._table.free_blocks
 
-    def _maximum_blocks(self, entry: TaskEntry) -> int:
+    def _maximum_blocks(self, job: Job) -> int:
         """Clamped to what an otherwise empty worker gives: one that was found there may be larger."""
-        return min(self._blocks(entry.task.limit_tokens), self._capacity_blocks)
+        return min(self._table.blocks_for(job.task.limit_tokens), self._table.capacity_blocks)
 
-    def _has_maximum(self, entry: TaskEntry) -> bool:
-        return entry.allocated_blocks >= self._maximum_blocks(entry)
+    def _has_maximum(self, job: Job) -> bool:
+        return job.held_blocks >= self._maximum_blocks(job)
 
 
 class SrtfPolicy(Foreseeing, RankedPolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`srtf`: whoever has the shortest predicted remaining time runs first, and may preempt."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("srtf", settings.options, {})
@@ -122,9 +122,9 @@ class SrtfPolicy(Foreseeing, RankedPolicy):
     def plan(self, now_s: float) -> PlannedBatch | None:
         return self._with_questions(super().plan(now_s))
 
-    def _rank(self, entry: TaskEntry) -> Any:
+    def _rank(self, job: Job) -> Any:
         prefill_tokens = 0
-        if entry.stage in (TaskStage.WAITING, TaskStage.PREFILLING):
-            prefill_tokens = entry.prefill_tokens - entry.computed_tokens
-        steps = self._foresight.remaining_tokens(entry) + prefill_tokens / self._settings.token_budget
-        return (steps, entry.task.order)
+        if job.stage in (JobStage.WAITING, JobStage.PREFILLING):
+            prefill_tokens = job.prefill_tokens - job.computed_tokens
+        steps = self._foresight.remaining_tokens(job) + prefill_tokens / self._settings.token_budget
+        return (steps, job.task.order)

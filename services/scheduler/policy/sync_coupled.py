@@ -8,28 +8,28 @@ stands. Prefill and decode are not decoupled: whatever a member's prompt leaves 
 further prompts that fit with their whole answers can fill.
 
 Option `group_tokens`: the width of a group. What has no prediction counts as long as it may get. Source:
-papers/003 §2.2 (SyncCoupled), algorithms.md §1; allocation and the rest are in `exact.py`.
+papers/003 §2.2 (SyncCoupled), algorithms.md §1; allocation and the rest are in `foresight.py`.
 """
 
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
-from services.scheduler.policy.first_come import BatchDraft
 from services.scheduler.policy.foresight import ExactPolicy
+from services.scheduler.policy.job_table import Job, JobStage
 from services.scheduler.policy.line import Line
-from services.scheduler.policy.progress import TaskEntry, TaskStage
 from shared.messages.sequence import SequenceKey
 
 
 class SyncCoupledPolicy(ExactPolicy):
-    """One worker's batches. Implements `contract.BatchPolicy`."""
+    """`sync_coupled`: who waits stands in groups of like predicted length; one group starts at a time."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("sync_coupled", settings.options, {"group_tokens": 32})
         self._group_tokens = int(options["group_tokens"])
-        self._groups: dict[int, Line[TaskEntry]] = {}
+        self._groups: dict[int, Line[Job]] = {}
         """Those that wait and can ever fit, by predicted length."""
         self._numbers: dict[SequenceKey, int] = {}
         """In which group each of them is."""
@@ -42,16 +42,16 @@ class SyncCoupledPolicy(ExactPolicy):
     def on_resized(self, capacity_blocks: int, now_s: float) -> None:
         """Who can ever fit changes: all that wait are grouped anew."""
         waiting = list(self._waiting)
-        for entry in waiting:
-            self._dequeue(entry)
+        for job in waiting:
+            self._dequeue(job)
         super().on_resized(capacity_blocks, now_s)
-        for entry in waiting:
-            self._enqueue(entry)
+        for job in waiting:
+            self._enqueue(job)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
         super().check_integrity()
-        startable = {entry.task.key for entry in self._startable()}
+        startable = {job.task.key for job in self._startable()}
         assert self._numbers.keys() == startable >= set(self._chosen)
         assert sum(len(group) for group in self._groups.values()) == len(startable)
         assert sorted(self._heads) == sorted(self._groups)
@@ -62,55 +62,55 @@ class SyncCoupledPolicy(ExactPolicy):
         assert first is not None
         return first.task.order
 
-    def _enqueue(self, entry: TaskEntry) -> None:
-        super()._enqueue(entry)
-        if self._blocks(entry.task.limit_tokens) > self._capacity_blocks:
+    def _enqueue(self, job: Job) -> None:
+        super()._enqueue(job)
+        if self._table.is_oversized(job):
             return
-        number = -(-self._foresight.remaining_tokens(entry) // self._group_tokens)
+        number = -(-self._foresight.remaining_tokens(job) // self._group_tokens)
         if number in self._groups:
             self._heads.remove(number)
-        self._groups.setdefault(number, Line(self._rank)).add(entry)
+        self._groups.setdefault(number, Line(self._rank)).add(job)
         self._heads.add(number)
-        self._numbers[entry.task.key] = number
+        self._numbers[job.task.key] = number
 
-    def _dequeue(self, entry: TaskEntry) -> None:
-        super()._dequeue(entry)
-        number = self._numbers.pop(entry.task.key, None)
+    def _dequeue(self, job: Job) -> None:
+        super()._dequeue(job)
+        number = self._numbers.pop(job.task.key, None)
         if number is None:
             return
-        if entry.task.key in self._chosen:
-            self._chosen.remove(entry.task.key)
+        if job.task.key in self._chosen:
+            self._chosen.remove(job.task.key)
         self._heads.remove(number)
-        self._groups[number].remove(entry)
+        self._groups[number].remove(job)
         if len(self._groups[number]):
             self._heads.add(number)
         else:
             del self._groups[number]
 
-    def _candidates(self, draft: BatchDraft) -> Iterator[TaskEntry]:
+    def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
         """What is left of the latest group, then group after group; the first that does not fit ends it."""
         for key in list(self._chosen):
-            yield self._entries[key]
+            yield self._table.jobs[key]
         for number in list(self._heads):
-            most = len(draft.prefills) + self._settings.max_batch_sequences + 1
+            most = len(batch.prefills) + self._settings.max_batch_sequences + 1
             first = list(islice(self._groups[number], most))
-            open_to = [entry for entry in first if entry.task.key not in draft.prefills]
-            members = self._fitting(draft, open_to)
-            self._chosen += [entry.task.key for entry in members]
+            open_to = [job for job in first if job.task.key not in batch.prefills]
+            members = self._fitting(batch, open_to)
+            self._chosen += [job.task.key for job in members]
             yield from members
             if len(members) < len(open_to):
                 return
 
-    def _fitting(self, draft: BatchDraft, group: list[TaskEntry]) -> list[TaskEntry]:
+    def _fitting(self, batch: BatchBuilder, group: list[Job]) -> list[Job]:
         """The first of them, as many as what is free and the batch take."""
-        free_blocks = draft.free_blocks
-        running = sum(entry.missing_tokens > 0 for entry in self._running)
-        starting = sum(self._entries[key].stage is TaskStage.WAITING for key in draft.prefills)
+        free_blocks = self._table.free_blocks
+        running = sum(job.missing_tokens > 0 for job in self._running)
+        starting = sum(self._table.jobs[key].stage is JobStage.WAITING for key in batch.prefills)
         places = self._settings.max_batch_sequences - running - starting
-        members: list[TaskEntry] = []
-        for entry in group:
-            free_blocks -= self._exact_blocks(entry)
+        members: list[Job] = []
+        for job in group:
+            free_blocks -= self._exact_blocks(job)
             if free_blocks < 0 or len(members) >= places:
                 break
-            members.append(entry)
+            members.append(job)
         return members

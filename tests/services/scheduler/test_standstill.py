@@ -12,7 +12,7 @@ class Refuser(VllmPolicy):
     """Plans nothing for prompts of 7 tokens, as one whose books are wrong would."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
-        return None if any(entry.task.prompt_tokens == 7 for entry in self._waiting) else super().plan(now_s)
+        return None if any(job.task.prompt_tokens == 7 for job in self._waiting) else super().plan(now_s)
 
 
 def standstill_s(world: World) -> float:

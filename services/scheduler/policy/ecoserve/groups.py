@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.scheduler.policy.ecoserve.jobs import Job, arrival_rank
+from services.scheduler.policy.job_table import Job, arrival_rank
 from services.scheduler.policy.line import Line
 
 GROUP_TOKENS = 32
@@ -34,7 +34,7 @@ class Group:
 
 
 class Groups:
-    """All that wait. `synced` ones start together where they fit."""
+    """All ready jobs by their length; in a synced policy those of one group start together where they fit."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}

@@ -1,8 +1,12 @@
 """EcoServe's planning step: generations fill the KV cache, prompts fill the rest of the forward size.
 
-Decoupled queues, an exact allocation for each generation when it starts, in order or in groups that end
-together, a reserve for prompts and for answers longer than predicted, offload-free pauses, and a pinned
-oldest holder where nothing else can move. Class attributes say which of the paper's parts a variant has.
+Two queues (`policy/two_queues.py`); blocks set aside for each generation when it starts (`admission.py`), in
+order or in groups that end together (`groups.py`); a reserve for prompts and for answers longer than
+predicted; offload-free pauses; and slots of running jobs that are lent to others (`hosting.py`).
+
+The variants that papers/003 §4 compares, and one beyond it, by what each adds to the one before:
+`ecoserve_d` → `_sd` (+ synced groups) → `_sdo` (+ ordering) → `ecoserve` (+ KVC pipelining);
+`ecoserve_profile` has the admission by profile instead of the halving slots.
 
 Differs from the paper where algorithms.md §1 says so: a paused generation's new length is
 E[RL − g | RL > g], prompts leave room for the head of the generation queue, and overdue requests have a share
@@ -13,209 +17,311 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
+from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.drafts import Draft
-from services.scheduler.policy.ecoserve.groups import BIN_TOKENS
-from services.scheduler.policy.ecoserve.jobs import Job, JobStage, arrival_rank
-from services.scheduler.policy.ecoserve.queues import AgingTurns, WaitingQueue
-from services.scheduler.policy.ecoserve.rescue import Rescuing
+from services.scheduler.policy.ecoserve.admission import Admission, ExactAdmission, ProfileAdmission
+from services.scheduler.policy.ecoserve.groups import BIN_TOKENS, Groups
+from services.scheduler.policy.ecoserve.hosting import Hosting
+from services.scheduler.policy.job_table import Job, JobStage, arrival_rank
+from services.scheduler.policy.lengths import LengthEstimates
+from services.scheduler.policy.options import TwoQueueOptions, parse_options
+from services.scheduler.policy.two_queues import TwoQueuePolicy
+from services.scheduler.policy.waiting_queue import AgingTurns, QueueRank, WaitingQueue
+from shared.messages.sequence import SequenceKey
 
 _OF_A_BIN = 8
 """So many of one bin of lengths are tried before shorter ones are."""
 
 
-def prompt_rank(job: Job) -> tuple[Any, ...]:
+def _prompt_rank(job: Job) -> tuple[Any, ...]:
     """Within a slack class: longest prompt first, in bins of 128."""
     return (-(job.prefill_tokens // BIN_TOKENS), *job.task.order)
 
 
-def generation_rank(job: Job) -> tuple[Any, ...]:
+def _generation_rank(job: Job) -> tuple[Any, ...]:
     """Within a slack class: most occupied KV, then longest rest, in bins of 128."""
     return (-(job.computed_tokens // BIN_TOKENS), -(job.rest_tokens // BIN_TOKENS), *job.task.order)
 
 
-class DecoupledPolicy(Rescuing):
-    """`ecoserve_d`: neither synced nor ordered. Implements `contract.BatchPolicy`."""
+class EcoServeD(TwoQueuePolicy):
+    """`ecoserve_d`: decoupled queues, first come first served, exact allocation. Subclasses switch parts on.
+
+    Implements `contract.BatchPolicy`.
+    """
 
     synced = False
+    """Ready jobs that are expected to end together start together."""
     ordered = False
+    """Queues go by slack, occupied KV and length instead of arrival."""
+    pipelined = False
+    """Running jobs lend their last blocks to shorter ones."""
+    profiled = False
+    """The profile of usage admits, instead of exact allocations."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        super().__init__(shape, settings)
-        self._prompt_turns = AgingTurns(self._options)
-        self._generation_turns = AgingTurns(self._options)
+        options = parse_options(settings.options)
+        lengths = LengthEstimates(options, shape.block_tokens)
+        prompts = self._make_queue(options, _prompt_rank)
+        super().__init__(
+            shape, settings, options, lengths, prompts, self._make_queue(options, _generation_rank)
+        )
+        self._admission = self._make_admission()
+        self._hosting = Hosting(self._table, options.buffer)
+        self._groups = Groups()
+        self._prompt_turns = AgingTurns(options)
+        self._generation_turns = AgingTurns(options)
 
-    def _make_queues(self) -> tuple[WaitingQueue, WaitingQueue]:
+    def _make_queue(self, options: TwoQueueOptions, rank: QueueRank) -> WaitingQueue:
         if not self.ordered:
-            return WaitingQueue(arrival_rank), WaitingQueue(arrival_rank)
-        edges_s, aging_s = self._options.slack_edges_s, self._options.aging_s
-        return (
-            WaitingQueue(prompt_rank, edges_s, aging_s=aging_s),
-            WaitingQueue(generation_rank, edges_s, aging_s=aging_s),
+            return WaitingQueue(arrival_rank)
+        return WaitingQueue(rank, options.slack_edges_s, aging_s=options.aging_s)
+
+    def _make_admission(self) -> Admission:
+        if not self.profiled:
+            return ExactAdmission(self._table, self._ready, lambda: self._reserve_blocks)
+        return ProfileAdmission(
+            self._table,
+            self._ready,
+            lambda: self._reserve_blocks,
+            self._running,
+            self._complete,
+            self._lengths,
+            self._questions,
         )
 
     def plan(self, now_s: float) -> PlannedBatch | None:
         self._prompts.advance(now_s)
-        self._generations.advance(now_s)
-        draft = Draft(self._settings.token_budget)
-        self._shed(draft, now_s)
+        self._ready.advance(now_s)
+        self._admission.begin_plan()
+        batch = BatchBuilder(self._table, self._settings)
+        self._shed(batch, now_s)
         for job in list(self._running.values()):
-            if job.stage is JobStage.RUNNING and self._secure(draft, job, now_s):
-                self._draft_decode(draft, job)
-        if len(self._generations) and self._changed:
-            self._changed = False
-            self._admit_generations(draft, now_s)
-        self._admit_prompts(draft, now_s)
-        if not (draft.sequences or draft.preempted or self._complete):
-            self._rescue(draft, now_s)
-        return self._commit(draft, now_s)
+            if job.stage is JobStage.DECODING and self._secure(batch, job, now_s):
+                batch.add_decode(job)
+        if len(self._ready) and self._table.changed:
+            self._table.changed = False
+            self._admit_generations(batch, now_s)
+        self._admit_prompts(batch, now_s)
+        if not (batch or self._complete):
+            self._rescue(batch, now_s)
+        return self._finish(batch, now_s)
 
-    # Blocks
+    # From place to place
 
-    def _secure(self, draft: Draft, job: Job, now_s: float) -> bool:
-        """Whether a running job may take its next token: within its reservation, or with a block more
-        (papers/003 §3.2.2: reserve first, else it stops and keeps its KV)."""
-        needed = self._blocks(job.computed_tokens + 1)
-        if needed <= job.held_blocks:
-            return True
-        if needed > job.reserved_blocks:
-            if needed - job.reserved_blocks > self._free_blocks:
-                self._pause(job, now_s)
-                return False
-            self._set_own(job, needed - job.hosted_blocks)
-        return self._vacate(draft, job, needed, now_s)
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        shrinks = capacity_blocks < self._table.own_blocks
+        super().on_resized(capacity_blocks, now_s)
+        if shrinks:
+            self._hosting.clear()
 
-    def _vacate(self, draft: Draft, job: Job, blocks: int, now_s: float) -> bool:
-        """Whether the job has its first `blocks` blocks to itself. Nothing is lent here."""
-        return True
+    def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
+        job = self._table.jobs.get(key)
+        super().on_ended(key, now_s, answer_tokens)
+        if job is not None:
+            self._hosting.forget(job)
 
-    def _fits(self, job: Job) -> bool:
-        """Whether its allocation fits into what is free, less the reserve."""
-        return self._lacking_blocks(job) <= max(0, self._free_blocks - self._reserve_blocks)
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self._groups.check_integrity({id(job) for job in self._ready})
+        self._hosting.check_integrity(self._ready)
 
-    def _leaves_room(self, blocks: int) -> bool:
-        """Whether a prompt may take so many: the head generation's allocation still fits beside it, or no
-        generation waits or runs."""
-        head = self._generations.first()
-        if head is None:
-            return blocks <= self._free_blocks
-        return self._lacking_blocks(head) <= self._free_blocks - blocks
+    def _queue_ready(self, job: Job, now_s: float) -> None:
+        super()._queue_ready(job, now_s)
+        self._groups.add(job)
+        if self.pipelined:
+            self._hosting.note_ready(job)
+
+    def _take_out(self, job: Job) -> None:
+        if job in self._ready:
+            self._groups.remove(job)
+            self._hosting.note_taken(job)
+        super()._take_out(job)
+
+    def _give_back_unused(self, job: Job) -> None:
+        """A guest keeps its place in its host until that gets there."""
+        self._hosting.give_back_unused(job)
+
+    def _part(self, job: Job) -> None:
+        self._hosting.leave_host(job)
+        self._hosting.give_back_unused(job)
 
     # Generations
 
-    def _seat(self, draft: Draft, job: Job) -> bool:
-        """Start a generation if it fits."""
-        if len(self._running) >= self._most_running() or not self._fits(job):
+    def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
+        """Whether a running job may take its next token: within its reservation, or with a block more
+        (papers/003 §3.2.2: reserve first, else it stops and keeps its KV)."""
+        if not self._admission.goes_on(job):
+            self._pause(job, now_s)
             return False
-        self._start(draft, job, self._target_blocks(job))
+        needed = self._table.blocks_for(job.computed_tokens + 1)
+        if needed <= job.held_blocks:
+            return True
+        if needed > job.reserved_blocks:
+            if needed - job.reserved_blocks > self._table.free_blocks:
+                self._pause(job, now_s)
+                return False
+            self._table.set_own(job, needed - job.hosted_blocks)
+        return self._hosting.vacate(job, needed, lambda guest: self._evict(batch, guest, now_s))
+
+    def _room_tokens(self, job: Job) -> int:
+        arrival_tokens = self._hosting.room_blocks(job) * self._table.block_tokens - job.computed_tokens
+        return self._admission.room_tokens(job) if self.profiled else arrival_tokens
+
+    def _seat(self, batch: BatchBuilder, job: Job) -> bool:
+        """Start a generation if it fits."""
+        if len(self._running) >= self._most_running() or not self._admission.fits(job):
+            return False
+        self._start(batch, job, self._admission.start_blocks(job))
         return True
 
-    def _start(self, draft: Draft, job: Job, blocks: int) -> None:
+    def _start_pinned(self, batch: BatchBuilder, job: Job, needed_blocks: int) -> None:
+        self._start(batch, job, self._admission.pinned_blocks(job, needed_blocks))
+
+    def _start(self, batch: BatchBuilder, job: Job, blocks: int) -> None:
         """It runs from this batch on, with `blocks` set aside for it alone."""
         self._take_out(job)
-        if job.host is not None:
-            self._leave_host(job)
-        self._set_own(job, max(blocks, job.held_blocks))
-        self._run(draft, job)
+        self._hosting.leave_host(job)
+        self._table.set_own(job, max(blocks, job.held_blocks))
+        self._run(batch, job)
+        self._admission.note_start(job)
+        if self.pipelined:
+            self._hosting.open_slots(job)
 
-    def _run(self, draft: Draft, job: Job) -> None:
-        job.stage = JobStage.RUNNING
+    def _run(self, batch: BatchBuilder, job: Job) -> None:
+        """It decodes from this batch on."""
+        self._take_out(job)
+        job.stage = JobStage.DECODING
         job.end_tokens = job.computed_tokens + job.rest_tokens
         self._running[job.task.key] = job
         self._questions.pop(job.task.key, None)
-        self._draft_decode(draft, job)
+        batch.add_decode(job)
 
-    def _admit_generations(self, draft: Draft, now_s: float) -> None:
-        """In order, whole groups first where groups are synced; then whatever still fits, longest first."""
-        pinned = self._jobs.get(self._pinned) if self._pinned is not None else None
-        if pinned is not None and pinned in self._generations:
-            self._seat(draft, pinned)
+    def _admit_generations(self, batch: BatchBuilder, now_s: float) -> None:
+        """In order, whole groups first where groups are synced; then whatever still fits, longest first; at
+        last guests."""
+        self._admit_in_order(batch, now_s)
+        if self.pipelined:
+            self._hosting.fill(
+                self._running,
+                self._most_running(),
+                self._admission.start_blocks,
+                lambda guest: self._run(batch, guest),
+            )
+
+    def _admit_in_order(self, batch: BatchBuilder, now_s: float) -> None:
+        pinned = self._table.jobs.get(self._pinned) if self._pinned is not None else None
+        if pinned is not None and pinned in self._ready:
+            self._seat(batch, pinned)
         for job in self._in_order():
-            if not self._take_turn(draft, now_s):
+            if not self._take_turn(batch, now_s):
                 return
-            if job in self._generations:
-                if not self._seat(draft, job):
+            if job in self._ready:
+                if not self._seat(batch, job):
                     break
                 self._generation_turns.count()
         if self.ordered:
-            self._fill(draft, now_s)
+            self._fill(batch)
 
     def _in_order(self) -> Iterator[Job]:
         if not self.synced:
             return self._oldest_first()
-        groups = (
-            self._groups.by_slack(self._generations.class_of) if self.ordered else self._groups.by_arrival()
-        )
+        groups = self._groups.by_slack(self._ready.class_of) if self.ordered else self._groups.by_arrival()
         return chain.from_iterable(groups)
 
     def _oldest_first(self) -> Iterator[Job]:
-        while (job := self._generations.first()) is not None:
+        while (job := self._ready.first()) is not None:
             yield job
 
-    def _take_turn(self, draft: Draft, now_s: float) -> bool:
+    def _take_turn(self, batch: BatchBuilder, now_s: float) -> bool:
         """An overdue generation's turn, if it is one; False when everybody has to wait for it."""
-        job = self._generations.oldest_overdue()
+        job = self._ready.oldest_overdue()
         if job is None or not self._generation_turns.is_due():
             return True
-        if self._seat(draft, job):
+        if self._seat(batch, job):
             self._generation_turns.take()
             return True
         return not self._generation_turns.is_starving(job, now_s)
 
-    def _fill(self, draft: Draft, now_s: float) -> None:
+    def _fill(self, batch: BatchBuilder) -> None:
         """Bucket by bucket of (slack, occupied KV), the longest bin of lengths that still fits."""
-        for line in self._generations.classes:
+        for line in self._ready.classes:
             at: tuple[Any, ...] = ()
             while jobs := list(islice(line.starting_at(at), _OF_A_BIN)):
                 if len(self._running) >= self._most_running():
                     return
                 tried = [job for job in jobs if job.rank[:2] == jobs[0].rank[:2]]
                 for job in tried:
-                    if self._seat(draft, job):
+                    if self._seat(batch, job):
                         self._generation_turns.count()
                 at = (jobs[0].rank[0], jobs[0].rank[1] + 1)
 
     # Prompts
 
-    def _admit_prompts(self, draft: Draft, now_s: float) -> None:
+    def _admit_prompts(self, batch: BatchBuilder, now_s: float) -> None:
         """Until the forward size is reached; the last prompt is cut to land exactly. One that is partly
         prefilled comes before any other starts."""
-        draft.budget_tokens = self._prompt_budget(draft)
+        batch.budget_tokens = self._prompt_budget(batch)
         for job in list(self._partial.values()):
-            self._add_prompt(draft, job)
-        if draft.preempted or len(self._partial) > len(draft.prefills):
+            self._add_prompt(batch, job)
+        if batch.preemptions or len(self._partial) > len(batch.prefills):
             return
-        while (added := self._add_next_prompt(draft, now_s)) is not None:
-            if draft.prefills[added.task.key][1] < added.prefill_tokens:
+        while (added := self._add_next_prompt(batch, now_s)) is not None:
+            if batch.prefills[added.task.key][1] < added.prefill_tokens:
                 return
 
-    def _prompt_budget(self, draft: Draft) -> int:
-        tfs_tokens = min(self._options.tfs_tokens or self._settings.token_budget, self._settings.token_budget)
-        return max(0, tfs_tokens - len(draft.decodes))
+    def _prompt_budget(self, batch: BatchBuilder) -> int:
+        most = self._settings.token_budget
+        return max(0, min(self._options.tfs_tokens or most, most) - len(batch.decodes))
 
-    def _add_next_prompt(self, draft: Draft, now_s: float) -> Job | None:
+    def _add_next_prompt(self, batch: BatchBuilder, now_s: float) -> Job | None:
         """The one whose turn it is, if it fits."""
         overdue = self._overdue_prompt() if self._prompt_turns.is_due() else None
         if overdue is not None:
-            if self._add_prompt(draft, overdue):
+            if self._add_prompt(batch, overdue):
                 self._prompt_turns.take()
                 return overdue
             if self._prompt_turns.is_starving(overdue, now_s):
                 return None
         job = self._next_prompt()
-        if job is None or not self._add_prompt(draft, job):
+        if job is None or not self._add_prompt(batch, job):
             return None
         self._prompt_turns.count()
         return job
 
-    def _add_prompt(self, draft: Draft, job: Job) -> bool:
+    def _add_prompt(self, batch: BatchBuilder, job: Job) -> bool:
         """The next chunk of it, as much as the budget and the blocks allow."""
-        chunk = self._chunk_tokens(draft, job)
-        if chunk == 0 or (job in self._prompts and not self._text_fits(draft, job)):
+        chunk = batch.chunk_tokens(job)
+        if chunk == 0 or (job.stage is JobStage.WAITING and not batch.text_fits(job)):
             return False
-        blocks = max(0, self._blocks(job.computed_tokens + chunk) - job.held_blocks)
-        nobody = not len(self._generations) and not self._running
-        if not (self._leaves_room(blocks) or (nobody and blocks <= self._free_blocks)):
+        held = job.held_blocks
+        blocks = max(0, self._table.blocks_for(job.computed_tokens + chunk) - held)
+        nobody = not len(self._ready) and not self._running
+        if not (self._admission.leaves_room(blocks) or (nobody and blocks <= self._table.free_blocks)):
             return False
-        self._draft_prompt(draft, job, chunk)
+        self._add_chunk(batch, job, chunk)
+        self._admission.note_prompt(job.held_blocks - held)
         return True
+
+
+class EcoServeSD(EcoServeD):
+    """`ecoserve_sd`: and who ends together starts together (Time-Synced Batching, papers/003 §3.2.2)."""
+
+    synced = True
+
+
+class EcoServeSDO(EcoServeD):
+    """`ecoserve_sdo`: and both queues are ordered by slack, occupied KV and length (papers/003 §3.3)."""
+
+    synced = ordered = True
+
+
+class EcoServe(EcoServeD):
+    """`ecoserve`: and running jobs lend what they do not need yet (KVC pipelining, papers/003 §3.4)."""
+
+    synced = ordered = pipelined = True
+
+
+class EcoServeProfile(EcoServeD):
+    """`ecoserve_profile`: as `ecoserve_sdo`, with the profile's admission instead of exact allocations."""
+
+    synced = ordered = profiled = True

@@ -80,7 +80,7 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
         loop.beat()
         policy = loop._scheduler._roster.lanes["worker-0"].policy
         assert isinstance(policy, VllmPolicy)
-        assert policy._capacity_blocks == pie.growth.capacity_blocks
+        assert policy._table.capacity_blocks == pie.growth.capacity_blocks
         loop.check_integrity()
         pie.store.check_integrity()
         seen.add(pie.growth.capacity_blocks)

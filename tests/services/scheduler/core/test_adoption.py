@@ -98,7 +98,7 @@ def test_blocks_that_two_share_are_not_capacity_twice() -> None:
     capacity = Capacity(total_blocks=100, free_blocks=90, evictable_blocks=8)
     adopt_snapshot(desk.roster, lane, msgspec.structs.replace(shared, capacity=capacity), VllmPolicy, 1.0)
     assert isinstance(lane.policy, VllmPolicy)
-    assert lane.policy._capacity_blocks == 100
+    assert lane.policy._table.capacity_blocks == 100
 
 
 def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.foresight import Foresight
-from services.scheduler.policy.progress import TaskEntry
+from services.scheduler.policy.job_table import Job
 from shared.messages.commands import LengthPrediction
 
 KEY = ("a", 0)
@@ -22,12 +22,12 @@ def says(tokens: int) -> LengthPrediction:
     )
 
 
-def entry(generated_tokens: int) -> TaskEntry:
-    return TaskEntry(Task(KEY, 8, 50, 0.0), generated_tokens)
+def job_of(generated_tokens: int) -> Job:
+    return Job(Task(KEY, 8, 50, 0.0), generated_tokens)
 
 
 def test_without_a_prediction_an_answer_counts_as_long_as_it_may_get() -> None:
-    assert Foresight().length_tokens(entry(3)) == 50
+    assert Foresight().length_tokens(job_of(3)) == 50
 
 
 @pytest.mark.parametrize(
@@ -38,26 +38,26 @@ def test_a_length_is_above_what_is_there_and_within_the_limit(
 ) -> None:
     foresight = Foresight()
     foresight.note(KEY, says(predicted))
-    assert foresight.length_tokens(entry(generated)) == length
-    assert foresight.remaining_tokens(entry(generated)) == length - generated
+    assert foresight.length_tokens(job_of(generated)) == length
+    assert foresight.remaining_tokens(job_of(generated)) == length - generated
 
 
 def test_an_outgrown_prediction_is_asked_for_once_until_there_is_a_new_one() -> None:
     foresight = Foresight()
     foresight.note(KEY, says(20))
-    assert foresight.questions([entry(19)]) == ()
-    (question,) = foresight.questions([entry(20)])
+    assert foresight.questions([job_of(19)]) == ()
+    (question,) = foresight.questions([job_of(20)])
     assert (question.key, question.generated_tokens) == (KEY, 20)
-    assert foresight.questions([entry(21)]) == ()
+    assert foresight.questions([job_of(21)]) == ()
     foresight.note(KEY, says(30))
-    assert len(foresight.questions([entry(30)])) == 1
-    assert foresight.questions([entry(50)]) == (), "over"
+    assert len(foresight.questions([job_of(30)])) == 1
+    assert foresight.questions([job_of(50)]) == (), "over"
 
 
 def test_what_is_forgotten_is_gone() -> None:
     foresight = Foresight()
     foresight.note(KEY, says(20))
-    foresight.questions([entry(20)])
+    foresight.questions([job_of(20)])
     with pytest.raises(AssertionError):
         foresight.check_integrity([])
     foresight.forget(KEY)

@@ -12,7 +12,7 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.variants import EcoServeProfile
+from services.scheduler.policy.ecoserve.planner import EcoServeProfile
 from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
 from tests.services.scheduler.policy.batch_rig import (
@@ -267,7 +267,7 @@ def test_own_blocks_are_those_held(
     def check(batch: PlannedBatch) -> None:
         policy = bench.policy
         assert isinstance(policy, KvasirPolicy)
-        assert all(job.own_blocks == job.held_blocks for job in policy._jobs.values())
+        assert all(job.own_blocks == job.held_blocks for job in policy._table.jobs.values())
 
     bench.on_batch = check
     play(bench, jobs)

@@ -1,6 +1,6 @@
 """Systematic errors are learned, small ones and single ones are not, and old ones are forgotten."""
 
-from services.scheduler.policy.ecoserve.lengths import Calibration
+from services.scheduler.policy.lengths import Calibration
 
 
 def test_nothing_is_corrected_before_enough_is_known() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.ecoserve.job_table import WorkerSpeeds
+from services.scheduler.policy.lengths import WorkerSpeeds
 
 
 def test_the_first_measurement_counts_whole_later_ones_are_smoothed() -> None:

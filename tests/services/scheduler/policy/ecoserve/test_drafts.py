@@ -3,7 +3,7 @@
 import pytest
 
 from services.scheduler.policy.contract import PlannedBatch, PolicyFactory, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeD, EcoServeProfile
+from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeProfile
 from services.scheduler.policy.kvasir import KvasirPolicy
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, predicted, rig, truth
 

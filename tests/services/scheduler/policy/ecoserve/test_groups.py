@@ -2,7 +2,7 @@
 
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.ecoserve.groups import Groups
-from services.scheduler.policy.ecoserve.jobs import Job
+from services.scheduler.policy.job_table import Job
 
 
 def job_of(number: int, rest: int, *, due_s: float = 9.0, computed: int = 10) -> Job:

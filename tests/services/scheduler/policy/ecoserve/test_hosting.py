@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.ecoserve.jobs import Job
-from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeSDO
+from services.scheduler.policy.ecoserve.hosting import Lodging
+from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,
@@ -31,8 +31,10 @@ def policy_of(bench: BatchRig) -> EcoServe:
     return bench.policy
 
 
-def guests(bench: BatchRig) -> list[Job]:
-    return [job for job in policy_of(bench)._jobs.values() if job.host is not None]
+def guests(bench: BatchRig) -> list[Lodging]:
+    lodgings = policy_of(bench)._hosting.lodgings
+    in_order = [lodgings[key] for key in policy_of(bench)._table.jobs if key in lodgings]
+    return [lodging for lodging in in_order if lodging.host is not None]
 
 
 def arrive_both(bench: BatchRig, length: int) -> None:
@@ -54,7 +56,7 @@ def host_and_guest(policy_settings: PolicySettings = EXACT, *, blocks: int = 25)
 
 def test_a_short_one_runs_inside_a_long_one() -> None:
     bench = host_and_guest()
-    assert [job.task.key[0] for job in guests(bench)] == ["guest"]
+    assert [guest.job.task.key[0] for guest in guests(bench)] == ["guest"]
     assert {decode.key[0] for decode in bench.batches[-1].decodes} == {"host", "guest"}
     most = 0
     while bench.unfinished:
@@ -86,9 +88,9 @@ def test_a_guest_that_is_not_done_gets_a_reserve_block_or_goes(blocks: int) -> N
 def test_a_host_that_ends_early_makes_its_guest_an_owner() -> None:
     bench = host_and_guest()
     guest = guests(bench)[0]
-    own, hosted = guest.own_blocks, guest.hosted_blocks
+    own, hosted = guest.job.own_blocks, guest.job.hosted_blocks
     bench.end(bench.jobs[("host", 0)])
-    assert guest.host is None and guest.own_blocks == own + hosted and hosted > 0
+    assert guest.host is None and guest.job.own_blocks == own + hosted and hosted > 0
     bench.finish()
 
 
@@ -98,7 +100,7 @@ def test_a_guest_that_ends_opens_its_slot_to_the_next() -> None:
     bench.arrive("next", 8, 16, 85)
     for _ in range(3):
         bench.turn()
-    assert [job.task.key[0] for job in guests(bench)] == ["next"]
+    assert [guest.job.task.key[0] for guest in guests(bench)] == ["next"]
     bench.finish()
 
 
@@ -119,7 +121,7 @@ def test_the_loosest_deadline_of_those_close_below_the_limit_is_lodged() -> None
         if name == "host":
             assert policy.plan(0.0) is not None and policy.plan(0.0) is not None
     assert policy.plan(0.0) is not None and policy.plan(0.0) is not None
-    lodged = [job.task.key[0] for job in policy._jobs.values() if job.host is not None]
+    lodged = [job.task.key[0] for job in policy._table.jobs.values() if policy._hosting.is_guest(job)]
     assert lodged == ["loose"]
 
 
@@ -154,8 +156,9 @@ def test_a_guest_runs_whenever_its_host_does(jobs: Jobs) -> None:
 
     def check(batch: PlannedBatch) -> None:
         running = {decode.key for decode in batch.decodes}
-        for job in guests(bench):
-            if job.host is not None and job.host.task.key in running and job.missing_tokens:
+        for guest in guests(bench):
+            job = guest.job
+            if guest.host is not None and guest.host.job.task.key in running and job.missing_tokens:
                 assert job.task.key in running or job.task.key in {item.key for item in batch.prefills}
 
     bench.on_batch = check

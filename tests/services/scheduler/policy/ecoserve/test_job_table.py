@@ -4,13 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.ecoserve.jobs import JobStage
-from services.scheduler.policy.ecoserve.planner import DecoupledPolicy
-from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeSDO
+from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeSDO
+from services.scheduler.policy.job_table import JobStage
 from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, predicted
 
 
-def policy_of(blocks: int = 40) -> DecoupledPolicy:
+def policy_of(blocks: int = 40) -> EcoServeD:
     return EcoServeSDO(WorkerShape(BLOCK_TOKENS, blocks), PolicySettings())
 
 
@@ -21,8 +20,8 @@ def test_adopted_ones_go_on_where_the_worker_stands() -> None:
     policy.on_adopted(Task(("over", 0), 8, 2, 2.0, generated_tokens=2), Holding(9, 3, decoding=True), 0.0)
     policy.on_adopted(Task(("over", 0), 8, 2, 2.0, generated_tokens=2), Holding(9, 3, decoding=True), 0.0)
     policy.check_integrity()
-    stages = {job.task.key[0]: job.stage for job in policy._jobs.values()}
-    assert stages == {"partly": JobStage.PROMPT, "decodes": JobStage.GENERATION, "over": JobStage.COMPLETE}
+    stages = {job.task.key[0]: job.stage for job in policy._table.jobs.values()}
+    assert stages == {"partly": JobStage.PREFILLING, "decodes": JobStage.READY, "over": JobStage.COMPLETE}
     batch = policy.plan(0.0)
     assert batch is not None
     assert [(item.key[0], item.first_token, item.end_token) for item in batch.prefills] == [("partly", 4, 12)]
@@ -39,14 +38,14 @@ def test_ends_may_come_at_any_stage_and_twice() -> None:
     for name in ("a", "a", "c"):
         policy.on_ended((name, 0), 0.2)
         policy.check_integrity()
-    assert policy._free_blocks == 40 and policy.plan(0.3) is None
+    assert policy._table.free_blocks == 40 and policy.plan(0.3) is None
 
 
 def test_the_deadline_follows_the_first_prediction_only() -> None:
     policy = policy_of()
     policy.on_measured(1000.0, 0.01, 0.0)
     policy.on_arrival(Task(("a", 0), 100, 1000, 5.0), 5.0)
-    job = policy._jobs[("a", 0)]
+    job = policy._table.jobs[("a", 0)]
     assert job.deadline_s == 5.0 + 2 * (0.1 + 5.12)
     policy.on_predicted(("a", 0), predicted(100), 5.1)
     assert job.deadline_s == 5.0 + 2 * (0.1 + 1.0)
@@ -100,15 +99,15 @@ def test_the_books_balance_after_any_events(events: list[tuple[str, int, int]]) 
     for event, number, size in events:
         now_s += 0.05
         key = (f"r{number}", 0)
-        job = policy._jobs.get(key)
+        job = policy._table.jobs.get(key)
         if event == "arrive":
             policy.on_arrival(Task(key, 1 + size, 30, now_s), now_s)
-        elif event == "adopt" and policy._free_blocks >= 12:
+        elif event == "adopt" and policy._table.free_blocks >= 12:
             task = Task(key, 1 + size, 30, now_s, generated_tokens=1)
             policy.on_adopted(task, Holding(1 + size, 12, decoding=True), now_s)
         elif event == "end":
             policy.on_ended(key, now_s)
-        elif event == "short" and job is not None and job.stage in (JobStage.RUNNING, JobStage.COMPLETE):
+        elif event == "short" and job is not None and job.stage in (JobStage.DECODING, JobStage.COMPLETE):
             policy.on_short(key, min(1, job.generated_tokens - 1), now_s)
         elif event == "predict":
             policy.on_predicted(key, predicted(size), now_s)
@@ -116,5 +115,5 @@ def test_the_books_balance_after_any_events(events: list[tuple[str, int, int]]) 
             policy.on_resized(24 + size, now_s)
         elif event == "plan":
             planned += policy.plan(now_s) is not None
-            assert policy._held_blocks <= policy._capacity_blocks or policy._complete
+            assert policy._table.held_blocks <= policy._table.capacity_blocks or policy._complete
         policy.check_integrity()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.ecoserve.lengths import Calibration, LengthEstimates, expected_rest_tokens
-from services.scheduler.policy.ecoserve.options import EcoOptions
+from services.scheduler.policy.lengths import Calibration, LengthEstimates, expected_rest_tokens
+from services.scheduler.policy.options import TwoQueueOptions
 from shared.messages.commands import LengthPrediction
 
 
@@ -20,7 +20,7 @@ def quantiles(*tokens: int) -> LengthPrediction:
 
 
 def test_the_rest_is_padded_and_at_least_a_block() -> None:
-    lengths = LengthEstimates(EcoOptions(pad=0.15), block_tokens=16)
+    lengths = LengthEstimates(TwoQueueOptions(pad=0.15), block_tokens=16)
     guess = quantiles(100, 90, 120, 140, 160)
     assert lengths.rest_tokens(guess, 1, 500) == 114  # ceil(99 * 1.15)
     assert lengths.rest_tokens(guess, 95, 500) == 16
@@ -28,14 +28,14 @@ def test_the_rest_is_padded_and_at_least_a_block() -> None:
 
 
 def test_without_a_prediction_the_default_counts() -> None:
-    lengths = LengthEstimates(EcoOptions(pad=0.0, default_tokens=200), block_tokens=16)
+    lengths = LengthEstimates(TwoQueueOptions(pad=0.0, default_tokens=200), block_tokens=16)
     assert lengths.rest_tokens(None, 0, 1000) == 200
     assert lengths.rest_tokens(None, 0, 50) == 50
     assert lengths.rest_tokens(None, 400, 1000) == 100, "a quarter of what there is"
 
 
 def test_a_quantile_may_be_allocated_instead_of_the_mean() -> None:
-    lengths = LengthEstimates(EcoOptions(pad=0.0, length="p90"), block_tokens=16)
+    lengths = LengthEstimates(TwoQueueOptions(pad=0.0, length="p90"), block_tokens=16)
     assert lengths.rest_tokens(quantiles(100, 90, 120, 140, 160), 0, 500) == 140
 
 
@@ -51,7 +51,7 @@ def test_a_calibration_scales_the_rest_alike() -> None:
     calibration = Calibration()
     for _ in range(64):
         calibration.learn(400, 100)
-    lengths = LengthEstimates(EcoOptions(pad=0.0), 1, calibration)
+    lengths = LengthEstimates(TwoQueueOptions(pad=0.0), 1, calibration)
     guess = quantiles(400, 400, 800, 1200, 1600)
     assert lengths.whole_tokens(guess, 5000) == 100
     assert lengths.rest_tokens(guess, 400, 5000) == math.ceil(expected_rest_tokens(guess, 1600) / 4)
@@ -67,5 +67,5 @@ def test_nonsense_never_leaves_the_bounds(
     guess: LengthPrediction | None, limit: int, share: float, name: str
 ) -> None:
     generated = int(share * (limit - 1))
-    rest = LengthEstimates(EcoOptions(length=name), 16).rest_tokens(guess, generated, limit)
+    rest = LengthEstimates(TwoQueueOptions(length=name), 16).rest_tokens(guess, generated, limit)
     assert 1 <= rest <= limit - generated

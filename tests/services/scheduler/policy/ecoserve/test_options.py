@@ -4,12 +4,12 @@ import pytest
 
 from services.scheduler.policy import BUILT_IN
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.options import EcoOptions, parse_options
+from services.scheduler.policy.options import TwoQueueOptions, parse_options
 from shared.errors import ConfigError
 
 
 def test_defaults_and_overrides() -> None:
-    assert parse_options({}) == EcoOptions()
+    assert parse_options({}) == TwoQueueOptions()
     options = parse_options({"pad": 0.2, "slack_edges_s": [1, 2], "length": "p90", "tfs_tokens": 256})
     assert (options.pad, options.slack_edges_s, options.length, options.tfs_tokens) == (
         0.2,
@@ -17,7 +17,7 @@ def test_defaults_and_overrides() -> None:
         "p90",
         256,
     )
-    assert parse_options({"pad": 0.3}, {"pad": 0.0, "aging_s": 5.0}) == EcoOptions(pad=0.3, aging_s=5.0)
+    assert parse_options({"pad": 0.3}, {"pad": 0.0, "aging_s": 5.0}) == TwoQueueOptions(pad=0.3, aging_s=5.0)
 
 
 @pytest.mark.parametrize(

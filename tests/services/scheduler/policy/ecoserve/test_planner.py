@@ -11,9 +11,8 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.jobs import JobStage
-from services.scheduler.policy.ecoserve.planner import DecoupledPolicy
-from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
+from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
+from services.scheduler.policy.job_table import JobStage
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,
@@ -30,7 +29,7 @@ EXACT = {"pad": 0.0, "reserve_ratio": 0.0}
 variants = pytest.mark.parametrize("make_policy", [EcoServeD, EcoServeSD, EcoServeSDO, EcoServe])
 
 
-def batch_of(policy: DecoupledPolicy, now_s: float = 0.0) -> PlannedBatch:
+def batch_of(policy: EcoServeD, now_s: float = 0.0) -> PlannedBatch:
     batch = policy.plan(now_s)
     policy.check_integrity()
     assert batch is not None
@@ -41,7 +40,7 @@ def decoding(batch: PlannedBatch) -> list[str]:
     return sorted(item.key[0] for item in batch.decodes)
 
 
-def waiting(policy: DecoupledPolicy, *tasks: tuple[str, int, int, float]) -> None:
+def waiting(policy: EcoServeD, *tasks: tuple[str, int, int, float]) -> None:
     """(name, tokens in the cache, predicted rest, deadline): prefilled elsewhere, in the generation queue."""
     for number, (name, tokens, rest, deadline_s) in enumerate(tasks):
         task = Task(
@@ -57,8 +56,8 @@ def waiting(policy: DecoupledPolicy, *tasks: tuple[str, int, int, float]) -> Non
 
 
 def policy_with(
-    make_policy: type[DecoupledPolicy], blocks: int, policy_settings: PolicySettings | None = None
-) -> DecoupledPolicy:
+    make_policy: type[EcoServeD], blocks: int, policy_settings: PolicySettings | None = None
+) -> EcoServeD:
     return make_policy(WorkerShape(BLOCK_TOKENS, blocks), policy_settings or PolicySettings(options=EXACT))
 
 
@@ -164,11 +163,11 @@ def test_where_nothing_fits_the_oldest_holder_is_pinned_and_others_give_up(
     make_policy: PolicyFactory,
 ) -> None:
     policy = make_policy(WorkerShape(BLOCK_TOKENS, 8), PolicySettings(options=EXACT))
-    assert isinstance(policy, DecoupledPolicy)
+    assert isinstance(policy, EcoServeD)
     waiting(policy, ("a", 16, 12, 9.0), ("b", 16, 12, 9.0))
     batch = batch_of(policy)
     assert [item.key[0] for item in batch.preemptions] == ["b"] and decoding(batch) == ["a"]
-    assert policy._jobs[("b", 0)].stage is JobStage.PROMPT
+    assert policy._table.jobs[("b", 0)].stage is JobStage.WAITING
 
 
 def test_without_aging_a_long_prompt_starves_behind_short_ones_and_with_it_does_not() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.ecoserve.profiling import (
+from services.scheduler.policy.profile import (
     BUCKET_TOKENS,
     MAX_BUCKETS,
     UsageProfile,

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.ecoserve.profiling import ProfilingPolicy
-from services.scheduler.policy.ecoserve.variants import EcoServeProfile, EcoServeSDO
+from services.scheduler.policy.ecoserve.planner import EcoServeProfile, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import (
     BatchRig,
     Jobs,
@@ -22,7 +21,7 @@ from tests.services.scheduler.policy.batch_rig import (
 EXACT = PolicySettings(max_steps=1, options={"pad": 0.0, "reserve_ratio": 0.0})
 
 
-def batches_of(make_policy: type[ProfilingPolicy] | type[EcoServeSDO]) -> int:
+def batches_of(make_policy: type[EcoServeProfile] | type[EcoServeSDO]) -> int:
     """One long answer and short ones in little memory: how many batches it takes."""
     bench = rig(make_policy, EXACT, blocks=70, lag=0)
     bench.predict = truth
@@ -45,9 +44,9 @@ def test_an_answer_longer_than_predicted_goes_on_where_the_profile_allows_it() -
 
 def check_nothing_set_aside(bench: BatchRig) -> None:
     policy = bench.policy
-    assert isinstance(policy, ProfilingPolicy)
-    for job in policy._jobs.values():
-        assert job.own_blocks == job.held_blocks and job.host is None
+    assert isinstance(policy, EcoServeProfile)
+    for job in policy._table.jobs.values():
+        assert job.own_blocks == job.held_blocks and not policy._hosting.is_guest(job)
 
 
 @settings(max_examples=80, deadline=None)

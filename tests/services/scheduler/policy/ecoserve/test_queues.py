@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.ecoserve.jobs import Job
-from services.scheduler.policy.ecoserve.queues import WaitingQueue
+from services.scheduler.policy.job_table import Job
+from services.scheduler.policy.waiting_queue import WaitingQueue
 
 EDGES_S = (0.2, 0.5, 2.0)
 

@@ -12,9 +12,9 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.rescue import Rescuing
-from services.scheduler.policy.ecoserve.variants import EcoServe, EcoServeD, EcoServeProfile, EcoServeSDO
+from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeProfile, EcoServeSDO
 from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.two_queues import TwoQueuePolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     guesses_of,
@@ -56,7 +56,7 @@ def test_nothing_wedges_where_one_alone_just_fits(
 def test_half_prefilled_prompts_give_up_too(make_policy: PolicyFactory) -> None:
     """All that was adopted is half-way, and nothing is free."""
     policy = make_policy(WorkerShape(BLOCK_TOKENS, 9), PolicySettings())
-    assert isinstance(policy, Rescuing) and isinstance(policy, BatchPolicy)
+    assert isinstance(policy, TwoQueuePolicy) and isinstance(policy, BatchPolicy)
     for number in range(3):
         policy.on_adopted(Task((f"r{number}", 0), 24, 8, float(number)), Holding(12, 3), 0.0)
     done: set[str] = set()

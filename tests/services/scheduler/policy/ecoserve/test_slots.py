@@ -5,72 +5,79 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.ecoserve.jobs import Job
-from services.scheduler.policy.ecoserve.slots import free_guests, limit_tokens, lodge, move_out, open_slots
+from services.scheduler.policy.ecoserve.hosting import (
+    Lodging,
+    free_guests,
+    limit_tokens,
+    lodge,
+    move_out,
+    open_slots,
+)
+from services.scheduler.policy.job_table import Job
 
 BLOCK_TOKENS = 4
 
 
-def job_of(name: str, held: int, own: int) -> Job:
+def lodging_of(name: str, held: int, own: int) -> Lodging:
     task = Task((name, 0), held * BLOCK_TOKENS, 1000, 0.0)
-    return Job(task, 1, None, computed_tokens=held * BLOCK_TOKENS, held_blocks=held, own_blocks=own)
+    return Lodging(Job(task, 1, None, computed_tokens=held * BLOCK_TOKENS, held_blocks=held, own_blocks=own))
 
 
-def spans(host: Job) -> list[tuple[int, int, int]]:
+def spans(host: Lodging) -> list[tuple[int, int, int]]:
     return [(slot.start, slot.end, slot.level) for slot in host.slots]
 
 
 def test_a_host_has_a_right_half_a_second_quarter_and_a_second_eighth() -> None:
-    host = job_of("host", 3, 3 + 16)
+    host = lodging_of("host", 3, 3 + 16)
     open_slots(host)
     assert spans(host) == [(3 + 2, 3 + 4, 3), (3 + 4, 3 + 8, 2), (3 + 8, 3 + 16, 1)]
 
 
 def test_one_two_and_four_slots_in_all() -> None:
     """Russian dolls: the same inside every guest, to level 3."""
-    host = job_of("host", 0, 64)
+    host = lodging_of("host", 0, 64)
     open_slots(host)
     levels = []
     pending = [host]
     while pending:
-        job = pending.pop()
-        for slot in job.slots:
+        lodging = pending.pop()
+        for slot in lodging.slots:
             levels.append(slot.level)
-            guest = job_of("guest", 1, 1)
-            lodge(job, slot, guest, slot.end - slot.start)
+            guest = lodging_of("guest", 1, 1)
+            lodge(lodging, slot, guest, slot.end - slot.start)
             open_slots(guest)
             pending.append(guest)
     assert sorted(levels) == [1, 2, 2, 3, 3, 3, 3]
 
 
 def test_limits_leave_a_buffer_and_shrink_as_the_host_goes_on() -> None:
-    host = job_of("host", 2, 2 + 16)
+    host = lodging_of("host", 2, 2 + 16)
     open_slots(host)
     right, quarter = host.slots[-1], host.slots[-2]
     # 8 blocks of 4 tokens to go until the right half, less ceil(0.15 * 64 / 2) = 5: 27 tokens, 6 blocks
     assert limit_tokens(host, right, 0.15, BLOCK_TOKENS) == 24
     # 16 tokens less ceil(0.15 * 64 / 4) = 3
     assert limit_tokens(host, quarter, 0.15, BLOCK_TOKENS) == 12
-    host.computed_tokens += 10
+    host.job.computed_tokens += 10
     assert limit_tokens(host, right, 0.15, BLOCK_TOKENS) == 16
-    host.computed_tokens += 100
+    host.job.computed_tokens += 100
     assert limit_tokens(host, right, 0.15, BLOCK_TOKENS) == 0
 
 
 @given(blocks=st.integers(0, 300), buffer=st.floats(0, 1), tokens=st.integers(0, 300))
 def test_no_limit_is_negative_or_longer_than_its_slot(blocks: int, buffer: float, tokens: int) -> None:
-    host = job_of("host", 1, 1 + blocks)
+    host = lodging_of("host", 1, 1 + blocks)
     open_slots(host)
-    host.computed_tokens += tokens
+    host.job.computed_tokens += tokens
     for slot in host.slots:
         limit = limit_tokens(host, slot, buffer, BLOCK_TOKENS)
         assert 0 <= limit <= (slot.end - slot.start) * BLOCK_TOKENS and limit % BLOCK_TOKENS == 0
-        assert host.computed_tokens + limit <= slot.start * BLOCK_TOKENS or limit == 0
+        assert host.job.computed_tokens + limit <= slot.start * BLOCK_TOKENS or limit == 0
 
 
-def nested() -> tuple[Job, Job, Job]:
+def nested() -> tuple[Lodging, Lodging, Lodging]:
     """A guest of 8 blocks in the host's right half, and one of 4 in that."""
-    host, guest, inner = job_of("host", 0, 16), job_of("guest", 2, 2), job_of("inner", 1, 1)
+    host, guest, inner = lodging_of("host", 0, 16), lodging_of("guest", 2, 2), lodging_of("inner", 1, 1)
     open_slots(host)
     lodge(host, host.slots[-1], guest, 8)
     open_slots(guest)
@@ -87,7 +94,7 @@ def test_a_host_that_ends_leaves_its_range_to_its_guest() -> None:
 def test_a_guest_that_ends_leaves_its_slot_to_its_own_guest() -> None:
     host, guest, inner = nested()
     assert move_out(guest) == []
-    assert inner.host is host and guest.host is None and guest.hosted_blocks == 0
+    assert inner.host is host and guest.host is None and guest.job.hosted_blocks == 0
     # the right half [8, 16): open again up to the inner one, who had the last 4 of 8
     assert spans(host)[-2:] == [(8, 12, 1), (12, 16, 2)]
     assert host.slots[-1].guest is inner and host.slots[-2].guest is None
@@ -99,8 +106,8 @@ def test_what_the_host_has_taken_back_cannot_be_lent_on(taken: int, owed: int) -
     host, guest, inner = nested()
     slot = host.slots[-1]
     slot.start += taken
-    guest.own_blocks += taken
-    guest.hosted_blocks -= taken
+    guest.job.own_blocks += taken
+    guest.job.hosted_blocks -= taken
     expected = [(inner, owed)] if owed else []
     assert move_out(guest) == expected
     last = host.slots[-1]

@@ -11,17 +11,20 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
 
-from services.scheduler.policy.ecoserve.jobs import Job, arrival_rank, rank_of
-from services.scheduler.policy.ecoserve.options import EcoOptions
+from services.scheduler.policy.job_table import Job, arrival_rank
 from services.scheduler.policy.line import Line
+from services.scheduler.policy.options import TwoQueueOptions
 
 _STARVING = 4
 
 
 class AgingTurns:
-    """One queue's."""
+    """Whose turn it is in one queue: the next by order, or, for a fixed share, the oldest overdue one.
 
-    def __init__(self, options: EcoOptions) -> None:
+    Share 0.25: after three admissions by order one by age is due. Turns that nobody takes are not saved up.
+    """
+
+    def __init__(self, options: TwoQueueOptions) -> None:
         self._aging_s = options.aging_s
         self._others = max(0.0, 1 / options.aging_share - 1)
         """Admissions by order for each one by age."""
@@ -43,6 +46,10 @@ class AgingTurns:
         return now_s > job.deadline_s + _STARVING * self._aging_s
 
 
+def _rank_of(job: Job) -> tuple[Any, ...]:
+    return job.rank
+
+
 QueueRank = Callable[[Job], tuple[Any, ...]]
 _STALE = 64
 _MOST_MOVES = 32
@@ -56,7 +63,7 @@ class WaitingQueue:
         self._rank = rank
         self._edges_s = edges_s
         self._aging_s = aging_s
-        self._classes: tuple[Line[Job], ...] = tuple(Line(rank_of) for _ in range(len(edges_s) + 1))
+        self._classes: tuple[Line[Job], ...] = tuple(Line(_rank_of) for _ in range(len(edges_s) + 1))
         self._overdue: Line[Job] = Line(arrival_rank)
         self._clocked: list[tuple[float, int, Job]] = []
         self._jobs: dict[int, Job] = {}

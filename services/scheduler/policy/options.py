@@ -1,4 +1,4 @@
-"""What the EcoServe family lets be set: `PolicySettings.options`, checked, with names, ranges and defaults.
+"""What `kvasir` and the EcoServe family let be set: `PolicySettings.options`, with ranges and defaults.
 
 Source: papers/003 §2.3 (padding, reserve), §3.3 (slack ranges), §3.4 (buffer), §4 (SLO scale, figure 12).
 """
@@ -13,8 +13,8 @@ LENGTHS = ("mean", "p50", "p80", "p90", "p95")
 
 
 @dataclass(frozen=True, slots=True)
-class EcoOptions:
-    """One worker's parameters."""
+class TwoQueueOptions:
+    """Parameters of a policy with two queues (`two_queues.py`), at one worker."""
 
     pad: float = 0.15
     """Share that a predicted length is raised by."""
@@ -73,10 +73,12 @@ _RANGES = {
 }
 
 
-def parse_options(options: Mapping[str, object], defaults: Mapping[str, float] | None = None) -> EcoOptions:
+def parse_options(
+    options: Mapping[str, object], defaults: Mapping[str, float] | None = None
+) -> TwoQueueOptions:
     """The named options over their defaults, or over the policy's own. Raises ConfigError, which
     names the option and what to write."""
-    known = sorted(field.name for field in fields(EcoOptions))
+    known = sorted(field.name for field in fields(TwoQueueOptions))
     values: dict[str, object] = dict(defaults or {})
     for name, value in options.items():
         if name in _RANGES:
@@ -93,4 +95,4 @@ def parse_options(options: Mapping[str, object], defaults: Mapping[str, float] |
             values[name] = value
         else:
             raise ConfigError(f"policy option {name!r} is not known; known: {', '.join(known)}", param=name)
-    return EcoOptions(**values)  # type: ignore[arg-type]
+    return TwoQueueOptions(**values)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How much longer an answer will be, from a prediction of its whole length and what there is already.
+"""How long: the rest of an answer, from its predicted length, and work in seconds at measured speeds.
 
 Padding raises the expected *remaining* length. An answer that outlives its prediction is expected to go on
 for E[RL − g | RL > g], read off the prediction's quantiles; one that outlives those too, for a quarter of
@@ -11,7 +11,8 @@ Source: papers/003 §2.3 (padding), §3.2.2 (under-prediction); algorithms.md §
 
 from math import ceil
 
-from services.scheduler.policy.ecoserve.options import EcoOptions
+from services.scheduler.policy.contract import Task
+from services.scheduler.policy.options import TwoQueueOptions
 from shared.messages.commands import LengthPrediction
 
 _WEIGHT = 1 / 256
@@ -23,7 +24,7 @@ _NEAR = 0.15
 
 
 class Calibration:
-    """One worker's."""
+    """How wrong predictions were at one worker, as a factor for those to come: a running ratio."""
 
     def __init__(self) -> None:
         self._answers = 0
@@ -88,7 +89,7 @@ class LengthEstimates:
     """Padded remaining lengths under one worker's options."""
 
     def __init__(
-        self, options: EcoOptions, block_tokens: int, calibration: Calibration | None = None
+        self, options: TwoQueueOptions, block_tokens: int, calibration: Calibration | None = None
     ) -> None:
         """Without a calibration predictions are taken as they are."""
         self._options = options
@@ -131,3 +132,38 @@ class LengthEstimates:
             )
         padded = max(ceil(rest * (1 + self._options.pad)), self._block_tokens)
         return max(1, min(padded, max_tokens - generated_tokens))
+
+
+_SPEED_WEIGHT = 0.2
+_PREFILL_TOKENS_PER_S = 4000.0
+_STEP_S = 0.025
+
+
+class WorkerSpeeds:
+    """A worker's speeds, smoothed; a modest accelerator's until it has measured some."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens_per_s = _PREFILL_TOKENS_PER_S
+        self.decode_step_s = _STEP_S
+        self._measured_prefill = self._measured_step = False
+
+    def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
+        """0 is no measurement."""
+        if prefill_tokens_per_s > 0:
+            old = self.prefill_tokens_per_s if self._measured_prefill else prefill_tokens_per_s
+            self.prefill_tokens_per_s = old + _SPEED_WEIGHT * (prefill_tokens_per_s - old)
+            self._measured_prefill = True
+        if decode_step_s > 0:
+            old = self.decode_step_s if self._measured_step else decode_step_s
+            self.decode_step_s = old + _SPEED_WEIGHT * (decode_step_s - old)
+            self._measured_step = True
+
+    def work_s(self, prefill_tokens: int, decode_tokens: int) -> float:
+        """What so much takes with nobody else there."""
+        return prefill_tokens / self.prefill_tokens_per_s + decode_tokens * self.decode_step_s
+
+    def deadline_s(self, task: Task, answer_tokens: int, slo_scale: float) -> float:
+        """On the clock of `task.arrival_s`; the task's own deadline where it has one."""
+        if task.deadline_s is not None:
+            return task.deadline_s
+        return task.arrival_s + slo_scale * self.work_s(task.prompt_tokens, answer_tokens)
