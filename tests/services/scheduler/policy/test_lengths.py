@@ -1,4 +1,8 @@
-"""Padded remaining lengths: whatever a predictor says, between one token and what the limit leaves."""
+"""Padded remaining lengths, what is learned about predictions, and deadlines by measured speeds.
+
+Whatever a predictor says, a rest is between one token and what the limit leaves. Systematic errors are
+learned, small ones and single ones are not, and old ones are forgotten.
+"""
 
 import math
 
@@ -6,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.lengths import Calibration, LengthEstimates, expected_rest_tokens
+from services.scheduler.policy.contract import Task
+from services.scheduler.policy.lengths import Calibration, LengthEstimates, WorkerSpeeds, expected_rest_tokens
 from services.scheduler.policy.options import TwoQueueOptions
 from shared.messages.commands import LengthPrediction
 
@@ -69,3 +74,54 @@ def test_nonsense_never_leaves_the_bounds(
     generated = int(share * (limit - 1))
     rest = LengthEstimates(TwoQueueOptions(length=name), 16).rest_tokens(guess, generated, limit)
     assert 1 <= rest <= limit - generated
+
+
+def test_nothing_is_corrected_before_enough_is_known() -> None:
+    calibration = Calibration()
+    for _ in range(31):
+        calibration.learn(1000, 100)
+    assert calibration.factor == 1.0
+    calibration.learn(1000, 100)
+    assert calibration.factor == 0.25, "bounded"
+
+
+def test_a_small_error_is_none() -> None:
+    calibration = Calibration()
+    for number in range(200):
+        calibration.learn(100, 90 if number % 2 else 120)
+    assert calibration.factor == 1.0
+
+
+def test_it_forgets() -> None:
+    calibration = Calibration()
+    for _ in range(500):
+        calibration.learn(1000, 500)
+    for _ in range(2000):
+        calibration.learn(100, 200)
+    assert calibration.factor > 1.8
+
+
+def test_the_default_becomes_what_unpredicted_answers_were() -> None:
+    calibration = Calibration()
+    assert calibration.default_tokens(512) == 512
+    for _ in range(40):
+        calibration.learn(None, 80)
+    assert calibration.default_tokens(512) == 80 and calibration.factor == 1.0
+
+
+def test_the_first_measurement_counts_whole_later_ones_are_smoothed() -> None:
+    speeds = WorkerSpeeds()
+    speeds.on_measured(0.0, 0.0)
+    before = speeds.work_s(100, 100)
+    speeds.on_measured(1000.0, 0.010)
+    assert speeds.work_s(100, 100) == pytest.approx(1.1) and before != speeds.work_s(100, 100)
+    speeds.on_measured(0.0, 0.020)
+    assert speeds.decode_step_s == pytest.approx(0.012) and speeds.prefill_tokens_per_s == 1000.0
+
+
+def test_a_deadline_is_the_scale_times_the_work_unless_the_task_has_its_own() -> None:
+    speeds = WorkerSpeeds()
+    speeds.on_measured(1000.0, 0.010)
+    task = Task(("a", 0), 500, 100, 7.0)
+    assert speeds.deadline_s(task, 50, 2.0) == pytest.approx(7 + 2 * (0.5 + 0.5))
+    assert speeds.deadline_s(Task(("a", 0), 500, 100, 7.0, deadline_s=9.0), 50, 2.0) == 9.0
