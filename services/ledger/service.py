@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from services.ledger.config import LedgerConfig
 from services.ledger.core.debt_ledger import DebtLedger, candidates
-from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
-from services.ledger.core.leadership import Leadership
+from services.ledger.core.dgfm.coordinator import Coordinator, Leadership, SettlementAsk, SettleRules
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s

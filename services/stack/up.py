@@ -16,13 +16,12 @@ from rich.console import Console
 
 from services.stack.access import BusAccess
 from services.stack.certificates import certificate_for
-from services.stack.checks import check_settings
 from services.stack.children import ChildState
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text, say
 from services.stack.leftovers import end_leftovers
 from services.stack.logs import reason
-from services.stack.obstructions import choose_nats_port, choose_port, running_already
+from services.stack.obstructions import check_settings, choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory

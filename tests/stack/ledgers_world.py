@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.ledger.core.debt_ledger import DebtLedger
-from services.ledger.core.dgfm.coordinator import Coordinator, SettlementAsk, SettleRules
-from services.ledger.core.leadership import Leadership
+from services.ledger.core.dgfm.coordinator import Coordinator, Leadership, SettlementAsk, SettleRules
 from shared.messages.reports import WorkerReported
 from tests.stack.settling_world import SettlingWorld
 

@@ -5,6 +5,12 @@ originals stay valid; only when all have is anybody told to commit: use the copi
 its own debtor returns is the space for the next round. A refusal, a silence or a death before that changes
 nothing; after it, whoever has committed has recalled its blocks, whoever has not, has not: a valid graph with
 smaller debts either way. A worker that hears nothing thaws by itself. Sends nothing itself; knows no block.
+
+Of several ledgers that are heard, the one with the smallest id starts settlements (`Leadership`). Every one
+announces itself and hears itself, too: one that does not is cut off from the bus, or was stopped, and does
+not lead until it has listened for `silence_s` again; so the time passed in has to run on while the process is
+stopped. While announcements are lost two may lead, or nobody: the former wastes questions, the latter time.
+
 Source: papers/001 §4.5; `algorithms.md` §4.
 """
 
@@ -12,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.ledger.core.dgfm.plan import Settlement, settlements
+from shared.liveness import Liveness
 from shared.messages.lending import Settle, Settled, SettlePhase
 
 
@@ -203,3 +210,43 @@ class Coordinator:
         )
         largest = max(one.block_tokens.values())
         return tokens // largest * largest
+
+
+class Leadership:
+    """Whether this ledger starts settlements, by the announcements it has heard, its own among them."""
+
+    def __init__(self, ledger_id: str, incarnation: int, *, silence_s: float) -> None:
+        self._id = ledger_id
+        self._incarnation = incarnation
+        self._silence_s = silence_s
+        self._ledgers = Liveness(silence_s)
+        self._since_s: float | None = None
+        """From then on it has heard itself without a gap."""
+
+    def on_announced(self, ledger_id: str, incarnation: int, now_s: float) -> None:
+        """A ledger is there, this one included. Of one id only the present start counts."""
+        self._ledgers.silent(now_s)
+        was_heard = self._hears_itself()
+        is_present = self._ledgers.hear(ledger_id, incarnation, now_s)
+        if is_present and self._hears_itself() and not was_heard:
+            self._since_s = now_s
+
+    def leads(self, now_s: float) -> bool:
+        """Whether this one starts settlements now."""
+        self._ledgers.silent(now_s)
+        if self._since_s is None or not self._hears_itself():
+            return False
+        return now_s - self._since_s >= self._silence_s and min(self._ledgers) == self._id
+
+    def heard(self, now_s: float) -> list[str]:
+        """Ids of those that are there, in order."""
+        self._ledgers.silent(now_s)
+        return sorted(self._ledgers)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when it has heard itself and does not know since when."""
+        assert not self._hears_itself() or self._since_s is not None
+
+    def _hears_itself(self) -> bool:
+        """As of the last look."""
+        return self._ledgers.present(self._id) == self._incarnation

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.ledger.core.leadership import Leadership
+from services.ledger.core.dgfm.coordinator import Leadership
 
 SILENCE_S = 2.0
 
