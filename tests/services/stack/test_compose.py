@@ -110,5 +110,15 @@ def test_the_host_network_has_the_same_containers_without_ports() -> None:
     assert there["gateway-host"]["healthcheck"] == here["gateway"]["healthcheck"]
 
 
+@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/compose.host-network.yml"])
+def test_up_waits_for_a_slow_start(file: str) -> None:
+    """It gives up on whoever is unhealthy once: on a busy machine workers took 105 s to start and a check
+    9 s, and `up` ended without a gateway."""
+    checks = [one["healthcheck"] for one in services_of(file).values() if "healthcheck" in one]
+    assert checks
+    assert {check["start_period"] for check in checks} == {"5m"}
+    assert {check["timeout"] for check in checks} == {"30s"}
+
+
 def test_the_example_swaps_one_service() -> None:
     assert set(services_of("deploy/compose.best-fit.yml")) == {"placement"}
