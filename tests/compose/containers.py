@@ -59,6 +59,7 @@ class Project:
     name: str = field(default_factory=lambda: f"kvasirtest{secrets.token_hex(3)}")
     port: int = field(default_factory=free_port)
     nats_port: int = field(default_factory=free_port)
+    operator_port: int = field(default_factory=free_port)
 
     @property
     def gateway(self) -> str:
@@ -102,7 +103,7 @@ class Project:
         said: dict[str, Any] = json.loads(docker("exec", self.container(service), *check))
         return said
 
-    def until_healthy(self, *services: str, limit_s: float = 120.0) -> float:
+    def until_healthy(self, *services: str, limit_s: float = 300.0) -> float:
         """Seconds it took. Raises AssertionError with the last state."""
         return until(
             lambda: {s: h for s in services if (h := self.health(s)) != "healthy"}, "not healthy", limit_s
@@ -122,6 +123,7 @@ class Project:
             "KVASIR_SECRETS": str(self.folder),
             "KVASIR_PORT": str(self.port),
             "KVASIR_NATS_PORT": str(self.nats_port),
+            "KVASIR_OPERATOR_PORT": str(self.operator_port),
             "KVASIR_HEALTH_INTERVAL": "5s",
         }
 
