@@ -24,10 +24,12 @@ class RecentMap(Generic[K, V]):
         if len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
-    def get(self, key: K, now_s: float) -> V | None:
-        """The value, if it is recent enough."""
+    def get(self, key: K, now_s: float | None = None) -> V | None:
+        """The value, if it is recent enough. None: however old it is, unless it was forgotten."""
         entry = self._entries.get(key)
-        return entry[0] if entry is not None and now_s - entry[1] <= self._ttl_s else None
+        if entry is None or (now_s is not None and now_s - entry[1] > self._ttl_s):
+            return None
+        return entry[0]
 
     def pop(self, key: K) -> None:
         """Forget it, if it is there."""

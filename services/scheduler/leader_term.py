@@ -90,7 +90,6 @@ HANDLERS = (
     Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit", sender="spec.gateway_id"),
     Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
     Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
     Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
 )

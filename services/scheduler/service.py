@@ -44,6 +44,8 @@ class SchedulerService:
 
     def on_worker_reported(self, report: WorkerReported) -> None:
         self._highest_epoch = max(self._highest_epoch, report.epoch)
+        if self._term is not None:
+            self._term.on_worker_reported(report)
 
     async def status(self, _: Empty) -> ServiceStatus:
         term = self._term

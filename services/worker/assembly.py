@@ -6,8 +6,8 @@ Settings in, parts out; nothing here runs, and nothing but the worker's name com
 import gc
 import socket
 from collections.abc import Callable
+from typing import Any
 
-import msgspec
 import torch
 
 from services.worker.config import WorkerConfig
@@ -31,7 +31,6 @@ from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import ConfigError
 from shared.log import canonical, get_logger
-from shared.messages.reports import WorkerReported
 
 _log = get_logger(__name__)
 
@@ -67,18 +66,16 @@ def expansion_of(engine: Engine) -> dict[str, float]:
     return engine.pie.growth.expansion().details()
 
 
-def with_costs(report: WorkerReported, engine: Engine) -> WorkerReported:
-    """A heartbeat with what the engine measured of blocks that lie elsewhere, and of layers on the host."""
+def costs_of(engine: Engine) -> dict[str, Any]:
+    """Of the heartbeat: what the engine measured of blocks that lie elsewhere, and of layers on the host."""
     if not isinstance(engine, TorchEngine):
-        return report
+        return {}
     stall_s: float | None = None
     if engine.pie is not None:
         expansion, meter = engine.pie.growth.expansion(), engine.pie.store.meter
         if expansion.fifo_layers and meter.step_s:
             stall_s = expansion.stall_share * meter.step_s / expansion.fifo_layers
-    return msgspec.structs.replace(
-        report, remote_block_s=engine.attention.remote_block_s, expand_stall_s=stall_s
-    )
+    return {"remote_block_s": engine.attention.remote_block_s, "expand_stall_s": stall_s}
 
 
 def transfers_of(

@@ -6,8 +6,9 @@ itself up.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -15,13 +16,18 @@ from shared.errors import InternalError
 from shared.messages.reports import WorkerReported
 
 Ask = Callable[[], "Future[WorkerReported]"]
+Sections = Callable[[WorkerReported], Mapping[str, Any]]
+"""What others than the engine's thread say in a heartbeat, by field."""
 
 
 class Heartbeat:
-    """Numbers every report of one incarnation, from 1. Used on the event loop's thread only."""
+    """Completes and numbers every report of one incarnation, from 1. Used on the event loop's thread only."""
 
-    def __init__(self, ask: Ask, *, interval_s: float, stall_timeout_s: float) -> None:
+    def __init__(
+        self, ask: Ask, sections: Sections = lambda _: {}, *, interval_s: float, stall_timeout_s: float
+    ) -> None:
         self._ask = ask
+        self._sections = sections
         self._interval_s = interval_s
         self._stall_timeout_s = stall_timeout_s
         self._pending: Future[WorkerReported] | None = None
@@ -30,10 +36,10 @@ class Heartbeat:
         self._stalled_s = 0.0
 
     def number(self, report: WorkerReported) -> WorkerReported:
-        """The report with the next sequence number; it is the latest from now on."""
+        """What the engine's thread said, with all sections and the next number; the latest from now on."""
         self._seq += 1
-        self._last = msgspec.structs.replace(report, seq=self._seq)
-        return self._last
+        self._last = report
+        return msgspec.structs.replace(report, seq=self._seq, **self._sections(report))
 
     async def next(self) -> WorkerReported | None:
         """What to send now, waiting up to the interval for a fresh report; None before the first there is.

@@ -10,8 +10,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import msgspec
+from typing import Any
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Engine, TorchEngine
@@ -39,10 +38,12 @@ from shared.bus import Bus, Handler, Listener
 from shared.clock import Clock
 from shared.errors import CreditorLost
 from shared.messages.commands import WantKv
-from shared.messages.reports import WorkerReported
+from shared.messages.reports import Capacity, WorkerReported
+from shared.ttl_map import RecentMap
 
 _HOLD_S = 30.0
 _SILENCE_S = 5.0
+_MOST_NEIGHBOURS = 4096
 
 
 class Reach:
@@ -54,23 +55,19 @@ class Reach:
         self._model = model
         self._own_tokens = own_tokens
         self._max_tokens = max_tokens
-        self._others: dict[str, tuple[int, float]] = {}
+        self._lendable_tokens: RecentMap[str, int] = RecentMap(_SILENCE_S, _MOST_NEIGHBOURS)
         self._held = (0, 0.0)
 
     def on_report(self, report: WorkerReported, now_s: float) -> None:
         """A heartbeat of any worker."""
         if report.worker_id != self._worker_id and report.model == self._model:
             tokens = report.capacity.most_lent_blocks * report.block_tokens
-            self._others[report.worker_id] = (tokens, now_s)
+            self._lendable_tokens.put(report.worker_id, tokens, now_s)
 
     def context_tokens(self, now_s: float) -> int:
         """Prompt and answer."""
-        self._others = {
-            name: (tokens, heard_s)
-            for name, (tokens, heard_s) in self._others.items()
-            if now_s - heard_s < _SILENCE_S
-        }
-        now_tokens = self._own_tokens + sum(tokens for tokens, _ in self._others.values())
+        self._lendable_tokens.expire(now_s)
+        now_tokens = self._own_tokens + sum(tokens for _, tokens in self._lendable_tokens.items())
         held_tokens, until_s = self._held
         if now_tokens >= held_tokens or now_s >= until_s:
             held_tokens = now_tokens
@@ -78,10 +75,7 @@ class Reach:
         return min(self._max_tokens, held_tokens)
 
 
-HANDLERS: tuple[Handler, ...] = (
-    Listener(subjects.worker_want, WantKv, "on_want"),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
-)
+HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
 _WANT_S = 2.0
 """The scheduler repeats what it wants several times within this."""
 
@@ -236,23 +230,20 @@ class Neighbourhood:
             self._borrower.close()
         return self._plane.close()
 
-    def annotate(self, report: WorkerReported) -> WorkerReported:
-        """A heartbeat with what is lent and borrowed, and with the context that all together can hold."""
+    def section(self, capacity: Capacity) -> dict[str, Any]:
+        """Of the heartbeat: what is lent and borrowed, and the context that all together can hold."""
         assert self._lending is not None
-        if (
-            self._creditor is not None
-        ):  # Grants are given on this thread: nobody gets one between the two calls.
+        if self._creditor is not None:
+            # Grants are given on this thread: nobody gets one between the two calls.
             self._creditor.keep(self._lending.grants.debtors())
         now_s = self._clock()
         want = self._want if now_s < self._want_until_s else WantKv(tokens=0)
         needed_blocks = -(-want.tokens // self._engine.block_tokens) + 1 if want.tokens else 0
         self._lending.want(needed_blocks, may_borrow_ahead=want.may_borrow_ahead)
-        annotated = msgspec.structs.replace(
-            self._lending.annotate(report), bulk_addresses=dict(self._plane.addresses)
-        )
-        if self._borrower is None:
-            return annotated
-        return msgspec.structs.replace(annotated, max_context_tokens=self._reach.context_tokens(now_s))
+        told = {**self._lending.section(capacity), "bulk_addresses": dict(self._plane.addresses)}
+        if self._borrower is not None:
+            told["max_context_tokens"] = self._reach.context_tokens(now_s)
+        return told
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
@@ -262,11 +253,18 @@ class Neighbourhood:
     def on_want(self, want: WantKv) -> None:
         self._want, self._want_until_s = want, self._clock() + _WANT_S
 
+    @property
+    def wants_reports(self) -> bool:
+        """Whether other workers' heartbeats are of any use here."""
+        return self._borrower is not None
+
     def on_reported(self, report: WorkerReported) -> None:
-        self._reach.on_report(report, self._clock())
+        """Any worker's heartbeat."""
+        now_s = self._clock()
+        self._reach.on_report(report, now_s)
         self._plane.on_reported(report)
         if self._lending is not None:
-            self._lending.pressures.on_reported(report)
+            self._lending.pressures.on_reported(report, now_s)
 
     def _on_transfer(self, link: PeerLink, size_bytes: int, took_s: float) -> None:
         """On the engine's thread."""

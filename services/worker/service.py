@@ -6,9 +6,11 @@ Decides nothing: the rules are in `steps`, `sequences` and `plans`, the computat
 import asyncio
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from services.worker.assembly import (
     core_of,
+    costs_of,
     expansion_of,
     fingerprint_of,
     make_bound_engine,
@@ -16,7 +18,6 @@ from services.worker.assembly import (
     pool_of,
     prefixes_of,
     transfers_of,
-    with_costs,
     work_ahead,
 )
 from services.worker.config import WorkerConfig
@@ -50,6 +51,10 @@ HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.worker_prefixes, FindPrefixes, "find_prefixes"),
     *status_handlers("worker"),
 )
+OTHERS: tuple[Handler, ...] = (
+    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
+)
+"""Listened to where loans or fetched blocks make other workers matter."""
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0
 _TELL_S = 0.2
@@ -94,8 +99,10 @@ class Worker:
         self._neighbours.attach(self._runner, pool, fingerprint_of(engine))
         plane = self._neighbours.plane
         self._transfers = transfers_of(bus, config, engine, self._store, plane, self._runner, clock)
+        self._others = OTHERS if self._neighbours.wants_reports or self._transfers is not None else ()
         self._heartbeat = Heartbeat(
             lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
+            self._sections,
             interval_s=config.heartbeat_s,
             stall_timeout_s=config.stall_timeout_s,
         )
@@ -109,6 +116,7 @@ class Worker:
                 tasks.create_task(self._outbox.drain())
                 tasks.create_task(self._keep_express())
                 await self._bus.attach(HANDLERS, self)
+                await self._bus.attach(self._others, self)
                 await self._neighbours.listen()
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
@@ -121,6 +129,7 @@ class Worker:
             raise group.exceptions[0] from None
         finally:
             await self._bus.detach(HANDLERS, self)
+            await self._bus.detach(self._others, self)
             has_stopped = await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S)
             if has_stopped:
                 self._courier.close()
@@ -148,14 +157,22 @@ class Worker:
     def on_gateway(self, reported: GatewayReported) -> None:
         self._runner.post(lambda core, now_s: core.on_gateway(reported, now_s))
 
+    def on_reported(self, report: WorkerReported) -> None:
+        """Any worker's heartbeat, this one's included."""
+        if self._neighbours.wants_reports:
+            self._neighbours.on_reported(report)
+        if self._transfers is not None:
+            self._transfers.on_reported(report)
+
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
         future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-        return self._annotate(self._heartbeat.number(await asyncio.wrap_future(future)))
+        return self._heartbeat.number(await asyncio.wrap_future(future))
 
-    def _annotate(self, report: WorkerReported) -> WorkerReported:
-        annotated = self._neighbours.annotate(with_costs(report, self._engine))
-        return annotated if self._transfers is None else self._transfers.annotate(annotated)
+    def _sections(self, report: WorkerReported) -> dict[str, Any]:
+        """Of the heartbeat: what its owners say on this thread."""
+        moved = {} if self._transfers is None else self._transfers.section()
+        return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved}
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
         return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
@@ -234,7 +251,7 @@ class Worker:
             report = await self._heartbeat.next()
             if report is not None and self._bus.connected:
                 with fenced("heartbeat"):
-                    await self._bus.publish(subject, self._annotate(report))
+                    await self._bus.publish(subject, report)
             await asyncio.sleep(max(0.0, self._config.heartbeat_s - (self._clock() - began_s)))
 
     async def _keep_express(self) -> None:

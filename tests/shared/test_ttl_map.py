@@ -9,6 +9,9 @@ def test_entries_are_there_for_their_time_only() -> None:
     assert recent.get("a", 10.0) == 1
     assert recent.get("a", 10.1) is None
     assert recent.get("b", 0.0) is None
+    assert recent.get("a") == 1, "not forgotten yet"
+    recent.expire(10.1)
+    assert recent.get("a") is None
 
 
 def test_putting_again_renews() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.borrowing import AskLedger, Borrowing, CreditorQuestion, Manners
@@ -15,7 +17,7 @@ from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.table import BlockState, RBlockTable
-from services.worker.peers.lending.telling import annotated
+from services.worker.peers.lending.telling import section
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
 from shared.messages.reports import Capacity, WorkerReported
@@ -86,7 +88,9 @@ class Member:
             fingerprint=FINGERPRINT,
         )
         host_free = self.host.free_blocks if self.host_blocks else 0
-        return annotated(report, self.table, self.grants, self.pool.free_blocks - KEEP, host_free)
+        spare_blocks = self.pool.free_blocks - KEEP
+        lent = section(capacity, self.table, self.grants, spare_blocks, host_free)
+        return msgspec.structs.replace(report, **lent)
 
 
 class LendingWorld:

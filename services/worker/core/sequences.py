@@ -11,7 +11,6 @@ from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.step_work import WorkItem
-from services.worker.core.tombstones import Tombstones
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.pie.core.pool import ElasticPool
 from shared.liveness import AwakeTime, Liveness
@@ -26,9 +25,11 @@ from shared.messages.plans import (
 )
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, proof_of
+from shared.ttl_map import RecentMap
 
 MAX_SEQUENCES = 8192
 """Held at once, ended ones included."""
+_MOST_BURIED = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class SequenceTable:
         self._block_tokens = pool.block_tokens
         self._limits = limits
         self._held: dict[SequenceKey, HeldSequence] = {}
-        self._tombstones = Tombstones(limits.end_retention_s)
+        self._buried: RecentMap[SequenceKey, int] = RecentMap(limits.end_retention_s, _MOST_BURIED)
+        """Highest attempt that must not come back: cancelled, dropped or acknowledged."""
         self._gateways = Liveness(limits.gateway_timeout_s)
         self._awake = AwakeTime(longest_gap_s=limits.gateway_timeout_s / 2)
         """Iterations may be long; what came meanwhile is heard right after them."""
@@ -174,7 +176,7 @@ class SequenceTable:
         self._unreported.append(sequence)
         if sequence.rehearsal:
             self._held.pop(sequence.ref.key, None)
-            self._tombstones.bury(sequence.ref, now_s)
+            self._bury(sequence.ref, now_s)
 
     def lose_blocks(self, blocks: Iterable[int], now_s: float) -> None:
         """The KV of these is gone: sequences that have any of them end, to be computed again."""
@@ -190,7 +192,7 @@ class SequenceTable:
 
         Nobody waits for its tokens.
         """
-        self._tombstones.bury(ref, now_s)
+        self._bury(ref, now_s)
         held = self._held.get(ref.key)
         if held is not None and held.ref.attempt <= ref.attempt:
             if held.alive:
@@ -203,7 +205,7 @@ class SequenceTable:
             held = self.find(ref)
             if held is not None and not held.alive:
                 del self._held[ref.key]
-                self._tombstones.bury(ref, now_s)
+                self._bury(ref, now_s)
 
     def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
         """A gateway lives. Sequences of its earlier incarnations have no reader and go."""
@@ -215,7 +217,7 @@ class SequenceTable:
 
     def tick(self, now_s: float) -> None:
         """Let time pass: ends kept too long are forgotten, sequences whose gateway fell silent end."""
-        self._tombstones.expire(now_s)
+        self._buried.expire(now_s)
         self.late.tick(self._held.values(), now_s)
         for held in list(self._held.values()):
             if not held.alive and now_s - held.ended_s > self._limits.end_retention_s:
@@ -230,7 +232,7 @@ class SequenceTable:
         self.pool.check_integrity([block for held in self._held.values() for block in held.blocks])
         for key, held in self._held.items():
             assert held.ref.key == key
-            assert not self._tombstones.covers(held.ref), f"{held.ref} is held and buried"
+            assert not self._is_buried(held.ref), f"{held.ref} is held and buried"
             assert held.computed_tokens <= len(held.blocks) * self._block_tokens
             held.check_integrity()
             assert held.alive or (held.finish_reason is not None and not held.blocks and not held.kept)
@@ -239,6 +241,13 @@ class SequenceTable:
                 assert late_tokens == 0 or (late_tokens > 0 and held.takes_late)
             if held.state is SequenceState.WAITING:
                 assert held.computed_tokens == 0
+
+    def _bury(self, ref: SequenceRef, now_s: float) -> None:
+        """This attempt and every lower one."""
+        self._buried.put(ref.key, max(ref.attempt, self._buried.get(ref.key) or 0), now_s)
+
+    def _is_buried(self, ref: SequenceRef) -> bool:
+        return ref.attempt <= (self._buried.get(ref.key) or 0)
 
     def _of_gateway(self, gateway_id: str) -> Sequence[HeldSequence]:
         return [held for held in self._held.values() if held.gateway_id == gateway_id]
@@ -286,7 +295,7 @@ class SequenceTable:
         if held is not None and held.ref.attempt == spec.ref.attempt:
             return None
         superseded = held is not None and held.ref.attempt > spec.ref.attempt
-        if superseded or self._tombstones.covers(spec.ref):
+        if superseded or self._is_buried(spec.ref):
             return SkipReason.UNKNOWN
         awake_s = self._awake.at(now_s)
         if not self._gateways.expect(spec.gateway_id, spec.gateway_incarnation, awake_s):

@@ -58,6 +58,18 @@ async def test_a_snapshot_is_what_stands_in_afterwards() -> None:
     assert following is not None and (following.seq, following.stepped_seq) == (2, 8)
 
 
+async def test_sections_are_asked_for_each_time_and_the_engines_own_word_stays() -> None:
+    """A report that stands in while the engine is busy says what is lent now, not what was."""
+    engine, hosts = Engine(), iter("abc")
+    heartbeat = Heartbeat(engine.ask, lambda _: {"host": next(hosts)}, interval_s=0.02, stall_timeout_s=9.0)
+    sent = [heartbeat.number(report(stepped_seq=8)), await heartbeat.next(), await heartbeat.next()]
+    assert [(r.seq, r.stepped_seq, r.host) for r in sent if r is not None] == [
+        (1, 8, "a"),
+        (2, 8, "b"),
+        (3, 8, "c"),
+    ]
+
+
 async def test_an_engine_that_stays_silent_is_given_up() -> None:
     heartbeat = Heartbeat(Engine().ask, interval_s=0.02, stall_timeout_s=0.05)
     assert await heartbeat.next() is None and await heartbeat.next() is None

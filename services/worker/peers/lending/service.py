@@ -28,7 +28,7 @@ from services.worker.peers.lending.core.table import GrantKey, RBlockTable
 from services.worker.peers.lending.core.watermarks import Balance, Marks
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
-from services.worker.peers.lending.telling import annotated, loans
+from services.worker.peers.lending.telling import loans, section
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, fenced
 from shared.clock import Clock, monotonic_s
@@ -44,7 +44,7 @@ from shared.messages.lending import (
     RenewLeases,
     ReturnBlocks,
 )
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.reports import Capacity
 
 ANSWER_DEADLINE_S = 2.0
 
@@ -202,11 +202,11 @@ class Lending:
         reason to borrow only where it `may_borrow_ahead`."""
         self._balance.needed_blocks, self._balance.may_borrow_ahead = blocks, may_borrow_ahead
 
-    def annotate(self, report: WorkerReported) -> WorkerReported:
-        """The heartbeat with what is lent and borrowed; its capacity is what the next tick goes by."""
-        self._balance.on_report(report.capacity)
+    def section(self, capacity: Capacity) -> dict[str, Any]:
+        """Of the heartbeat: what is lent and borrowed. Its capacity is what the next tick goes by."""
+        self._balance.on_report(capacity)
         spare_blocks = self._balance.own_blocks - self._keep_blocks
-        return annotated(report, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
+        return section(capacity, self.table, self.grants, spare_blocks, self._stock.host_free_blocks)
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
@@ -291,7 +291,7 @@ class Lending:
                 self._spawn("recall", self._recall(self._recalls))
 
     async def _recall(self, recalls: Recalls) -> None:
-        pressures = self.pressures.of(self.debts.wanted_back_by_creditor())
+        pressures = self.pressures.of(self.debts.wanted_back_by_creditor(), self._clock())
         await recalls.recall(pressures, self._balance.own_blocks, self._balance.keep_blocks)
         self._balance.on_shrunk()
 

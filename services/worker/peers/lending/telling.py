@@ -1,22 +1,24 @@
 """What a worker tells of its loans: in heartbeats, and to people. Pure."""
 
+from typing import Any
+
 import msgspec
 
 from services.worker.peers.lending.core.grants import Grants
 from services.worker.peers.lending.core.table import RBlockTable
 from shared.messages.lending import KvTier
-from shared.messages.reports import WorkerReported
+from shared.messages.reports import Capacity
 
 
-def annotated(
-    report: WorkerReported, table: RBlockTable, grants: Grants, spare_blocks: int, host_free_blocks: int
-) -> WorkerReported:
-    """The heartbeat with what is lent and borrowed, by tier. `spare_blocks` of the device could be lent, were
-    there no cap."""
+def section(
+    capacity: Capacity, table: RBlockTable, grants: Grants, spare_blocks: int, host_free_blocks: int
+) -> dict[str, Any]:
+    """Of the heartbeat (`WorkerReported`): what is lent and borrowed, by tier. `spare_blocks` of the device
+    could be lent, were there no cap."""
     device, host, terms = KvTier.DEVICE, KvTier.HOST, grants.terms
     room_blocks = terms.most_blocks - table.lent_blocks(device)
-    capacity = msgspec.structs.replace(
-        report.capacity,
+    own = msgspec.structs.replace(
+        capacity,
         lent_blocks=table.lent_blocks(device),
         borrowed_blocks=sum(table.borrowed_from().values()),
         most_lent_blocks=terms.most_blocks + terms.most_host_blocks,
@@ -25,14 +27,13 @@ def annotated(
         host_lent_blocks=table.lent_blocks(host),
         host_lendable_blocks=0 if grants.frozen else host_free_blocks,
     )
-    return msgspec.structs.replace(
-        report,
-        capacity=capacity,
-        lent_to_blocks=table.lent_to(device),
-        borrowed_from_blocks=table.borrowed_from(device),
-        host_lent_to_blocks=table.lent_to(host),
-        host_borrowed_from_blocks=table.borrowed_from(host),
-    )
+    return {
+        "capacity": own,
+        "lent_to_blocks": table.lent_to(device),
+        "borrowed_from_blocks": table.borrowed_from(device),
+        "host_lent_to_blocks": table.lent_to(host),
+        "host_borrowed_from_blocks": table.borrowed_from(host),
+    }
 
 
 def loans(table: RBlockTable) -> dict[str, object]:

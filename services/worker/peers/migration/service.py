@@ -5,8 +5,7 @@ it is needed. A worker without a prefix cache neither gives nor takes.
 """
 
 import asyncio
-
-import msgspec
+from typing import Any
 
 from services.worker.engine_thread import Runner
 from services.worker.kv.store import CacheableEngine, KvStore
@@ -18,17 +17,15 @@ from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
 from shared import subjects
 from shared.average import averaged
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced
+from shared.bus import Bus, Endpoint, Handler, fenced
 from shared.clock import Clock
 from shared.errors import KvasirError
+from shared.liveness import AwakeClock, Liveness
 from shared.log import get_logger
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.reports import WorkerReported
 
-HANDLERS: tuple[Handler, ...] = (
-    Endpoint(subjects.worker_pull, PullBlocks, "pull", concurrency=16),
-    Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
-)
+HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_pull, PullBlocks, "pull", concurrency=16),)
 _PROBE_INTERVAL_S = 0.5
 _SILENCE_S = 5.0
 _log = get_logger("worker.transfer")
@@ -59,8 +56,9 @@ class Transfers:
         self._target = Target(
             plane, ledge, Records(engine.pools), store.fingerprint, engine.block_tokens, config, clock
         )
-        self._others: dict[str, tuple[int, float]] = {}
-        """Workers with the same KV: incarnation, and when they were heard of."""
+        self._others = Liveness(_SILENCE_S)
+        """Workers with the same KV."""
+        self._awake_s = AwakeClock(clock, lambda: bus.connected)
         self._unreachable: dict[str, int] = {}
         self._busy = (0.0, clock(), 0.0)
         """Engine seconds, time and share at the last report."""
@@ -86,20 +84,18 @@ class Transfers:
     def on_reported(self, report: WorkerReported) -> None:
         is_other = report.worker_id != self._bus.instance
         if is_other and report.fingerprint == self._fingerprint and report.bulk_addresses:
-            self._others[report.worker_id] = (report.incarnation, self._clock())
+            self._others.hear(report.worker_id, report.incarnation, self._awake_s())
 
-    def annotate(self, report: WorkerReported) -> WorkerReported:
-        """A heartbeat with what fetching from here and to here is like."""
+    def section(self) -> dict[str, Any]:
+        """Of the heartbeat: what fetching from here and to here is like."""
         if not self._plane.addresses:
-            return report
-        return msgspec.structs.replace(
-            report,
-            kv_block_bytes=self._block_bytes,
-            link_bytes_per_s={
-                name: rate for name, rate in self._target.rates.bytes_per_s().items() if name in self._others
-            },
-            busy_share=self._busy_share(),
-        )
+            return {}
+        rates = self._target.rates.bytes_per_s()
+        return {
+            "kv_block_bytes": self._block_bytes,
+            "link_bytes_per_s": {name: rate for name, rate in rates.items() if name in self._others},
+            "busy_share": self._busy_share(),
+        }
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
@@ -113,13 +109,14 @@ class Transfers:
 
     async def _look_around(self) -> None:
         """Forgets who is silent; measures the way from one that is new."""
-        now_s = self._clock()
-        for name, (_, heard_s) in list(self._others.items()):
-            if now_s - heard_s > _SILENCE_S:
-                del self._others[name]
-                self._target.forget(name)
-        for name, (incarnation, _) in list(self._others.items()):
-            if self._config.probe_bytes and not self._is_measured(name, incarnation):
+        for name in self._others.silent(self._awake_s()):
+            self._unreachable.pop(name, None)
+            self._target.forget(name)
+        for name in list(self._others):
+            incarnation = self._others.present(name)
+            if incarnation is None or not self._config.probe_bytes:
+                continue
+            if not self._is_measured(name, incarnation):
                 await self._measure(name, incarnation)
 
     def _is_measured(self, name: str, incarnation: int) -> bool:

@@ -210,6 +210,17 @@ def test_dropped_attempts_are_forgotten_and_buried(table: SequenceTable) -> None
     assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]
 
 
+def test_a_buried_attempt_keeps_lower_ones_away_and_no_higher_one_for_a_while(table: SequenceTable) -> None:
+    for attempt in (2, 1):
+        table.cancel(ref("a", attempt=attempt), FinishReason.CANCELLED, float(attempt))
+    for attempt in (1, 2):
+        assert start(table, spec(ref("a", attempt=attempt), PROMPT)) == [SkipReason.UNKNOWN]
+    assert start(table, spec(ref("a", attempt=3), PROMPT)) == []
+    table.cancel(ref("b"), FinishReason.CANCELLED, 3.0)
+    table.tick(LIMITS.end_retention_s + 3.5)
+    assert start(table, spec(ref("b"), PROMPT)) == []
+
+
 def test_logprobs_stay_with_their_tokens_over_a_preemption_and_until_the_end_is_acknowledged(
     table: SequenceTable,
 ) -> None:

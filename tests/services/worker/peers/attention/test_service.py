@@ -34,5 +34,5 @@ async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_nex
     creditor = here._creditor
     assert creditor is not None
     creditor._described[Peer("gone", 1), KvTier.DEVICE] = OrderedDict()
-    here.annotate(worker_report("w"))
+    here.section(worker_report("w").capacity)
     assert not creditor._described

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.ledger.config import LedgerConfig
@@ -78,7 +79,8 @@ class Worker:
                 capacity=capacity,
                 fingerprint=b"f",
             )
-            await self.bus.publish(subjects.worker_reported(self.bus.instance), self.lending.annotate(report))
+            told = msgspec.structs.replace(report, **self.lending.section(capacity))
+            await self.bus.publish(subjects.worker_reported(self.bus.instance), told)
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:

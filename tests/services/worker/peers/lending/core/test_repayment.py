@@ -40,11 +40,12 @@ def test_far_before_near_and_nothing_without_room() -> None:
 
 def test_pressure_is_what_neighbours_say_of_themselves() -> None:
     pressures = Pressures("w0")
-    pressures.on_reported(report("w0", host="a"))
-    pressures.on_reported(report("w1", host="a", free=5, total=20))
-    pressures.on_reported(report("w2", host="b", free=20, total=20))
-    assert pressures.of({"w2": 3, "w3": 1}) == {
+    pressures.on_reported(report("w0", host="a"), 0.0)
+    pressures.on_reported(report("w1", host="a", free=5, total=20), 0.0)
+    pressures.on_reported(report("w2", host="b", free=20, total=20), 0.0)
+    assert pressures.of({"w2": 3, "w3": 1}, 5.0) == {
         "w1": CreditorPressure(free_fraction=0.25, distance=0),
         "w2": CreditorPressure(short_blocks=3, free_fraction=1.0, distance=1),
         "w3": CreditorPressure(short_blocks=1),
     }
+    assert pressures.of({}, 5.1) == {}, "nobody has been heard for too long"
