@@ -130,15 +130,15 @@ def make_sides(links: list[PeerLink], blocks: int, own_blocks: int) -> Sides:
     return Sides(whole, divided, debtor, chosen)
 
 
-def measure_error(core: int, cases: int) -> float:
+def measure_error(core: int, cases: int, creditors: int = 3) -> float:
     """The largest over random partitions of random steps: batches of decodes and chunks, ways and orders."""
     generator = torch.Generator().manual_seed(_SEED)
     worst, blocks = 0.0, 48
-    with lenders(settings(3, blocks, core)) as links:
+    with lenders(settings(creditors, blocks, core)) as links:
         sides = make_sides(links, blocks, blocks)
         for case in range(cases):
             sides.chosen.mode = (ShipMode.SHIP, ShipMode.FETCH)[case % 2]
-            order = torch.randperm(4 * blocks, generator=generator).tolist()
+            order = torch.randperm((creditors + 1) * blocks, generator=generator).tolist()
             rows = []
             for length, count in ((700, 1), (333, 1), (511, 40), (5, 1), (300, 129)):
                 needed = -(-length // BLOCK_TOKENS)

@@ -34,6 +34,7 @@ from sim.workloads import Source
 
 RATES = (0.5, 0.8, 1.1)
 WARM_UP_S = 300.0
+QUICK_AZURE_S = 400.0
 SHOWN = tuple(side.label for side in (MELL, EAGER_SIDE, BEST_FIT, WORST_FIT, BALANCE))
 HEADLINE = (
     "gpus_vs_ideal",
@@ -100,7 +101,7 @@ def _replay(
     hardware = (A100,) if context.quick else (A100, RTX4090)
     rates = RATES[::2] if context.quick else RATES
     workloads = [Workload(f"poisson_{rate}", f"λ = {rate}", rate, duration_s) for rate in rates]
-    workloads.append(Workload("azure", "azure", None, 400.0 if context.quick else duration_s))
+    workloads.append(Workload("azure", "azure", None, QUICK_AZURE_S if context.quick else duration_s))
     with context.progress("replaying", len(hardware) * len(workloads) * len(SIDES)) as bar:
         return [
             _cell(context, workload, machine, data, source, bar)

@@ -36,7 +36,8 @@ def test_every_bench_loads() -> None:
 
 
 def test_an_experiment_runs_and_says_that_it_draws_nothing(tmp_path: Path) -> None:
-    asked = ["experiment", "docs/examples/policies.yaml", "--quick", "--into", str(tmp_path), "--json", "-"]
+    (tmp_path / "two.yaml").write_text("grid: {rate: [1.0, 2.0]}\nrequests: 20\n")
+    asked = ["experiment", str(tmp_path / "two.yaml"), "--into", str(tmp_path), "--json", "-"]
     ran = without_development_packages("from bench.cli import main\nsys.exit(main(sys.argv[1:]))", *asked)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("no pictures, as matplotlib is not installed") == 1

@@ -56,23 +56,23 @@ def result(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads((run_dir / "result.json").read_text()))
 
 
-def test_against_transformers_and_on_with_it(tmp_path: Path) -> None:
-    """Engines called directly; a second run goes on, and no other workload mixes in."""
+def test_against_transformers_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Engines called directly; a second run goes on, and no other workload mixes in: that is refused before
+    anything is bound, so it goes in this process."""
     first = engine(tmp_path, "--peer", "transformers", "--budget-s", "0.0001")
     assert first.returncode == 0, first.stderr
     assert result(tmp_path)["incomplete"] > 0
-    again = engine(tmp_path, "--peer", "transformers", "--resume", "--output-tokens", "5")
-    assert again.returncode == 2
-    assert "another workload" in again.stderr
+    refused = ["engine", *SHORT, "--out", str(tmp_path), "--peer", "transformers"]
+    assert cli.main([*refused, "--resume", "--output-tokens", "5"]) == 2
+    assert "another workload" in capsys.readouterr().err
     done = engine(tmp_path, "--peer", "transformers", "--resume")
     assert done.returncode == 0, done.stderr
     made = result(tmp_path)
     assert (made["incomplete"], made["failures"], made["peer"]) == (0, 0, {"name": "transformers"})
     assert {"tok_s_ratio_b1", "tok_s_ratio_b2", "tok_s_ratio_b2_ctx20_worst"} <= set(made["figures"])
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
-    over = engine(tmp_path, "--peer", "transformers")
-    assert over.returncode == 2
-    assert "--resume" in over.stderr
+    assert cli.main(refused) == 2
+    assert "--resume" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_set_up_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,8 @@ def test_nothing_in_common_is_not_different() -> None:
     side.close()
 
 
+@pytest.mark.slow
+@pytest.mark.stack
 @pytest.mark.timeout(400)
 def test_stacks_say_the_same_with_pie(tmp_path: Path) -> None:
     context = Context("pie", True, 0, tmp_path, Namespace())

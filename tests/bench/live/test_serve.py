@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import cli
 from bench.kit.context import Context
 from bench.kit.load import Answer, Target
 from bench.kit.provenance import ROOT
@@ -42,16 +43,21 @@ def result(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads((run_dir / "result.json").read_text()))
 
 
+SMALL = ["--lessons", "8", "--pool", "12", "--requests", "12", "--max-tokens", "48"]
+"""Of a whole run."""
+
+
 @pytest.mark.stack
 @pytest.mark.timeout(900)
-def test_a_short_run_and_on_with_it(tmp_path: Path) -> None:
-    first = serve(tmp_path, "--budget-s", "0.5")
+def test_a_short_run_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is refused is refused before anything is started or bound, so that goes in this process."""
+    first = serve(tmp_path, *SMALL, "--budget-s", "0.5")
     assert first.returncode == 0, first.stderr
     assert result(tmp_path)["incomplete"]
-    other = serve(tmp_path, "--resume", "--requests", "9")
-    assert other.returncode == 2
-    assert "another workload" in other.stderr
-    done = serve(tmp_path, "--resume", "--requests", "24", "--tolerance", "0.5", "--budget-s", "300")
+    refused = ["serve", "--quick", "--out", str(tmp_path), *SMALL]
+    assert cli.main([*refused, "--resume", "--requests", "9"]) == 2
+    assert "another workload" in capsys.readouterr().err
+    done = serve(tmp_path, *SMALL, "--resume", "--beyond-requests", "8", "--budget-s", "300")
     assert done.returncode == 0, done.stderr
     made = result(tmp_path)
     assert (made["incomplete"], made["failures"]) == (False, 0)
@@ -67,9 +73,8 @@ def test_a_short_run_and_on_with_it(tmp_path: Path) -> None:
     requests = (tmp_path / "requests.jsonl").read_text().splitlines()
     assert len(requests) == sum(cell["requests"] for cell in cells)
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
-    again = serve(tmp_path)
-    assert again.returncode == 2
-    assert "--resume" in again.stderr
+    assert cli.main(refused) == 2
+    assert "--resume" in capsys.readouterr().err
 
 
 FEW = ["--lessons", "10", "--pool", "10", "--max-tokens", "64"]
