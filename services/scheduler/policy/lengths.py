@@ -13,6 +13,7 @@ from math import ceil
 
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.options import TwoQueueOptions
+from shared.average import averaged
 from shared.messages.commands import LengthPrediction
 
 _WEIGHT = 1 / 256
@@ -150,12 +151,12 @@ class WorkerSpeeds:
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
         """0 is no measurement."""
         if prefill_tokens_per_s > 0:
-            old = self.prefill_tokens_per_s if self._measured_prefill else prefill_tokens_per_s
-            self.prefill_tokens_per_s = old + _SPEED_WEIGHT * (prefill_tokens_per_s - old)
+            before = self.prefill_tokens_per_s if self._measured_prefill else None
+            self.prefill_tokens_per_s = averaged(before, prefill_tokens_per_s, _SPEED_WEIGHT)
             self._measured_prefill = True
         if decode_step_s > 0:
-            old = self.decode_step_s if self._measured_step else decode_step_s
-            self.decode_step_s = old + _SPEED_WEIGHT * (decode_step_s - old)
+            before = self.decode_step_s if self._measured_step else None
+            self.decode_step_s = averaged(before, decode_step_s, _SPEED_WEIGHT)
             self._measured_step = True
 
     def work_s(self, prefill_tokens: int, decode_tokens: int) -> float:
