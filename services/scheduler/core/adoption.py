@@ -20,16 +20,20 @@ _PHASES = {
 
 
 def adopt_snapshot(
-    roster: Roster, lane: WorkerPipeline, snapshot: WorkerReported, make_policy: PolicyFactory, now_s: float
+    roster: Roster,
+    pipeline: WorkerPipeline,
+    snapshot: WorkerReported,
+    make_policy: PolicyFactory,
+    now_s: float,
 ) -> list[Effect]:
-    """Brings `lane` into step. Every sequence alive there is either in its new policy or dropped by its
+    """Brings `pipeline` into step. Every sequence alive there is either in its new policy or dropped by its
     next plan."""
     effects = _note_ends(roster, snapshot, now_s)
     alive = [listed for listed in snapshot.sequences if listed.state is not SequenceState.ENDED]
     adopted: list[tuple[Sequence, SequenceReport]] = []
     stale: list[SequenceReport] = []
     for listed in alive:
-        if _is_stale(roster, lane, listed, now_s):
+        if _is_stale(roster, pipeline, listed, now_s):
             stale.append(listed)
             continue
         older = roster.sequences.get(listed.ref.key)
@@ -37,9 +41,9 @@ def adopt_snapshot(
             effects.append(roster.leave(older, Phase.REPLACED, now_s))
         sequence = roster.find(listed.ref) or _from_report(listed, now_s)
         sequence.generated_tokens = listed.generated_tokens
-        roster.adopt(sequence, lane, _PHASES[listed.state], now_s)
+        roster.adopt(sequence, pipeline, _PHASES[listed.state], now_s)
         adopted.append((sequence, listed))
-    effects += _note_missing(roster, lane, {sequence.key for sequence, _ in adopted}, now_s)
+    effects += _note_missing(roster, pipeline, {sequence.key for sequence, _ in adopted}, now_s)
     policy = make_policy(
         WorkerShape(snapshot.block_tokens, planned_capacity_blocks(snapshot)), roster.rules.settings
     )
@@ -48,17 +52,17 @@ def adopt_snapshot(
         decoding = listed.state is SequenceState.DECODING
         holding = Holding(listed.computed_tokens, listed.allocated_blocks, decoding)
         policy.on_adopted(sequence.task(), holding, now_s)
-    lane.begin(policy, snapshot, now_s)
+    pipeline.begin(policy, snapshot, now_s)
     for listed in stale:
-        lane.drop(listed.ref)
-    for sequence in roster.of_worker(lane.worker_id):
+        pipeline.drop(listed.ref)
+    for sequence in roster.of_worker(pipeline.worker_id):
         if sequence.phase is Phase.PLACED:
-            lane.arrive(sequence, now_s)
+            pipeline.arrive(sequence, now_s)
     roster.backlog.poke()
     return effects
 
 
-def _is_stale(roster: Roster, lane: WorkerPipeline, listed: SequenceReport, now_s: float) -> bool:
+def _is_stale(roster: Roster, pipeline: WorkerPipeline, listed: SequenceReport, now_s: float) -> bool:
     """Whether this attempt should not live here (any more)."""
     key, attempt = listed.ref.key, listed.ref.attempt
     cancelled = roster.tombstones.get(key, now_s)
@@ -68,12 +72,12 @@ def _is_stale(roster: Roster, lane: WorkerPipeline, listed: SequenceReport, now_
         return True
     if given_up is not None and attempt <= given_up[0]:
         return True
-    if ended is not None and attempt <= ended[0] and ended[1] != lane.worker_id:
+    if ended is not None and attempt <= ended[0] and ended[1] != pipeline.worker_id:
         return True
     known = roster.sequences.get(key)
     if known is None or known.ref.attempt < attempt:
         return False
-    lives_elsewhere = known.phase in HELD and known.confirmed and known.worker_id != lane.worker_id
+    lives_elsewhere = known.phase in HELD and known.confirmed and known.worker_id != pipeline.worker_id
     return known.ref.attempt > attempt or lives_elsewhere
 
 
@@ -119,12 +123,12 @@ def _note_ends(roster: Roster, snapshot: WorkerReported, now_s: float) -> list[E
 
 
 def _note_missing(
-    roster: Roster, lane: WorkerPipeline, found: set[tuple[str, int]], now_s: float
+    roster: Roster, pipeline: WorkerPipeline, found: set[tuple[str, int]], now_s: float
 ) -> list[Effect]:
     """Held there as far as we knew, but not in the snapshot: over, when it had arrived; else the start was
     lost."""
     effects: list[Effect] = []
-    for sequence in roster.of_worker(lane.worker_id):
+    for sequence in roster.of_worker(pipeline.worker_id):
         if sequence.phase not in HELD or sequence.key in found:
             continue
         if sequence.confirmed or sequence.spec is None:

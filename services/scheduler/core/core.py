@@ -89,12 +89,12 @@ class SchedulerCore:
         """Raises what `Intake.on_submit` raises; then nothing has changed."""
         admission, effects = self._intake.on_submit(spec, now_s)
         sequence = self._roster.find(spec.ref)
-        target = None if sequence is None else self._moves.lane_for(sequence)
-        lane = target if sequence is None else target or self._roster.lane_without_choice(sequence)
-        if lane is None or sequence is None or self._deposed:
+        target = None if sequence is None else self._moves.pipeline_for(sequence)
+        pipeline = target if sequence is None else target or self._roster.pipeline_without_choice(sequence)
+        if pipeline is None or sequence is None or self._deposed:
             return admission, effects + self._ask_placement(now_s)
-        self._roster.place(sequence, lane, now_s, midway=target is not None)
-        told = self._roster.told_of(sequence, lane)
+        self._roster.place(sequence, pipeline, now_s, midway=target is not None)
+        told = self._roster.told_of(sequence, pipeline)
         return admission, [*self._after(effects, now_s), told]
 
     def on_move(self, order: SequenceMove, now_s: float) -> list[Effect]:
@@ -174,10 +174,10 @@ class SchedulerCore:
             self._intake.check_context(sequence.prompt_tokens, sequence.max_tokens)
         except ContextOverflow as error:
             return [self._roster.give_up(sequence, error, now_s)]
-        lane = self._roster.lanes.get(worker_id or "")
-        in_step = lane is not None and lane.sync is Sync.IN_STEP
-        if in_step and lane is not None and sequence.limit_tokens <= lane.report.max_context_tokens:
-            self._roster.place(sequence, lane, now_s)
+        pipeline = self._roster.pipelines.get(worker_id or "")
+        in_step = pipeline is not None and pipeline.sync is Sync.IN_STEP
+        if in_step and pipeline is not None and sequence.limit_tokens <= pipeline.report.max_context_tokens:
+            self._roster.place(sequence, pipeline, now_s)
         return []
 
     def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
@@ -185,9 +185,9 @@ class SchedulerCore:
         if sequence is None:
             return []
         sequence.prediction = prediction
-        lane = self._roster.lanes.get(sequence.worker_id or "")
-        if lane is not None:
-            lane.predict(ref.key, prediction, now_s)
+        pipeline = self._roster.pipelines.get(sequence.worker_id or "")
+        if pipeline is not None:
+            pipeline.predict(ref.key, prediction, now_s)
         return self._after([], now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
@@ -217,14 +217,14 @@ class SchedulerCore:
         if self._deposed:
             return effects
         effects += self._moves.advance(now_s)
-        for lane in self._roster.changed_lanes():
-            effects += lane.next_plans(now_s)
+        for pipeline in self._roster.changed_pipelines():
+            effects += pipeline.next_plans(now_s)
         return effects + self._ask_placement(now_s)
 
     def _ask_placement(self, now_s: float) -> list[Effect]:
-        lanes = self._roster.lanes
+        pipelines = self._roster.pipelines
         is_due = self._roster.backlog.is_due(now_s)
-        if not is_due or not any(lane.sync is Sync.IN_STEP for lane in lanes.values()):
+        if not is_due or not any(pipeline.sync is Sync.IN_STEP for pipeline in pipelines.values()):
             return []
         kinds = kinds_of(self._roster.reports())
         question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)
@@ -239,24 +239,26 @@ class SchedulerCore:
         phases: dict[str, int] = {}
         for sequence in self._roster.sequences.values():
             phases[str(sequence.phase)] = phases.get(str(sequence.phase), 0) + 1
-        lanes = self._roster.lanes.values()
-        are_refused = any(lane.refusal for lane in lanes)
+        pipelines = self._roster.pipelines.values()
+        are_refused = any(pipeline.refusal for pipeline in pipelines)
         workers = [
             {
-                "worker": lane.worker_id,
-                "sync": str(lane.sync),
-                "outstanding_steps": lane.outstanding_steps,
-                "sequences": len(self._roster.of_worker(lane.worker_id)),
-                "free_blocks": lane.report.capacity.free_blocks,
-                "total_blocks": lane.report.capacity.total_blocks,
-                **({"refused": lane.refusal.message if lane.refusal else ""} if are_refused else {}),
+                "worker": pipeline.worker_id,
+                "sync": str(pipeline.sync),
+                "outstanding_steps": pipeline.outstanding_steps,
+                "sequences": len(self._roster.of_worker(pipeline.worker_id)),
+                "free_blocks": pipeline.report.capacity.free_blocks,
+                "total_blocks": pipeline.report.capacity.total_blocks,
+                **({"refused": pipeline.refusal.message if pipeline.refusal else ""} if are_refused else {}),
             }
-            for lane in lanes
+            for pipeline in pipelines
         ]
         decisions = {f"relief_{rung}": count for rung, count in sorted(self._pressure.decisions.items())}
         preempted: Counter[str] = Counter()
-        for lane in lanes:
-            preempted.update({f"preempted_{mode}": count for mode, count in lane.preempting.counts.items()})
+        for pipeline in pipelines:
+            preempted.update(
+                {f"preempted_{mode}": count for mode, count in pipeline.preempting.counts.items()}
+            )
         moves = {**self._moves.describe(), **decisions, **preempted}
         return {
             "epoch": self.epoch,
@@ -268,6 +270,6 @@ class SchedulerCore:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when roster, backlog, lanes or a policy disagree."""
+        """Raises AssertionError when roster, backlog, pipelines or a policy disagree."""
         self._roster.check_integrity()
         self._moves.check_integrity()

@@ -54,8 +54,8 @@ _STRANGER_HEARTBEATS = 4
 
 
 class Fleet:
-    """Lanes come and go with heartbeats. `commanding` is False until a new scheduler has heard one round of
-    them."""
+    """The workers, each with its pipeline: they come and go with heartbeats. `commanding` is False until a
+    new scheduler has heard one round of those."""
 
     def __init__(self, roster: Roster, make_policy: PolicyFactory, epoch: int) -> None:
         self.roster = roster
@@ -70,45 +70,45 @@ class Fleet:
         effects: list[Effect] = []
         if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
             return effects
-        lane = self.roster.lanes.get(report.worker_id)
-        if lane is not None and report.incarnation != lane.incarnation:
-            effects += self.lose(lane, now_s)
-            lane = None
-        if lane is None:
-            lane = self.roster.welcome(report, self.epoch, now_s)
-        if report.seq < lane.report.seq:
+        pipeline = self.roster.pipelines.get(report.worker_id)
+        if pipeline is not None and report.incarnation != pipeline.incarnation:
+            effects += self.lose(pipeline, now_s)
+            pipeline = None
+        if pipeline is None:
+            pipeline = self.roster.welcome(report, self.epoch, now_s)
+        if report.seq < pipeline.report.seq:
             return effects
-        trouble = self._compare(lane, report, now_s)
-        lane.report = report
-        if lane.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:
-            effects += self._admit(lane, Trouble("worker heard of"), now_s)
+        trouble = self._compare(pipeline, report, now_s)
+        pipeline.report = report
+        if pipeline.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:
+            effects += self._admit(pipeline, Trouble("worker heard of"), now_s)
         elif trouble is not None:
-            effects += self._resync(lane, trouble, now_s)
+            effects += self._resync(pipeline, trouble, now_s)
         return effects
 
-    def _compare(self, lane: WorkerPipeline, report: WorkerReported, now_s: float) -> Trouble | None:
-        if lane.policy is None:
+    def _compare(self, pipeline: WorkerPipeline, report: WorkerReported, now_s: float) -> Trouble | None:
+        if pipeline.policy is None:
             return None
-        lane.resize(report, now_s)
-        lane.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
-        return lane.on_heartbeat(report, now_s) or self._strangers(lane, report)
+        pipeline.resize(report, now_s)
+        pipeline.policy.on_measured(report.prefill_tokens_per_s, report.decode_step_s, now_s)
+        return pipeline.on_heartbeat(report, now_s) or self._strangers(pipeline, report)
 
-    def _strangers(self, lane: WorkerPipeline, report: WorkerReported) -> Trouble | None:
+    def _strangers(self, pipeline: WorkerPipeline, report: WorkerReported) -> Trouble | None:
         """Sequences that live there unbeknown to us would take blocks that plans count on."""
         seen: dict[SequenceRef, int] = {}
         for listed in report.sequences:
             known = self.roster.find(listed.ref)
-            here = known is not None and known.worker_id == lane.worker_id and known.phase in HELD
+            here = known is not None and known.worker_id == pipeline.worker_id and known.phase in HELD
             if listed.state is not SequenceState.ENDED and not here:
-                seen[listed.ref] = lane.strangers.get(listed.ref, 0) + 1
-        lane.strangers = seen
+                seen[listed.ref] = pipeline.strangers.get(listed.ref, 0) + 1
+        pipeline.strangers = seen
         if any(count >= _STRANGER_HEARTBEATS for count in seen.values()):
             return Trouble("it holds sequences that are not known to be there")
         return None
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
-        lane = self.roster.lanes.get(event.worker_id)
-        if lane is None or lane.incarnation != event.incarnation:
+        pipeline = self.roster.pipelines.get(event.worker_id)
+        if pipeline is None or pipeline.incarnation != event.incarnation:
             return []
         effects: list[Effect] = []
         for end in event.ended:
@@ -123,90 +123,90 @@ class Fleet:
                         generated_tokens=end.generated_tokens,
                     )
                 )
-        trouble = lane.on_stepped(event, now_s)
+        trouble = pipeline.on_stepped(event, now_s)
         if trouble is not None:
-            effects += self._resync(lane, trouble, now_s)
+            effects += self._resync(pipeline, trouble, now_s)
         return effects
 
     def command(self, epoch: int, now_s: float) -> list[Effect]:
         """The first round of heartbeats is over: take every worker over."""
         self.epoch, self.commanding = epoch, True
         effects: list[Effect] = []
-        lanes = list(self.roster.lanes.values())
-        model = prevailing(lane.report for lane in lanes)
-        for lane in sorted(
-            lanes, key=lambda lane: mismatch(lane.report, [model] if model else []) is not None
+        pipelines = list(self.roster.pipelines.values())
+        model = prevailing(pipeline.report for pipeline in pipelines)
+        for pipeline in sorted(
+            pipelines, key=lambda pipeline: mismatch(pipeline.report, [model] if model else []) is not None
         ):
-            lane.epoch = epoch
-            effects += self._admit(lane, Trouble("new scheduler"), now_s)
+            pipeline.epoch = epoch
+            effects += self._admit(pipeline, Trouble("new scheduler"), now_s)
         return effects
 
-    def _admit(self, lane: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
+    def _admit(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
         """Into step, unless it serves something else than those that are; then what it holds is lost."""
         accepted = [
             other.report
-            for other in self.roster.lanes.values()
-            if other is not lane and other.sync in (Sync.ASKED, Sync.IN_STEP)
+            for other in self.roster.pipelines.values()
+            if other is not pipeline and other.sync in (Sync.ASKED, Sync.IN_STEP)
         ]
-        error = mismatch(lane.report, accepted)
+        error = mismatch(pipeline.report, accepted)
         if error is None:
-            return self._resync(lane, trouble, now_s)
-        if lane.sync is Sync.REFUSED:
+            return self._resync(pipeline, trouble, now_s)
+        if pipeline.sync is Sync.REFUSED:
             return []
-        lane.refuse(error)
-        held = [listed.ref for listed in lane.report.sequences if listed.state is not SequenceState.ENDED]
-        lost = WorkerLost(worker_id=lane.worker_id, incarnation=lane.incarnation, refs=tuple(held))
-        return [RefuseWorker(lane.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
+        pipeline.refuse(error)
+        held = [listed.ref for listed in pipeline.report.sequences if listed.state is not SequenceState.ENDED]
+        lost = WorkerLost(worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(held))
+        return [RefuseWorker(pipeline.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
 
     def on_tick(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         silent = set(self._liveness.silent(now_s))
-        for lane in list(self.roster.lanes.values()):
-            hung = lane.sync is Sync.ASKED and now_s - lane.asked_s > self._rules.snapshot_patience_s
-            if hung or lane.worker_id in silent:
-                self._liveness.forget(lane.worker_id)
-                effects += self.lose(lane, now_s)
+        for pipeline in list(self.roster.pipelines.values()):
+            hung = pipeline.sync is Sync.ASKED and now_s - pipeline.asked_s > self._rules.snapshot_patience_s
+            if hung or pipeline.worker_id in silent:
+                self._liveness.forget(pipeline.worker_id)
+                effects += self.lose(pipeline, now_s)
                 continue
-            trouble = lane.on_tick(now_s)
+            trouble = pipeline.on_tick(now_s)
             if trouble is not None:
-                effects += self._resync(lane, trouble, now_s)
-            elif lane.ask_again_s is not None and now_s >= lane.ask_again_s:
-                lane.ask_again_s = None
-                effects.append(AskSnapshot(lane.worker_id, self.epoch, "asked again"))
+                effects += self._resync(pipeline, trouble, now_s)
+            elif pipeline.ask_again_s is not None and now_s >= pipeline.ask_again_s:
+                pipeline.ask_again_s = None
+                effects.append(AskSnapshot(pipeline.worker_id, self.epoch, "asked again"))
         return effects
 
     def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
         """A plan that cannot be sent as it is, now or later: its longest start is to blame."""
-        lane = self.roster.lanes.get(worker_id)
-        if lane is None or lane.sync is not Sync.IN_STEP:
+        pipeline = self.roster.pipelines.get(worker_id)
+        if pipeline is None or pipeline.sync is not Sync.IN_STEP:
             return []
         longest = max(plan.starts, key=lambda spec: len(spec.prompt) + len(spec.generated), default=None)
         culprits = () if longest is None else (longest.ref,)
-        return self._resync(lane, Trouble(f"plan {plan.seq} was not sent: {reason}", culprits), now_s)
+        return self._resync(pipeline, Trouble(f"plan {plan.seq} was not sent: {reason}", culprits), now_s)
 
     def on_snapshot_failed(self, worker_id: str, now_s: float) -> None:
-        lane = self.roster.lanes.get(worker_id)
-        if lane is not None and lane.sync is Sync.ASKED:
-            lane.ask_again_s = now_s + self._rules.snapshot_retry_s
+        pipeline = self.roster.pipelines.get(worker_id)
+        if pipeline is not None and pipeline.sync is Sync.ASKED:
+            pipeline.ask_again_s = now_s + self._rules.snapshot_retry_s
 
-    def lose(self, lane: WorkerPipeline, now_s: float) -> list[Effect]:
+    def lose(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         """The worker is gone, as far as anybody can tell. Gateways resubmit what was sent to it."""
-        self.roster.lose(lane, now_s)
+        self.roster.lose(pipeline, now_s)
         effects: list[Effect] = []
         refs = []
-        for sequence in self.roster.of_worker(lane.worker_id):
+        for sequence in self.roster.of_worker(pipeline.worker_id):
             if sequence.phase is Phase.PLACED:
                 self.roster.take_back(sequence, now_s)
             else:
                 refs.append(sequence.ref)
                 effects.append(self.roster.leave(sequence, Phase.LOST, now_s))
         for key, (_, worker_id) in self.roster.ended.items():
-            if worker_id == lane.worker_id:
+            if worker_id == pipeline.worker_id:
                 self.roster.ended.pop(key)
-        lost = WorkerLost(worker_id=lane.worker_id, incarnation=lane.incarnation, refs=tuple(refs))
+        lost = WorkerLost(worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(refs))
         return [*effects, PublishWorkerLost(lost)]
 
-    def _resync(self, lane: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
+    def _resync(self, pipeline: WorkerPipeline, trouble: Trouble, now_s: float) -> list[Effect]:
         """Stop planning and ask what the worker holds; give up whatever keeps causing this."""
         effects: list[Effect] = []
         culprits = [
@@ -214,19 +214,23 @@ class Fleet:
             for ref in dict.fromkeys(trouble.culprits)
             if (sequence := self.roster.find(ref)) is not None
         ]
-        lane.lose_step(now_s)
+        pipeline.lose_step(now_s)
         for sequence in culprits:
             sequence.faults += 1
             if sequence.faults > self._rules.max_faults:
-                error = InternalError(f"{sequence.ref} was given up: {lane.worker_id}: {trouble.reason}")
+                error = InternalError(f"{sequence.ref} was given up: {pipeline.worker_id}: {trouble.reason}")
                 effects.append(self.roster.give_up(sequence, error, now_s))
         self.snapshots += 1
-        return [*effects, AskSnapshot(lane.worker_id, self.epoch, trouble.reason)]
+        return [*effects, AskSnapshot(pipeline.worker_id, self.epoch, trouble.reason)]
 
     def on_snapshot(self, snapshot: WorkerReported, now_s: float) -> list[Effect]:
         """The worker said what it holds: in step again, with a policy that knows it."""
-        lane = self.roster.lanes.get(snapshot.worker_id)
-        if lane is None or lane.sync is not Sync.ASKED or lane.incarnation != snapshot.incarnation:
+        pipeline = self.roster.pipelines.get(snapshot.worker_id)
+        if (
+            pipeline is None
+            or pipeline.sync is not Sync.ASKED
+            or pipeline.incarnation != snapshot.incarnation
+        ):
             return []
         self._liveness.hear(snapshot.worker_id, snapshot.incarnation, now_s)
-        return adopt_snapshot(self.roster, lane, snapshot, self._make_policy, now_s)
+        return adopt_snapshot(self.roster, pipeline, snapshot, self._make_policy, now_s)

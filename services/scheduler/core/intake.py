@@ -18,7 +18,7 @@ from shared.messages.sequence import FinishReason, SequenceSpec
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The answer to a submission."""
+    """What a gateway is told of a submission that was taken: whether it was known, and where it runs."""
 
     known: bool
     worker_id: str | None = None

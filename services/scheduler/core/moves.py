@@ -1,4 +1,4 @@
-"""Live migration: running sequences from their workers to others, their readers none the wiser. Pure.
+"""Live migration: running sequences go from their workers to others, and their readers notice nothing. Pure.
 
 A move has three stages. *Asking*: the source says which tokens it has by now. *Rehearsing*: the target
 computes them as a sequence that nobody reads, or *pulling*: it fetches their blocks over the bulk plane; the
@@ -6,6 +6,13 @@ source goes on meanwhile, and what it adds is prepared again until little is mis
 gateway, which owns the request, is told and hands it over under a higher attempt, as it does after a failure;
 the target finds the blocks. Until the gateway does so nothing has changed, so a move may be given up at any
 time, and one whose blocks cannot be fetched goes on by tokens. docs/migration.md; papers/000 §V.
+
+    a runs at w1 with 900 tokens, and w2 rehearses them; by then a has 960, and w2 rehearses the 60 more
+    by then a has 964: 4 are few enough → switching; the gateway is told, and submits attempt 2
+    attempt 2 is placed at w2, finds 960 tokens stored, and computes what is missing; attempt 1 is dropped
+
+One rehearsal more costs the target a prefill of what is missing; one less makes the reader wait for it at the
+switch. So it is repeated while more is missing than the switch may compute, and at most `most_rounds` times.
 """
 
 from dataclasses import dataclass
@@ -47,7 +54,7 @@ class MoveStage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """One of them."""
+    """One sequence on its way from a source to a target: how far that is, and what it has cost so far."""
 
     ref: SequenceRef
     """The attempt that moves."""
@@ -138,7 +145,8 @@ _FOLLOWS_S = 1.0
 
 
 class Moves:
-    """At most one for each sequence. Whoever drives it calls `advance` after every event."""
+    """All moves there are, at most one for each sequence. Whoever drives it calls `advance` after every
+    event: what became of sequences and workers meanwhile moves them on, or ends them."""
 
     def __init__(self, roster: Roster, rules: MoveRules) -> None:
         self._roster = roster
@@ -177,8 +185,8 @@ class Moves:
             return self._end(move, "the source did not say which tokens it has", now_s)
         size_tokens = sequence.prompt_tokens + len(tokens)
         if self._is_close(move, size_tokens) or move.rounds >= self._rules.most_rounds:
-            lane = self._roster.lanes.get(move.target)
-            if lane is None or not self._fits(lane, size_tokens, move):
+            pipeline = self._roster.pipelines.get(move.target)
+            if pipeline is None or not self._fits(pipeline, size_tokens, move):
                 return self._end(move, f"{move.target} has no room any more", now_s)
             return self._switch(move, now_s)
         if move.mode is MoveMode.KV:
@@ -204,14 +212,14 @@ class Moves:
             effects += self._advance(move, now_s)
         return effects
 
-    def lane_for(self, sequence: Sequence) -> WorkerPipeline | None:
+    def pipeline_for(self, sequence: Sequence) -> WorkerPipeline | None:
         """Where a higher attempt of a sequence that moves goes, also when the source died first."""
         move = self._moves.get(sequence.key)
         if move is None or sequence.ref.attempt <= move.ref.attempt:
             return None
-        lane = self._roster.lanes.get(move.target)
-        is_able = lane is not None and lane.sync is Sync.IN_STEP
-        return lane if is_able and sequence in self._roster.backlog else None
+        pipeline = self._roster.pipelines.get(move.target)
+        is_able = pipeline is not None and pipeline.sync is Sync.IN_STEP
+        return pipeline if is_able and sequence in self._roster.backlog else None
 
     def is_moving(self, key: SequenceKey) -> bool:
         return key in self._moves
@@ -229,7 +237,7 @@ class Moves:
 
     def _refusal(self, order: SequenceMove, sequence: Sequence | None) -> str:
         """Why not; empty: it can."""
-        lane = self._roster.lanes.get(order.target)
+        pipeline = self._roster.pipelines.get(order.target)
         if sequence is None or sequence.phase not in HELD:
             return f"{order.ref} does not run"
         if sequence.key in self._moves:
@@ -240,9 +248,9 @@ class Moves:
             return f"{order.ref} gives log-probabilities, which do not travel"
         if len(self._moves) >= self._rules.most_at_once:
             return f"{len(self._moves)} sequences are on the move already"
-        if lane is None or lane.sync is not Sync.IN_STEP or order.target == sequence.worker_id:
+        if pipeline is None or pipeline.sync is not Sync.IN_STEP or order.target == sequence.worker_id:
             return f"{order.target} cannot take it"
-        if sequence.limit_tokens > lane.report.max_context_tokens:
+        if sequence.limit_tokens > pipeline.report.max_context_tokens:
             return f"{order.ref} may grow larger than {order.target}"
         if sequence.limit_tokens * TOKEN_BYTES > self._roster.rules.max_start_bytes:
             return f"{order.ref} may grow larger than one message"
@@ -250,13 +258,13 @@ class Moves:
 
     def _can_rehearse(self, move: Move) -> bool:
         """Only where blocks outlive their sequences; else the target computes everything at the switch."""
-        lane = self._roster.lanes.get(move.target)
-        return lane is not None and lane.report.caches_prefixes
+        pipeline = self._roster.pipelines.get(move.target)
+        return pipeline is not None and pipeline.report.caches_prefixes
 
     def _obstacle(self, move: Move) -> str:
         """Why the target cannot fetch blocks of the source; empty: it can."""
-        lanes = self._roster.lanes
-        source, target = lanes[move.source].report, lanes[move.target].report
+        pipelines = self._roster.pipelines
+        source, target = pipelines[move.source].report, pipelines[move.target].report
         if source.fingerprint != target.fingerprint:
             return "their blocks are of different kinds"
         if not (source.kv_block_bytes and target.kv_block_bytes):
@@ -267,12 +275,12 @@ class Moves:
         """What is missing can be computed within the switch."""
         missing_tokens = size_tokens - move.rehearsed_tokens
         if move.mode is MoveMode.KV:
-            lane = self._roster.lanes.get(move.target)
-            return move.rounds > 0 and lane is not None and missing_tokens <= lane.report.block_tokens
+            pipeline = self._roster.pipelines.get(move.target)
+            return move.rounds > 0 and pipeline is not None and missing_tokens <= pipeline.report.block_tokens
         return move.rounds > 0 and missing_tokens <= self._rules.last_tokens
 
     def _pull(self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float) -> list[Effect]:
-        target, source = self._roster.lanes.get(move.target), self._roster.lanes.get(move.source)
+        target, source = self._roster.pipelines.get(move.target), self._roster.pipelines.get(move.source)
         count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
         if target is None or source is None or not self._fits(target, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
@@ -284,34 +292,37 @@ class Moves:
     def _rehearse(
         self, move: Move, spec: SequenceSpec, tokens: tuple[int, ...], now_s: float
     ) -> list[Effect]:
-        lane = self._roster.lanes.get(move.target)
+        pipeline = self._roster.pipelines.get(move.target)
         count = len(spec.prompt) // TOKEN_BYTES + len(tokens)
-        if lane is None or lane.sync is not Sync.IN_STEP or not self._fits(lane, count, move):
+        if pipeline is None or pipeline.sync is not Sync.IN_STEP or not self._fits(pipeline, count, move):
             return self._end(move, f"{move.target} has no room", now_s)
         self._numbers += 1
         sequence = Sequence.from_spec(rehearsal_of(move, spec, tokens, self._numbers), now_s)
         self._roster.add(sequence)
-        self._roster.place(sequence, lane, now_s)
+        self._roster.place(sequence, pipeline, now_s)
         move.stage, move.rehearsal = MoveStage.REHEARSING, sequence.ref
         move.rounds += 1
         move.rehearsed_tokens = count
         return []
 
-    def _fits(self, lane: WorkerPipeline, tokens: int, move: Move) -> bool:
+    def _fits(self, pipeline: WorkerPipeline, tokens: int, move: Move) -> bool:
         """Beside what it has, what was placed there and not begun, and what else is on its way."""
-        size = lane.report.block_tokens
+        size = pipeline.report.block_tokens
         owed = [
             owed_tokens(sequence)
-            for sequence in self._roster.of_worker(lane.worker_id)
+            for sequence in self._roster.of_worker(pipeline.worker_id)
             if sequence.phase in (Phase.PLACED, Phase.WAITING)
         ]
         owed += [
             other.rehearsed_tokens
             for other in self._moves.values()
-            if other is not move and other.target == lane.worker_id
+            if other is not move and other.target == pipeline.worker_id
         ]
         blocks = sum(-(-count // size) for count in (*owed, tokens)) + 1
-        return blocks <= lane.report.capacity.plannable_blocks and tokens < lane.report.max_context_tokens
+        return (
+            blocks <= pipeline.report.capacity.plannable_blocks
+            and tokens < pipeline.report.max_context_tokens
+        )
 
     def _advance(self, move: Move, now_s: float) -> list[Effect]:
         sequence = self._roster.sequences.get(move.ref.key)
@@ -328,7 +339,7 @@ class Moves:
             return self._without_source(move, sequence, now_s)
         if now_s > move.deadline_s:
             return self._end(move, f"not over after {self._rules.deadline_s:g} s, {move.stage}", now_s)
-        if move.target not in self._roster.lanes:
+        if move.target not in self._roster.pipelines:
             return self._end(move, f"{move.target} is gone", now_s)
         if move.stage is MoveStage.REHEARSING and move.rehearsal is not None:
             return self._after_rehearsal(move, move.rehearsal, now_s)
@@ -356,8 +367,8 @@ class Moves:
 
     def _switch_cold(self, move: Move, sequence: Sequence, now_s: float) -> list[Effect]:
         """Nothing can be prepared there: the pause is a whole prefill."""
-        lane = self._roster.lanes[move.target]
-        if not self._fits(lane, sequence.prompt_tokens + sequence.generated_tokens, move):
+        pipeline = self._roster.pipelines[move.target]
+        if not self._fits(pipeline, sequence.prompt_tokens + sequence.generated_tokens, move):
             return self._end(move, f"{move.target} has no room", now_s)
         return self._switch(move, now_s)
 

@@ -3,6 +3,12 @@
 A worker's step reports are numbered; so are plans. Anything that breaks either numbering, a plan given up,
 an item skipped for no reason known here: each is a `Trouble`, which says that projection and worker have
 parted.
+
+    plans 4 (one step) and 5 (8 decode steps) are out; plan 6 supersedes 5 to let somebody start
+    report 11: plan 4 ran, over      report 12: plan 5 ran 3 steps, superseded → 5 tokens are taken back
+    report 14: 13 is missing → Trouble: nobody knows any more what ran, so a snapshot is asked for
+
+Decodes-only plans may be passed over without a report of their own, as any of their steps may be left out.
 """
 
 from collections import deque
@@ -26,7 +32,7 @@ class Trouble:
 
 @dataclass(slots=True, eq=False)
 class SentPlan:
-    """A plan that is not known to be over."""
+    """A plan that went to the worker and is not known to be over, with the batch that it was made from."""
 
     batch: PlannedBatch
     plan: BatchPlan
@@ -52,7 +58,8 @@ class Progress:
 
 
 class OutstandingPlans:
-    """From one snapshot of a worker to the next trouble; `stepped_seq` is the snapshot's."""
+    """What is out at one worker, in order, from a snapshot of it to the next trouble. `stepped_seq` is the
+    number of the last step report that the snapshot includes."""
 
     def __init__(self, rules: Rules, epoch: int, stepped_seq: int, now_s: float) -> None:
         self._rules = rules

@@ -36,42 +36,44 @@ class OversizedWatch:
         before, self._since_s = self._since_s, {}
         effects: list[Effect] = []
         for sequence in list(self._roster.sequences.values()):
-            lane = self._oversized_at(sequence)
-            if lane is None:
+            pipeline = self._oversized_at(sequence)
+            if pipeline is None:
                 continue
-            patience_s = self._patience_s(sequence, lane, gathering)
+            patience_s = self._patience_s(sequence, pipeline, gathering)
             since_s = before.get(sequence.key, now_s)
             if patience_s is None or self._moves.is_moving(sequence.key):
                 continue
             if now_s - since_s < patience_s:
                 self._since_s[sequence.key] = since_s
             else:
-                effects += self._resolve(sequence, lane, now_s)
+                effects += self._resolve(sequence, pipeline, now_s)
         self._sent_on = {key: None for key in self._sent_on if key in self._roster.sequences}
         return effects
 
     def _oversized_at(self, sequence: Sequence) -> WorkerPipeline | None:
-        """The lane at which it waits without KV, larger than all that the worker has."""
+        """The pipeline at which it waits without KV, larger than all that the worker has."""
         if sequence.phase not in (Phase.PLACED, Phase.WAITING):
             return None
-        lane = self._roster.lanes.get(sequence.worker_id or "")
-        is_oversized = lane is not None and lane.sync is Sync.IN_STEP and not _holds(lane.report, sequence)
-        return lane if is_oversized else None
+        pipeline = self._roster.pipelines.get(sequence.worker_id or "")
+        is_oversized = (
+            pipeline is not None and pipeline.sync is Sync.IN_STEP and not _holds(pipeline.report, sequence)
+        )
+        return pipeline if is_oversized else None
 
     def _patience_s(
-        self, sequence: Sequence, lane: WorkerPipeline, gathering: dict[str, int]
+        self, sequence: Sequence, pipeline: WorkerPipeline, gathering: dict[str, int]
     ) -> float | None:
         """None: others that are older borrow first."""
-        if sequence.limit_tokens > lane.report.max_context_tokens:
+        if sequence.limit_tokens > pipeline.report.max_context_tokens:
             return self._rules.wait_s
-        is_its_turn = gathering.get(lane.worker_id, 0) >= sequence.limit_tokens
+        is_its_turn = gathering.get(pipeline.worker_id, 0) >= sequence.limit_tokens
         return self._rules.gather_s if is_its_turn else None
 
-    def _resolve(self, sequence: Sequence, lane: WorkerPipeline, now_s: float) -> list[Effect]:
+    def _resolve(self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         others = [
             other
-            for other in self._roster.lanes.values()
-            if other is not lane and other.sync is Sync.IN_STEP and _holds(other.report, sequence)
+            for other in self._roster.pipelines.values()
+            if other is not pipeline and other.sync is Sync.IN_STEP and _holds(other.report, sequence)
         ]
         target = max(
             others, key=lambda other: (other.report.capacity.plannable_blocks, other.worker_id), default=None
@@ -87,9 +89,9 @@ class OversizedWatch:
                 return self._moves.begin(order, now_s)
             except InvalidRequest:
                 pass  # it cannot be moved: refused below
-        tokens = lane.report.capacity.total_blocks * lane.report.block_tokens
+        tokens = pipeline.report.capacity.total_blocks * pipeline.report.block_tokens
         error = ContextOverflow(
-            f"{lane.worker_id} shrank to {tokens} tokens, and no other worker has room for the"
+            f"{pipeline.worker_id} shrank to {tokens} tokens, and no other worker has room for the"
             f" {sequence.limit_tokens} of prompt and answer; send a shorter prompt, ask for fewer tokens, or"
             " try again when more workers run",
             param="messages",

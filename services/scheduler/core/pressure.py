@@ -48,9 +48,9 @@ class PressureWatch:
         effects: list[Effect] = []
         if not self._rules.enabled:
             return effects
-        for lane in self._roster.lanes.values():
-            if now_s >= self._next_s.get(lane.worker_id, now_s):
-                effects += self._relieve(lane, now_s)
+        for pipeline in self._roster.pipelines.values():
+            if now_s >= self._next_s.get(pipeline.worker_id, now_s):
+                effects += self._relieve(pipeline, now_s)
         return effects
 
     def with_limits(self, wants: list[WantKvAtWorker], now_s: float) -> list[WantKvAtWorker]:
@@ -58,35 +58,36 @@ class PressureWatch:
         self._thrifty_until_s = {
             worker_id: until_s
             for worker_id, until_s in self._thrifty_until_s.items()
-            if now_s < until_s and worker_id in self._roster.lanes
+            if now_s < until_s and worker_id in self._roster.pipelines
         }
         nobody = self._rules.enabled and Rung.BORROW in self._rules.switched_off
-        thrifty = self._roster.lanes.keys() if nobody else self._thrifty_until_s.keys()
+        thrifty = self._roster.pipelines.keys() if nobody else self._thrifty_until_s.keys()
         told = {worker_id: WantKvAtWorker(worker_id, 0) for worker_id in thrifty}
         told |= {want.worker_id: want for want in wants}
         return [replace(want, may_borrow_ahead=want.worker_id not in thrifty) for want in told.values()]
 
-    def _relieve(self, lane: WorkerPipeline, now_s: float) -> list[Effect]:
+    def _relieve(self, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
         decoding = [
             listed
-            for listed in lane.report.sequences
+            for listed in pipeline.report.sequences
             if listed.state is SequenceState.DECODING and listed.gateway_id
         ]
-        plannable_blocks = lane.report.capacity.plannable_blocks  # evictable ones included: they go unasked
-        needed_blocks = len(decoding) * self._growth_blocks(lane) - plannable_blocks
-        if lane.sync is not Sync.IN_STEP or needed_blocks <= 0 or len(decoding) < 2:
+        # evictable ones included: they go unasked
+        plannable_blocks = pipeline.report.capacity.plannable_blocks
+        needed_blocks = len(decoding) * self._growth_blocks(pipeline) - plannable_blocks
+        if pipeline.sync is not Sync.IN_STEP or needed_blocks <= 0 or len(decoding) < 2:
             return []
-        self._next_s[lane.worker_id] = now_s + self._rules.interval_s
-        target = self._roomiest(lane)
-        victim = self._victim(lane)
+        self._next_s[pipeline.worker_id] = now_s + self._rules.interval_s
+        target = self._roomiest(pipeline)
+        victim = self._victim(pipeline)
         relief = next_relief(
-            self._pressure(lane, decoding, needed_blocks, target, victim), self._rules.switched_off
+            self._pressure(pipeline, decoding, needed_blocks, target, victim), self._rules.switched_off
         )
         rung = "wait" if relief.chosen is None else str(relief.chosen.rung)
         self.decisions[rung] = self.decisions.get(rung, 0) + 1
         if _is_borrowing_dearer(relief):
-            self._thrifty_until_s[lane.worker_id] = now_s + self._rules.hold_s
-        effects: list[Effect] = [NoteRelief(lane.worker_id, relief)]
+            self._thrifty_until_s[pipeline.worker_id] = now_s + self._rules.hold_s
+        effects: list[Effect] = [NoteRelief(pipeline.worker_id, relief)]
         is_move = relief.chosen is not None and relief.chosen.rung is Rung.MIGRATE
         if is_move and target is not None and victim is not None:
             is_cheap = relief.chosen is not None and relief.chosen.reason == BY_KV
@@ -98,21 +99,21 @@ class PressureWatch:
                 self.decisions["refused"] = self.decisions.get("refused", 0) + 1
         return effects
 
-    def _growth_blocks(self, lane: WorkerPipeline) -> int:
+    def _growth_blocks(self, pipeline: WorkerPipeline) -> int:
         """Of each that decodes, within the time that relief takes to come."""
-        step_s, size = lane.report.decode_step_s, lane.report.block_tokens
+        step_s, size = pipeline.report.decode_step_s, pipeline.report.block_tokens
         steps = self._rules.ahead_s / step_s if step_s > 0 else 1.0
         return max(1, round(steps / size))
 
     def _pressure(
         self,
-        lane: WorkerPipeline,
+        pipeline: WorkerPipeline,
         decoding: list[SequenceReport],
         needed_blocks: int,
         target: WorkerPipeline | None,
         victim: tuple[Sequence, SequenceReport] | None,
     ) -> MemoryPressure:
-        report = lane.report
+        report = pipeline.report
         ends = sorted(self._ends_within(decoding))
         within, freed = ends[0] if ends else (None, 0)
         return MemoryPressure(
@@ -151,33 +152,35 @@ class PressureWatch:
         left = sequence.prediction.rl_tokens - listed.generated_tokens
         return min(most, left if left > 0 else listed.generated_tokens)
 
-    def _victim(self, lane: WorkerPipeline) -> tuple[Sequence, SequenceReport] | None:
+    def _victim(self, pipeline: WorkerPipeline) -> tuple[Sequence, SequenceReport] | None:
         """The last to have come of those that can be moved."""
         found = [
             (sequence, listed)
-            for listed in lane.report.sequences
+            for listed in pipeline.report.sequences
             if (sequence := self._roster.find(listed.ref)) is not None
             and sequence.phase is Phase.DECODING
-            and sequence.worker_id == lane.worker_id
+            and sequence.worker_id == pipeline.worker_id
             and not self._moves.is_moving(sequence.key)
         ]
         return max(found, key=lambda pair: pair[0].order, default=None)
 
-    def _roomiest(self, lane: WorkerPipeline) -> WorkerPipeline | None:
+    def _roomiest(self, pipeline: WorkerPipeline) -> WorkerPipeline | None:
         others = [
-            other for other in self._roster.lanes.values() if other is not lane and other.sync is Sync.IN_STEP
+            other
+            for other in self._roster.pipelines.values()
+            if other is not pipeline and other.sync is Sync.IN_STEP
         ]
         return max(others, key=lambda other: (self._room(other), other.worker_id), default=None)
 
-    def _room(self, lane: WorkerPipeline) -> int:
+    def _room(self, pipeline: WorkerPipeline) -> int:
         """Blocks for one more until it ends, beside what those there will grow by; none where somebody waits
         for blocks."""
-        here = self._roster.of_worker(lane.worker_id)
+        here = self._roster.of_worker(pipeline.worker_id)
         if any(sequence.phase in (Phase.PLACED, Phase.WAITING) for sequence in here):
             return 0
-        size = lane.report.block_tokens
-        growth = sum(self._remaining_tokens(listed) // size + 1 for listed in _running(lane.report))
-        return max(0, lane.report.capacity.plannable_blocks - growth)
+        size = pipeline.report.block_tokens
+        growth = sum(self._remaining_tokens(listed) // size + 1 for listed in _running(pipeline.report))
+        return max(0, pipeline.report.capacity.plannable_blocks - growth)
 
     def _neighbour(self, report: WorkerReported, target: WorkerPipeline | None) -> Neighbour:
         if target is None:

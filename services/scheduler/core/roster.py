@@ -1,7 +1,7 @@
 """Every sequence the scheduler knows, where it is, and what left lately. The one place where sequences come
 and go.
 
-Knows workers only as lanes. Pure.
+Knows workers only as pipelines. Pure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from shared.ttl_map import RecentMap
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One sequence's need of its worker."""
+    """How many blocks a sequence needs at its worker, and its place among those that want to borrow."""
 
     order: tuple[float, SequenceKey]
     worker_id: str
@@ -65,12 +65,12 @@ _LIMIT = 65_536
 
 
 class Roster:
-    """Sequences by key, lanes by worker, the backlog between them."""
+    """Sequences by key, pipelines by worker, the backlog between them."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.sequences: dict[SequenceKey, Sequence] = {}
-        self.lanes: dict[str, WorkerPipeline] = {}
+        self.pipelines: dict[str, WorkerPipeline] = {}
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
         self.backlog = Backlog(rules)
@@ -92,9 +92,9 @@ class Roster:
         return [sequence for sequence in self.sequences.values() if sequence.worker_id == worker_id]
 
     def welcome(self, report: WorkerReported, epoch: int, now_s: float) -> WorkerPipeline:
-        """A lane for this incarnation of a worker, which has none."""
+        """A pipeline for this incarnation of a worker, which has none."""
         self._welcomed += 1
-        lane = self.lanes[report.worker_id] = WorkerPipeline(
+        pipeline = self.pipelines[report.worker_id] = WorkerPipeline(
             worker_id=report.worker_id,
             incarnation=report.incarnation,
             epoch=epoch,
@@ -106,17 +106,17 @@ class Roster:
             changed=self._changed,
         )
         self.lost_workers.pop(report.worker_id)
-        return lane
+        return pipeline
 
-    def lose(self, lane: WorkerPipeline, now_s: float) -> None:
-        """The lane is gone; its sequences are the caller's affair."""
-        del self.lanes[lane.worker_id]
-        self._changed.pop(lane.worker_id, None)
-        self.lost_workers.put(lane.worker_id, lane.incarnation, now_s)
+    def lose(self, pipeline: WorkerPipeline, now_s: float) -> None:
+        """The pipeline is gone; its sequences are the caller's affair."""
+        del self.pipelines[pipeline.worker_id]
+        self._changed.pop(pipeline.worker_id, None)
+        self.lost_workers.put(pipeline.worker_id, pipeline.incarnation, now_s)
 
-    def changed_lanes(self) -> list[WorkerPipeline]:
+    def changed_pipelines(self) -> list[WorkerPipeline]:
         """Those to which something happened since they planned last, in the order in which they came."""
-        return sorted(self._changed.values(), key=lambda lane: lane.number)
+        return sorted(self._changed.values(), key=lambda pipeline: pipeline.number)
 
     def is_full(self, *, resumed: bool) -> bool:
         """Whether as many sequences wait as may; those that were accepted before have room of their own."""
@@ -127,7 +127,7 @@ class Roster:
 
     def closed_workers(self) -> tuple[str, ...]:
         """Workers that nothing can be placed on now, although placement may think so."""
-        unready = [name for name, lane in self.lanes.items() if lane.sync is not Sync.IN_STEP]
+        unready = [name for name, pipeline in self.pipelines.items() if pipeline.sync is not Sync.IN_STEP]
         return tuple(sorted([*unready, *(name for name, _ in self.lost_workers.items())]))
 
     def longest_context_tokens(self) -> int | None:
@@ -136,22 +136,27 @@ class Roster:
 
     def reports(self) -> list[WorkerReported]:
         """The latest of every worker that is not refused."""
-        return [lane.report for lane in self.lanes.values() if lane.sync is not Sync.REFUSED]
+        return [pipeline.report for pipeline in self.pipelines.values() if pipeline.sync is not Sync.REFUSED]
 
-    def lane_without_choice(self, sequence: Sequence) -> WorkerPipeline | None:
+    def pipeline_without_choice(self, sequence: Sequence) -> WorkerPipeline | None:
         """The one worker there is, when nothing else waits and it has room for the limits of all there are.
 
         Then placement could only name that one.
         """
         count, batch = len(self.sequences), self.rules.settings.max_batch_sequences
-        if len(self.lanes) != 1 or len(self.backlog) != 1 or sequence not in self.backlog or count > batch:
+        if (
+            len(self.pipelines) != 1
+            or len(self.backlog) != 1
+            or sequence not in self.backlog
+            or count > batch
+        ):
             return None
-        (lane,) = self.lanes.values()
-        report = lane.report
-        if lane.sync is not Sync.IN_STEP or sequence.limit_tokens > report.max_context_tokens:
+        (pipeline,) = self.pipelines.values()
+        report = pipeline.report
+        if pipeline.sync is not Sync.IN_STEP or sequence.limit_tokens > report.max_context_tokens:
             return None
         blocks = sum(-(-each.limit_tokens // report.block_tokens) for each in self.sequences.values())
-        return lane if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
+        return pipeline if blocks < report.capacity.total_blocks - report.capacity.doomed_blocks else None
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence without a worker. Whatever attempt was known before has left."""
@@ -159,31 +164,33 @@ class Roster:
         self.sequences[sequence.key] = sequence
         self.backlog.add(sequence)
 
-    def adopt(self, sequence: Sequence, lane: WorkerPipeline, phase: Phase, now_s: float) -> None:
-        """Found at this lane's worker: new, queued, already known to be there, or meant for another
+    def adopt(self, sequence: Sequence, pipeline: WorkerPipeline, phase: Phase, now_s: float) -> None:
+        """Found at this pipeline's worker: new, queued, already known to be there, or meant for another
         worker."""
         known = self.sequences.setdefault(sequence.key, sequence) is sequence
         assert known, "another attempt is known"
         if sequence.worker_id is None and sequence in self.backlog:
             self.backlog.remove(sequence)
-        elif sequence.worker_id not in (None, lane.worker_id):
+        elif sequence.worker_id not in (None, pipeline.worker_id):
             held = sequence.phase in HELD
-            other = self._forget_at_lane(sequence, now_s)
+            other = self._forget_at_pipeline(sequence, now_s)
             if other is not None and held:
                 other.drop(sequence.ref)
         sequence.move_to(phase)
-        sequence.worker_id, sequence.confirmed = lane.worker_id, True
+        sequence.worker_id, sequence.confirmed = pipeline.worker_id, True
 
-    def place(self, sequence: Sequence, lane: WorkerPipeline, now_s: float, *, midway: bool = False) -> None:
+    def place(
+        self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float, *, midway: bool = False
+    ) -> None:
         """From the backlog to a worker's policy. `midway`: as the target of its migration."""
         self.backlog.remove(sequence)
         sequence.move_to(Phase.PLACED)
-        sequence.worker_id = lane.worker_id
-        lane.arrive(sequence, now_s, midway=midway)
+        sequence.worker_id = pipeline.worker_id
+        pipeline.arrive(sequence, now_s, midway=midway)
 
-    def told_of(self, sequence: Sequence, lane: WorkerPipeline) -> Effect:
-        """For placement's books: the sequence is at this lane's worker, which nobody asked about."""
-        others = tuple(name for name in self.lanes if name != lane.worker_id)
+    def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> Effect:
+        """For placement's books: the sequence is at this pipeline's worker, which nobody asked about."""
+        others = tuple(name for name in self.pipelines if name != pipeline.worker_id)
         return self.backlog.tell(sequence, (*self.closed_workers(), *others))
 
     def wanted(self) -> list[WantKvAtWorker]:
@@ -191,21 +198,23 @@ class Roster:
         capacities = {report.worker_id: report.capacity for report in self.reports()}
         claims: list[Claim] = []
         for sequence in self.sequences.values():
-            lane = self.lanes.get(sequence.worker_id or "")
-            if lane is None or lane.worker_id not in capacities:
+            pipeline = self.pipelines.get(sequence.worker_id or "")
+            if pipeline is None or pipeline.worker_id not in capacities:
                 continue
-            blocks = -(-sequence.limit_tokens // lane.report.block_tokens)
-            if is_deprived(blocks, lane.report.capacity):
-                claims.append(Claim(sequence.order, lane.worker_id, blocks))
+            blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
+            if is_deprived(blocks, pipeline.report.capacity):
+                claims.append(Claim(sequence.order, pipeline.worker_id, blocks))
         chosen = who_may_borrow(claims, capacities)
         return [
-            WantKvAtWorker(claim.worker_id, claim.blocks * self.lanes[claim.worker_id].report.block_tokens)
+            WantKvAtWorker(
+                claim.worker_id, claim.blocks * self.pipelines[claim.worker_id].report.block_tokens
+            )
             for claim in chosen
         ]
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """From a worker that never heard of it to the backlog."""
-        self._forget_at_lane(sequence, now_s)
+        self._forget_at_pipeline(sequence, now_s)
         sequence.move_to(Phase.QUEUED)
         sequence.worker_id, sequence.confirmed = None, False
         self.backlog.add(sequence)
@@ -227,11 +236,11 @@ class Roster:
             held = sequence.phase in HELD
             is_whole = reason in _OWN_ENDS and not (sequence.spec is not None and sequence.spec.rehearsal)
             answer_tokens = generated_tokens if is_whole else None
-            lane = self._forget_at_lane(sequence, now_s, answer_tokens, lingers=lingers and held)
-            if lingers and held and lane is not None:
-                lane.linger(sequence.ref, now_s)
-            elif lane is not None and held and phase not in (Phase.ENDED, Phase.LOST):
-                lane.drop(sequence.ref)
+            pipeline = self._forget_at_pipeline(sequence, now_s, answer_tokens, lingers=lingers and held)
+            if lingers and held and pipeline is not None:
+                pipeline.linger(sequence.ref, now_s)
+            elif pipeline is not None and held and phase not in (Phase.ENDED, Phase.LOST):
+                pipeline.drop(sequence.ref)
         sequence.move_to(phase)
         del self.sequences[sequence.key]
         if phase is Phase.ENDED and sequence.worker_id is not None:
@@ -276,16 +285,16 @@ class Roster:
         for key, sequence in self.sequences.items():
             assert sequence.key == key
             assert (sequence.worker_id is None) == (sequence.phase is Phase.QUEUED)
-            assert sequence.worker_id is None or sequence.worker_id in self.lanes
+            assert sequence.worker_id is None or sequence.worker_id in self.pipelines
             assert sequence.phase in HELD or sequence.spec is not None
-        for worker_id, lane in self.lanes.items():
-            assert lane.worker_id == worker_id
-            lane.check_integrity()
+        for worker_id, pipeline in self.pipelines.items():
+            assert pipeline.worker_id == worker_id
+            pipeline.check_integrity()
 
-    def _forget_at_lane(
+    def _forget_at_pipeline(
         self, sequence: Sequence, now_s: float, answer_tokens: int | None = None, *, lingers: bool = False
     ) -> WorkerPipeline | None:
-        lane = self.lanes.get(sequence.worker_id or "")
-        if not lingers and lane is not None and lane.sync is Sync.IN_STEP:
-            lane.end(sequence.key, now_s, answer_tokens)
-        return lane
+        pipeline = self.pipelines.get(sequence.worker_id or "")
+        if not lingers and pipeline is not None and pipeline.sync is Sync.IN_STEP:
+            pipeline.end(sequence.key, now_s, answer_tokens)
+        return pipeline

@@ -8,7 +8,7 @@ from services.scheduler.policy.relief import Rung
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
-    """Of live migrations."""
+    """Limits of live migrations: how many at once, how often they are prepared, how long they may take."""
 
     deadline_s: float = 20.0
     """From the order to the gateway being told; then the sequence stays where it is."""
@@ -25,7 +25,7 @@ class MoveRules:
 
 @dataclass(frozen=True, slots=True)
 class ReliefRules:
-    """Of the ladder for memory that runs out."""
+    """Whether and when the relief ladder is climbed, and which of its rungs are switched off."""
 
     enabled: bool = False
     switched_off: frozenset[Rung] = frozenset()

@@ -1,7 +1,7 @@
 """Watches for work that waits where nothing moves: no policy, pool or loan should bring that about. Pure.
 
 Only the scheduler sees both. A worker moves while plans are out or being made for it, however slow its steps
-are; a hung engine is the lane's affair (`outstanding`). What needs more than its worker's own memory, and
+are; a hung engine is the pipeline's affair (`outstanding`). What needs more than its worker's own memory, and
 what has no worker yet, waits for others with good reason: that counts where nothing moves anywhere. Mends
 nothing.
 """
@@ -11,7 +11,7 @@ from services.scheduler.core.roster import Roster, is_deprived
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 
 STANDSTILL_S = 15.0
-"""As long as a lane waits for a plan's next step before it asks what is the matter."""
+"""As long as a pipeline waits for a plan's next step before it asks what is the matter."""
 _LOOK_S = 1.0
 _REPEAT_S = 60.0
 ANYWHERE = "anywhere"
@@ -35,7 +35,9 @@ class Standstill:
         if now_s - self._looked_s < _LOOK_S:
             return []
         was_still = self.still_s(self._looked_s) > 0
-        moving = {lane.worker_id for lane in self._roster.lanes.values() if self._has_moved(lane)}
+        moving = {
+            pipeline.worker_id for pipeline in self._roster.pipelines.values() if self._has_moved(pipeline)
+        }
         waiting = self._waiting()
         self._since_s = {
             place: self._since_s.get(place, now_s)
@@ -52,18 +54,18 @@ class Standstill:
             if now_s - since_s >= STANDSTILL_S
         ]
 
-    def _has_moved(self, lane: WorkerPipeline) -> bool:
+    def _has_moved(self, pipeline: WorkerPipeline) -> bool:
         """Since the last look."""
-        return lane.outstanding_steps > 0 or lane.planned_s > self._looked_s
+        return pipeline.outstanding_steps > 0 or pipeline.planned_s > self._looked_s
 
     def _waiting(self) -> dict[str, int]:
         """Sequences by where something must move for them."""
         counts: dict[str, int] = {}
         for sequence in self._roster.sequences.values():
-            lane = self._roster.lanes.get(sequence.worker_id or "")
+            pipeline = self._roster.pipelines.get(sequence.worker_id or "")
             place = ANYWHERE
-            if lane is not None:
-                blocks = -(-sequence.limit_tokens // lane.report.block_tokens)
-                place = ANYWHERE if is_deprived(blocks, lane.report.capacity) else lane.worker_id
+            if pipeline is not None:
+                blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
+                place = ANYWHERE if is_deprived(blocks, pipeline.report.capacity) else pipeline.worker_id
             counts[place] = counts.get(place, 0) + 1
         return counts

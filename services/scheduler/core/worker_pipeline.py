@@ -1,5 +1,5 @@
-"""One worker's lane: a policy that decides, the plans it made, and whether they are still in step with the
-worker.
+"""One worker's pipeline: a policy that decides, the plans it made, and whether they are still in step with
+the worker.
 
 Plans are made ahead: while fewer than `outstanding_steps` steps are left (of short ones: fewer than last for
 `ahead_s`), the policy is asked for the next batch; only the step with which that comes about is reported. An
@@ -55,7 +55,7 @@ class WorkerPipeline:
     number: int = 0
     """The larger, the later it came."""
     changed: dict[str, "WorkerPipeline"] = field(default_factory=dict)
-    """The roster's: lanes to which something happened since they planned last."""
+    """The roster's: pipelines to which something happened since they planned last."""
     sync: Sync = Sync.UNSYNCED
     asked_s: float = 0.0
     """When the resync began."""
@@ -327,7 +327,7 @@ class WorkerPipeline:
         return None if self.policy is None else self._outstanding.on_tick(now_s)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the lane contradicts itself, or its policy does."""
+        """Raises AssertionError when the pipeline contradicts itself, or its policy does."""
         self._outstanding.check_integrity()
         assert len(self._outstanding) <= MAX_OUTSTANDING_PLANS + 1
         assert (self.policy is not None) == (self.sync is Sync.IN_STEP)

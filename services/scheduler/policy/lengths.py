@@ -38,12 +38,12 @@ class Calibration:
         if predicted_tokens is None:
             self._unpredicted += 1
             weight = max(_WEIGHT, 1 / self._unpredicted)
-            self._unpredicted_tokens += weight * (actual_tokens - self._unpredicted_tokens)
+            self._unpredicted_tokens = averaged(self._unpredicted_tokens, actual_tokens, weight)
             return
         self._answers += 1
         weight = max(_WEIGHT, 1 / self._answers)
-        self._actual_tokens += weight * (actual_tokens - self._actual_tokens)
-        self._predicted_tokens += weight * (predicted_tokens - self._predicted_tokens)
+        self._actual_tokens = averaged(self._actual_tokens, actual_tokens, weight)
+        self._predicted_tokens = averaged(self._predicted_tokens, predicted_tokens, weight)
 
     @property
     def factor(self) -> float:
@@ -144,20 +144,25 @@ class WorkerSpeeds:
     """A worker's speeds, smoothed; a modest accelerator's until it has measured some."""
 
     def __init__(self) -> None:
-        self.prefill_tokens_per_s = _PREFILL_TOKENS_PER_S
-        self.decode_step_s = _STEP_S
-        self._measured_prefill = self._measured_step = False
+        self._prefill_tokens_per_s: float | None = None
+        self._decode_step_s: float | None = None
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
+
+    @property
+    def decode_step_s(self) -> float:
+        return self._decode_step_s or _STEP_S
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float) -> None:
         """0 is no measurement."""
         if prefill_tokens_per_s > 0:
-            before = self.prefill_tokens_per_s if self._measured_prefill else None
-            self.prefill_tokens_per_s = averaged(before, prefill_tokens_per_s, _SPEED_WEIGHT)
-            self._measured_prefill = True
+            self._prefill_tokens_per_s = averaged(
+                self._prefill_tokens_per_s, prefill_tokens_per_s, _SPEED_WEIGHT
+            )
         if decode_step_s > 0:
-            before = self.decode_step_s if self._measured_step else None
-            self.decode_step_s = averaged(before, decode_step_s, _SPEED_WEIGHT)
-            self._measured_step = True
+            self._decode_step_s = averaged(self._decode_step_s, decode_step_s, _SPEED_WEIGHT)
 
     def work_s(self, prefill_tokens: int, decode_tokens: int) -> float:
         """What so much takes with nobody else there."""

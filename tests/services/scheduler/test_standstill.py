@@ -50,11 +50,11 @@ def test_a_worker_stands_still_beside_one_that_works() -> None:
     world.time.run_for(1.0)
     core = world.core
     assert core is not None
-    lane = core._roster.lanes[core._roster.sequences[stuck.key].worker_id or ""]
+    pipeline = core._roster.pipelines[core._roster.sequences[stuck.key].worker_id or ""]
     for number in range(20):
         world.submit(f"r{number}", prompt_tokens=4, answer_tokens=30, max_tokens=30)
         world.time.run_for(1.0)
-    assert standstill_s(world) > 0 and all(lane.worker_id in note for note in notes(world))
+    assert standstill_s(world) > 0 and all(pipeline.worker_id in note for note in notes(world))
 
 
 def test_slow_steps_and_an_idle_stack_are_no_standstill() -> None:

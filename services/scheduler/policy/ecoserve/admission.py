@@ -20,7 +20,7 @@ from services.scheduler.policy.waiting_queue import WaitingQueue
 from shared.messages.sequence import SequenceKey
 
 
-class Admission(ABC):
+class AdmissionRule(ABC):
     """One worker's rule. It reads the job table; whoever asks acts on it."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Admission(ABC):
         """Tokens until a running job has to ask again."""
 
 
-class ExactAdmission(Admission):
+class ExactAdmission(AdmissionRule):
     """Each generation owns, from its start, what its predicted end needs."""
 
     def __init__(self, table: JobTable, ready: WaitingQueue, reserve_blocks: Callable[[], int]) -> None:
@@ -108,7 +108,7 @@ class ExactAdmission(Admission):
         return max(0, self.start_blocks(job) - job.own_blocks)
 
 
-class ProfileAdmission(Admission):
+class ProfileAdmission(AdmissionRule):
     """Each generation owns what it holds; the profile of those that run says who may join them."""
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.admission import Admission, ExactAdmission, ProfileAdmission
+from services.scheduler.policy.ecoserve.admission import AdmissionRule, ExactAdmission, ProfileAdmission
 from services.scheduler.policy.ecoserve.groups import BIN_TOKENS, Groups
 from services.scheduler.policy.ecoserve.hosting import Hosting
 from services.scheduler.policy.job_table import Job, JobStage, arrival_rank
@@ -76,7 +76,7 @@ class EcoServeD(TwoQueuePolicy):
             return WaitingQueue(arrival_rank)
         return WaitingQueue(rank, options.slack_edges_s, aging_s=options.aging_s)
 
-    def _make_admission(self) -> Admission:
+    def _make_admission(self) -> AdmissionRule:
         if not self.profiled:
             return ExactAdmission(self._table, self._ready, lambda: self._reserve_blocks)
         return ProfileAdmission(

@@ -78,7 +78,7 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
         steps = loop.steps + dice.randrange(1, 12)
         loop.run(5.0, until=lambda steps=steps: loop.steps >= steps or len(loop.answers) == REQUESTS)  # type: ignore[misc]
         loop.beat()
-        policy = loop._scheduler._roster.lanes["worker-0"].policy
+        policy = loop._scheduler._roster.pipelines["worker-0"].policy
         assert isinstance(policy, VllmPolicy)
         assert policy._table.capacity_blocks == pie.growth.capacity_blocks
         loop.check_integrity()

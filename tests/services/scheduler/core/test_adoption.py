@@ -53,26 +53,26 @@ def submitted(name: str, attempt: int = 1) -> Sequence:
 
 
 class Desk:
-    """A roster with two lanes that have been asked for their snapshots."""
+    """A roster with two pipelines that have been asked for their snapshots."""
 
     def __init__(self) -> None:
         self.roster = Roster(Rules())
         for worker_id in ("worker-0", "worker-1"):
-            lane = WorkerPipeline(
+            pipeline = WorkerPipeline(
                 worker_id, 1, 1, self.roster.rules, self.roster.sequences, snapshot(worker_id), 0.0
             )
-            lane.lose_step(0.0)
-            self.roster.lanes[worker_id] = lane
+            pipeline.lose_step(0.0)
+            self.roster.pipelines[worker_id] = pipeline
 
     def adopt(self, worker_id: str, *reports: SequenceReport) -> list[Effect]:
-        lane = self.roster.lanes[worker_id]
-        effects = adopt_snapshot(self.roster, lane, snapshot(worker_id, *reports), VllmPolicy, 1.0)
+        pipeline = self.roster.pipelines[worker_id]
+        effects = adopt_snapshot(self.roster, pipeline, snapshot(worker_id, *reports), VllmPolicy, 1.0)
         self.roster.check_integrity()
-        assert lane.sync is Sync.IN_STEP
+        assert pipeline.sync is Sync.IN_STEP
         return effects
 
     def drops(self, worker_id: str) -> set[SequenceRef]:
-        plans = self.roster.lanes[worker_id].next_plans(1.0)
+        plans = self.roster.pipelines[worker_id].next_plans(1.0)
         return {ref for effect in plans if isinstance(effect, SendPlan) for ref in effect.plan.drops}
 
 
@@ -84,7 +84,7 @@ def test_what_nobody_knew_is_adopted_and_runs_on() -> None:
         "b": Phase.WAITING,
     }
     plan = next(
-        effect for effect in desk.roster.lanes["worker-0"].next_plans(1.0) if isinstance(effect, SendPlan)
+        effect for effect in desk.roster.pipelines["worker-0"].next_plans(1.0) if isinstance(effect, SendPlan)
     )
     assert [item.ref.request_id for item in plan.plan.decodes] == ["a"]
     assert [(item.ref.request_id, item.first_token) for item in plan.plan.prefills] == [("b", 0)]
@@ -93,12 +93,12 @@ def test_what_nobody_knew_is_adopted_and_runs_on() -> None:
 
 def test_blocks_that_two_share_are_not_capacity_twice() -> None:
     desk = Desk()
-    lane = desk.roster.lanes["worker-0"]
+    pipeline = desk.roster.pipelines["worker-0"]
     shared = snapshot("worker-0", listed("a"), listed("b"))
     capacity = Capacity(total_blocks=100, free_blocks=90, evictable_blocks=8)
-    adopt_snapshot(desk.roster, lane, msgspec.structs.replace(shared, capacity=capacity), VllmPolicy, 1.0)
-    assert isinstance(lane.policy, VllmPolicy)
-    assert lane.policy._table.capacity_blocks == 100
+    adopt_snapshot(desk.roster, pipeline, msgspec.structs.replace(shared, capacity=capacity), VllmPolicy, 1.0)
+    assert isinstance(pipeline.policy, VllmPolicy)
+    assert pipeline.policy._table.capacity_blocks == 100
 
 
 def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:
@@ -147,7 +147,7 @@ def test_what_ended_elsewhere_is_dropped() -> None:
 def test_an_end_whose_report_was_lost_is_an_end() -> None:
     desk = Desk()
     desk.adopt("worker-0", listed("a"))
-    desk.roster.lanes["worker-0"].lose_step(1.0)
+    desk.roster.pipelines["worker-0"].lose_step(1.0)
     effects = desk.adopt("worker-0", listed("a", SequenceState.ENDED))
     assert desk.roster.sequences == {} and len(effects) == 1
     assert desk.roster.ended.get(("a", 0), 1.0) == (1, "worker-0")
@@ -156,18 +156,18 @@ def test_an_end_whose_report_was_lost_is_an_end() -> None:
 def test_a_start_that_never_arrived_is_placed_again_and_one_that_did_is_over() -> None:
     desk = Desk()
     desk.adopt("worker-0")
-    lane = desk.roster.lanes["worker-0"]
+    pipeline = desk.roster.pipelines["worker-0"]
     for name in ("a", "b"):
         desk.roster.add(submitted(name))
-        desk.roster.place(desk.roster.sequences[(name, 0)], lane, 1.0)
-    lane.next_plans(1.0)
+        desk.roster.place(desk.roster.sequences[(name, 0)], pipeline, 1.0)
+    pipeline.next_plans(1.0)
     assert {sequence.phase for sequence in desk.roster.sequences.values()} == {Phase.DECODING}
     desk.roster.sequences[("a", 0)].confirmed = True
-    lane.lose_step(1.0)
+    pipeline.lose_step(1.0)
     desk.adopt("worker-0")
     assert list(desk.roster.sequences) == [("b", 0)]
     assert desk.roster.sequences[("b", 0)].phase is Phase.PLACED
-    plan = next(effect for effect in lane.next_plans(1.0) if isinstance(effect, SendPlan)).plan
+    plan = next(effect for effect in pipeline.next_plans(1.0) if isinstance(effect, SendPlan)).plan
     assert [spec.ref.request_id for spec in plan.starts] == ["b"]
 
 

@@ -147,7 +147,7 @@ def test_where_limits_exceed_the_room_placement_is_asked() -> None:
 
 
 def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatch: MonkeyPatch) -> None:
-    """Every event asked every lane for plans: 15 µs with one worker, 1.7 ms with 256."""
+    """Every event asked every pipeline for plans: 15 µs with one worker, 1.7 ms with 256."""
     world = World(workers=64)
     world.time.run_for(1.0)
     request = world.submit("a", prompt_tokens=10, answer_tokens=40, max_tokens=50)
@@ -157,9 +157,9 @@ def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatc
     visits: list[str] = []
     real = WorkerPipeline.next_plans
 
-    def counting(lane: WorkerPipeline, now_s: float) -> list[Effect]:
-        visits.append(lane.worker_id)
-        return real(lane, now_s)
+    def counting(pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
+        visits.append(pipeline.worker_id)
+        return real(pipeline, now_s)
 
     monkeypatch.setattr(WorkerPipeline, "next_plans", counting)
     most = 0
@@ -179,7 +179,7 @@ def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatc
     assert most == 1
 
 
-def test_visiting_only_the_lanes_that_changed_makes_the_same_plans_as_visiting_all(
+def test_visiting_only_the_pipelines_that_changed_makes_the_same_plans_as_visiting_all(
     monkeypatch: MonkeyPatch,
 ) -> None:
     def plans() -> list[str]:
@@ -190,5 +190,5 @@ def test_visiting_only_the_lanes_that_changed_makes_the_same_plans_as_visiting_a
         return [line for line in world.log if line.startswith(("SendPlan", "AskPlacement"))]
 
     few = plans()
-    monkeypatch.setattr(Roster, "changed_lanes", lambda roster: list(roster.lanes.values()))
+    monkeypatch.setattr(Roster, "changed_pipelines", lambda roster: list(roster.pipelines.values()))
     assert few == plans() and len(few) > 100

@@ -1,4 +1,4 @@
-"""A lane: plans made ahead, cut short for arrivals, in step with a fake worker."""
+"""A pipeline: plans made ahead, cut short for arrivals, in step with a fake worker."""
 
 import msgspec
 
@@ -34,10 +34,10 @@ def test_short_steps_have_more_of_them_ahead() -> None:
     world.run_until(lambda: len(request.tokens) == 1, limit_s=2.0)
     core = world.core
     assert core is not None
-    lane = core._roster.lanes["worker-0"]
+    pipeline = core._roster.pipelines["worker-0"]
     for step_s, ahead in ((0.0, 2), (0.014, 2), (0.003, 3), (0.0014, 6), (0.0001, 8)):
-        lane.report = msgspec.structs.replace(lane.report, decode_step_s=step_s)
-        assert lane._most_steps_ahead() == ahead
+        pipeline.report = msgspec.structs.replace(pipeline.report, decode_step_s=step_s)
+        assert pipeline._most_steps_ahead() == ahead
 
 
 def test_an_arrival_cuts_a_long_plan_short() -> None:
@@ -77,7 +77,7 @@ def test_drops_travel_alone_when_there_is_nothing_else_to_say() -> None:
     request.cancelled = True
     world.time.run_for(1.0)
     assert world.workers["worker-0"].held == {}
-    assert core._roster.lanes["worker-0"].outstanding_steps == 0
+    assert core._roster.pipelines["worker-0"].outstanding_steps == 0
     assert len(world.lines("AskSnapshot")) == 1
 
 
