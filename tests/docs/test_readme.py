@@ -1,6 +1,12 @@
-"""README and docs name only targets, files, links and settings that exist; README's tree is the tree."""
+"""README and docs name only targets, files, links and settings that exist; README's tree is the tree.
 
+Other examples are drawn in every run, and a run that fails says how to draw its own again.
+"""
+
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -9,15 +15,25 @@ import pytest
 from shared.config import load
 
 ROOT = Path(__file__).parent.parent.parent
+
+
 README = (ROOT / "README.md").read_text()
+
+
 TARGETS = sorted(set(re.findall(r"`?make ([a-z-]+)", README)) - {"and"})
+
+
 FOLDERS = ("services", "shared", "sim", "bench", "models", "deploy", "docs", "tests")
+
+
 FILES = {
     str(path.relative_to(ROOT))
     for folder in FOLDERS
     for ending in ("py", "cpp", "h", "md")
     for path in (ROOT / folder).rglob(f"*.{ending}")
 }
+
+
 DOCUMENTS = sorted(
     path for path in (*FILES, *(path.name for path in ROOT.glob("*.md"))) if path.endswith(".md")
 )
@@ -63,3 +79,43 @@ def test_the_settings_exist_and_take_these_values() -> None:
         config_type = getattr(import_module(f"services.{section}.config"), f"{section.capitalize()}Config")
         variable = f"KVASIR_{section}__{setting.replace('.', '__')}".upper()
         load(config_type, section, [], {variable: value}).check()
+
+
+def test_examples_differ_from_run_to_run_where_hypothesis_sees_ci() -> None:
+    """A bound that only some examples break was not seen there: they were the same every time."""
+    script = (
+        "import tests.conftest; from hypothesis import settings as s; print(s().derandomize, s().print_blob)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"CI": "true"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_failure_says_its_seed(tmp_path: Path) -> None:
+    make = tmp_path / "make"
+    make.write_text('#!/bin/sh\necho "make $*"\ntest "$1" = check\n')
+    make.chmod(0o755)
+    said = []
+    for number in (1, 2):
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEED": str(number)}
+        done = subprocess.run(
+            [ROOT / ".ci" / "run"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode != 0
+        assert done.stdout.splitlines() == ["make check", f"make test ARGS=--hypothesis-seed={number}"]
+        said.append(done.stderr.strip())
+    assert said == [
+        f"failed with this seed; again: make test ARGS=--hypothesis-seed={each}" for each in (1, 2)
+    ]

@@ -1,17 +1,33 @@
-"""Whole runs: everything ends under every policy, latencies add up, equal inputs replay, wedges are told."""
+"""Whole runs: everything ends under every policy, latencies add up, equal inputs replay, wedges are told.
+
+Order of events, and that time does not go back.
+
+Where requests go.
+
+Cases: all of a run by name, and runs that are broken off.
+"""
+
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.placement.policy.contract import Room
 from services.scheduler.policy import BUILT_IN, policy_names
 from services.scheduler.policy.contract import PlannedBatch, PlannedQuestion, PolicySettings, WorkerShape
+from shared.errors import ConfigError
 from sim.books import PlanError
+from sim.case import Case, Machine, latency_within_s, run_case
 from sim.costs.fitted import OPT_13B_A100
+from sim.events import EventQueue, Priority
 from sim.predictors import find_predictor
 from sim.requests import SimRequest
 from sim.routers import find_router
 from sim.simulation import Outcome, Setup, Simulation, WedgeError
+from sim.summary import normalized_latency_s
+from sim.workloads import Source
 from tests.sim.simple import SETTINGS, SHAPE, OneSecond, Scripted, decode, prefill, request
 
 SMALL = WorkerShape(block_tokens=16, capacity_blocks=24)
@@ -131,3 +147,79 @@ def test_predictions_come_late_and_again_when_asked(monkeypatch: pytest.MonkeyPa
     policy = scripted([asking, decode(one, 1, 2), decode(one, 1, 2)], monkeypatch, delay_s=0.25)
     predicted = [what for kind, what in policy.heard if kind == "predicted"]
     assert predicted == [(one.key, 3, 0.25), (one.key, 3, 0.25)]
+
+
+def test_time_then_priority_then_order_of_pushing() -> None:
+    queue: EventQueue[str] = EventQueue()
+    queue.push(2.0, Priority.STEP, "late")
+    queue.push(1.0, Priority.PLAN, "plan")
+    queue.push(1.0, Priority.ARRIVAL, "first")
+    queue.push(1.0, Priority.ARRIVAL, "second")
+    queue.push(1.0, Priority.STEP, "step")
+    assert [queue.pop()[1] for _ in range(len(queue))] == ["step", "first", "second", "plan", "late"]
+    assert queue.now_s == 2.0
+
+
+def test_the_past_is_refused() -> None:
+    queue: EventQueue[str] = EventQueue()
+    queue.push(3.0, Priority.STEP, "x")
+    queue.pop()
+    with pytest.raises(ValueError, match="already"):
+        queue.push(2.0, Priority.STEP, "y")
+
+
+def rooms(*free_tokens: int) -> list[Room]:
+    return [Room(str(i), free, 100, i) for i, free in enumerate(free_tokens)]
+
+
+def test_each_by_its_rule() -> None:
+    one = request(prompt=20)
+    robin = find_router("round_robin")
+    assert [robin.choose(one, rooms(9, 9)) for _ in range(3)] == [0, 1, 0]
+    assert find_router("least_work").choose(one, rooms(5, 90)) == 0
+    assert find_router("best_fit").choose(one, rooms(10, 90, 30)) == 2
+    assert find_router("worst_fit").choose(one, rooms(10, 90, 30)) == 1
+
+
+def test_where_none_has_room_the_least_overcommitted_takes_it() -> None:
+    assert find_router("best_fit").choose(request(prompt=20), rooms(-50, -10, -30)) == 1
+
+
+def test_an_unknown_name_is_told() -> None:
+    with pytest.raises(ConfigError):
+        find_router("astrology")
+
+
+CASE = Case(Source("alpaca"), requests=60, rate_per_s=3.0, predictor="oracle")
+
+
+def test_a_case_runs_and_replays() -> None:
+    first, second = run_case(CASE), run_case(CASE, is_checked=True)
+    assert len(first.records) == 60
+    assert first.records == second.records
+
+
+def test_a_latency_within_its_limit_is_the_run_s_own() -> None:
+    latency_s = normalized_latency_s(run_case(CASE).records)
+    assert latency_within_s(CASE, 2 * latency_s) == pytest.approx(latency_s)
+    assert latency_within_s(CASE, 0.9 * latency_s) == math.inf
+
+
+def test_a_queue_that_is_left_over_breaks_the_run_off() -> None:
+    crowd = CASE.at(200.0)
+    assert latency_within_s(crowd, 1e9) < math.inf
+    assert latency_within_s(crowd, 1e9, longest_drain_s=1.0) == math.inf
+
+
+@pytest.mark.parametrize(
+    "case",
+    [replace(CASE, policy="nobody"), replace(CASE, predictor="nobody"), replace(CASE, placement="nobody")],
+)
+def test_names_that_do_not_exist_are_told(case: Case) -> None:
+    with pytest.raises(ConfigError):
+        run_case(case)
+
+
+def test_a_request_that_no_worker_holds_is_told_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match=r"a worker's KV holds 64"):
+        run_case(replace(CASE, machine=Machine(block_tokens=32, capacity_blocks=2)))

@@ -10,7 +10,7 @@ from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.blocks import chain, root
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.sequence import SequenceKey
-from tests.stack.virtual_net import Process
+from tests.virtual_net import Process
 
 END_TOKEN = 2
 FINGERPRINT = b"fingerprint"

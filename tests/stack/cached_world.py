@@ -70,7 +70,7 @@ class CachedWorld(World):
             rules=rules,
         )
         for worker in self.workers.values():
-            self._every(TICK_S, lambda each=worker: self.send(each.name, each, lambda: self._even_out(each)))  # type: ignore[misc]
+            self.every(TICK_S, lambda each=worker: self.send(each.name, each, lambda: self._even_out(each)))  # type: ignore[misc]
 
     @property
     def longest_tokens(self) -> int:

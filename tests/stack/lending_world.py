@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from hypothesis import strategies as st
 
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.worker.kv.core.block_pool import BlockPool
@@ -330,3 +331,41 @@ def _take_back(creditor: Member, message: ReturnBlocks) -> BlocksReturned:
     reply, freed = creditor.grants.give_back(message)
     creditor.free([] if freed is None else [freed])
     return reply
+
+
+WORKERS = 4
+
+
+names = st.integers(0, WORKERS - 1)
+
+
+few = st.integers(1, 6)
+
+
+moves = st.one_of(
+    st.tuples(st.just("beat"), names),
+    st.tuples(st.just("need"), names, few),
+    *[st.tuples(st.just("borrow"), names, few)] * 4,
+    st.tuples(st.just("use"), names, few),
+    st.tuples(st.just("stop_using"), names, few),
+    st.tuples(st.just("give_back"), names, few),
+    st.tuples(st.just("compute"), names, st.integers(-6, 8)),
+    st.tuples(st.just("kill"), names),
+    st.tuples(st.just("restart_ledger")),
+    st.tuples(st.just("silence"), st.integers(1, 12)),
+    st.tuples(st.just("advance"), st.sampled_from([0.1, 0.5, 1.0, 1.9])),
+    *[st.tuples(st.just("deliver"), st.integers(0, 50))] * 3,
+    st.tuples(st.just("lose"), st.integers(0, 50)),
+)
+
+
+def carry_out(world: LendingWorld, move: tuple[str, *tuple[float, ...]]) -> None:
+    verb, *details = move
+    if verb in ("deliver", "lose"):
+        if world.letters:
+            getattr(world.letters.pop(int(details[0]) % len(world.letters)), verb)()
+    elif verb in ("advance", "silence", "restart_ledger"):
+        getattr(world, verb)(*details)
+    else:
+        worker, *rest = details
+        getattr(world, verb)(world.names[int(worker)], *map(int, rest))

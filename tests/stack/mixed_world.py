@@ -6,15 +6,16 @@ takes as long as its tokens do, so that how long a load takes can be compared.
 
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from services.placement.core.fleet import FleetCapacity
-from services.placement.core.order import find_order
+from services.placement.core.order import ORDERS, find_order
 from services.placement.core.packer import Packer
-from services.placement.policy import LIVE_PACKINGS, create, create_packing
+from services.placement.policy import LIVE_PACKINGS, POLICIES, create, create_packing
 from services.scheduler.core.effects import Effect, PublishMoved
 from services.scheduler.core.rules import ReliefRules, Rules
-from services.scheduler.policy import find_policy
+from services.scheduler.policy import BUILT_IN, find_policy
 from services.worker.core.step_work import StepWork
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
@@ -56,7 +57,7 @@ class MixedWorld(CachedWorld):
             policy=find_policy(parts.policy),
             rules=Rules(relief=ReliefRules(enabled=parts.relief)),
         )
-        self._every(EPOCH_S, self._settle_moves)
+        self.every(EPOCH_S, self._settle_moves)
 
     def step_s(self, work: StepWork) -> float:
         return 0.003 + 0.00002 * sum(item.end_token - item.first_token for item in work.items)
@@ -88,3 +89,29 @@ class MixedWorld(CachedWorld):
                 self._carry_out_plans(self.core.on_move(order, self.now_s))
                 continue
             self.packer.on_refused(order, self.now_s)  # type: ignore[union-attr]
+
+
+Element = tuple[str, Any]
+
+
+LENDS: Element = ("lends", True)
+
+
+ELEMENTS: list[Element] = [
+    *(("policy", name) for name in sorted(BUILT_IN)),
+    *(("placement", name) for name in sorted({*POLICIES, *LIVE_PACKINGS})),
+    *(("order", name) for name in sorted(ORDERS)),
+    ("cached", False),
+    LENDS,
+    ("relief", True),
+]
+
+
+OFF_DEFAULT = [one for one in ELEMENTS if getattr(Parts(), one[0]) != one[1]]
+
+
+PAIRS = [(one, other) for one, other in combinations(OFF_DEFAULT, 2) if one[0] != other[0]]
+
+
+def name_of(elements: Any) -> str:
+    return "+".join(f"{dimension}={value}" for dimension, value in elements)

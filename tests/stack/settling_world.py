@@ -188,3 +188,33 @@ class SettlingWorld(LendingWorld):
     def remote_blocks(self) -> int:
         """In use on another worker."""
         return sum(len(member.used) for member in self.members.values())
+
+
+def ring(world: SettlingWorld, blocks: list[int]) -> None:
+    """Each worker in turn is the only one with memory left, and the one after it borrows."""
+    count = len(blocks)
+    for at, wanted in enumerate(blocks):
+        creditor, debtor = world.names[at], world.names[(at + 1) % count]
+        taken = {}
+        for name in world.names:
+            if name != creditor:
+                taken[name] = world.members[name].pool.free_blocks
+                world.compute(name, taken[name])
+        for name in world.names:
+            world.beat(name)
+        world.deliver_all()
+        world.borrow(debtor, wanted)
+        for name, blocks_taken in taken.items():
+            world.compute(name, -blocks_taken)
+    world.advance(0.1)
+    for name in world.names:
+        world.beat(name)
+    world.deliver_all()
+
+
+def balances(world: LendingWorld) -> dict[str, int]:
+    """Lent less borrowed."""
+    return {
+        name: sum(member.table.lent_to().values()) - sum(member.table.borrowed_from().values())
+        for name, member in world.members.items()
+    }

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.stack.client import Question
+from tests.stack.mixed_world import OFF_DEFAULT, PAIRS, Element, name_of
 from tests.stack.prompts import mixed
 from tests.stack.running import running_stack
-from tests.stack.test_combinations_cores import OFF_DEFAULT, PAIRS, Element, name_of
 
 pytestmark = pytest.mark.stack
 QUESTIONS = 24

@@ -8,31 +8,14 @@ throughput, a cache beside lending at which everything stopped.
 
 import random
 from functools import cache, partial
-from itertools import combinations
-from typing import Any
 
 import pytest
 
 from services.gateway.core.stream import StreamPhase
-from services.placement.core.order import ORDERS
-from services.placement.policy import LIVE_PACKINGS, POLICIES
-from services.scheduler.policy import BUILT_IN
 from tests.stack.actors import Wanted
 from tests.stack.cached_world import BLOCKS
-from tests.stack.mixed_world import MixedWorld, Parts
+from tests.stack.mixed_world import LENDS, OFF_DEFAULT, PAIRS, Element, MixedWorld, Parts, name_of
 
-Element = tuple[str, Any]
-LENDS: Element = ("lends", True)
-ELEMENTS: list[Element] = [
-    *(("policy", name) for name in sorted(BUILT_IN)),
-    *(("placement", name) for name in sorted({*POLICIES, *LIVE_PACKINGS})),
-    *(("order", name) for name in sorted(ORDERS)),
-    ("cached", False),
-    LENDS,
-    ("relief", True),
-]
-OFF_DEFAULT = [one for one in ELEMENTS if getattr(Parts(), one[0]) != one[1]]
-PAIRS = [(one, other) for one, other in combinations(OFF_DEFAULT, 2) if one[0] != other[0]]
 SLOW_ALONE = {
     "ecoserve",
     "ecoserve_d",
@@ -90,10 +73,6 @@ def tokens_per_s(*elements: Element, longs: bool) -> float:
 
 def is_slow(one: Element) -> bool:
     return one[1] in SLOW_ALONE
-
-
-def name_of(elements: Any) -> str:
-    return "+".join(f"{dimension}={value}" for dimension, value in elements)
 
 
 @pytest.mark.parametrize("element", OFF_DEFAULT, ids=lambda one: name_of([one]))

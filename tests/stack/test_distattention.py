@@ -5,41 +5,32 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 
 import httpx
 import pytest
 
-from shared import subjects
-from shared.bus import Bus, Handler, Listener
 from shared.messages.reports import WorkerReported
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.watch import Seen, bus_access, watching
+from tests.stack.small_workers import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    GRACE_S,
+    LEASE_S,
+    OWN_TOKENS,
+    SETTINGS,
+    SLACK_S,
+    STAGED_BLOCKS,
+    WORKERS,
+    heartbeats,
+)
+from tests.stack.watch import Seen, watching
 
 pytestmark = pytest.mark.stack
-BLOCKS, BLOCK_TOKENS, WORKERS = 40, 16, 4
-OWN_TOKENS = BLOCKS * BLOCK_TOKENS
 ANSWER_TOKENS = 24
-LEASE_S, GRACE_S, SLACK_S = 3.0, 0.5, 2.0
-STAGED_BLOCKS = 4
-"""Of a borrower's own KV: stagings for eight creditors, of one of eight layers."""
-SETTINGS = (
-    f"worker.kv_blocks={BLOCKS}",
-    "worker.prefix_cache.enabled=false",
-    "worker.lending.borrow=true",
-    "worker.lending.max_lent_fraction=1.0",
-    "worker.lending.keep_free_fraction=0.0",
-    "worker.lending.low_fraction=0.0",
-    "worker.lending.high_fraction=0.0",
-    "worker.lending.rest_s=0.1",
-    "worker.lending.bounce_blocks=1",
-    f"worker.lending.lease_s={LEASE_S}",
-    f"worker.lending.grace_s={GRACE_S}",
-)
 BEAT_S, REST_S = 0.25, 0.1
 Debts = dict[tuple[str, str], int]
 POOL_TOKENS = WORKERS * (BLOCKS - STAGED_BLOCKS - 1) * BLOCK_TOKENS
@@ -84,29 +75,6 @@ async def announced_tokens(stack: RunningStack) -> int:
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
         reply = await http.get("/v1/models", headers={"Authorization": f"Bearer {stack.key}"})
         return max(int(row.get("max_model_len") or 0) for row in reply.json()["data"])
-
-
-class Heartbeats:
-    """Every worker's, all of them."""
-
-    HANDLERS: tuple[Handler, ...] = (Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported"),)
-
-    def __init__(self) -> None:
-        self.reports: list[WorkerReported] = []
-
-    def on_reported(self, report: WorkerReported) -> None:
-        self.reports.append(report)
-
-
-@asynccontextmanager
-async def heartbeats(stack: RunningStack) -> AsyncIterator[Heartbeats]:
-    bus = await Bus.connect(bus_access(stack).config("ledger-0"), service="ledger", instance="ledger-test")
-    heard = Heartbeats()
-    try:
-        await bus.attach(Heartbeats.HANDLERS, heard)
-        yield heard
-    finally:
-        await bus.close()
 
 
 @pytest.fixture(scope="module")

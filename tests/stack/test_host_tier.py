@@ -13,7 +13,7 @@ from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.test_distattention import BLOCKS, OWN_TOKENS, SETTINGS, STAGED_BLOCKS, heartbeats
+from tests.stack.small_workers import BLOCKS, OWN_TOKENS, SETTINGS, STAGED_BLOCKS, heartbeats
 from tests.stack.watch import Seen, watching
 
 pytestmark = pytest.mark.stack

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.stack.ledgers_world import SILENCE_S, LedgersWorld
 from tests.stack.lending_world import LEASE_S
-from tests.stack.test_settling_cores import balances, ring
+from tests.stack.settling_world import balances, ring
 
 TICK_S = 0.2
 TICKS_IN_A_LEASE = int(LEASE_S / TICK_S / 2)

@@ -4,38 +4,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.messages.lending import KvTier
-from tests.stack.lending_world import BLOCKS, CAP, GRACE_S, HOST_BLOCKS, KEEP, LEASE_S, LendingWorld
-
-WORKERS = 4
-names = st.integers(0, WORKERS - 1)
-few = st.integers(1, 6)
-moves = st.one_of(
-    st.tuples(st.just("beat"), names),
-    st.tuples(st.just("need"), names, few),
-    *[st.tuples(st.just("borrow"), names, few)] * 4,
-    st.tuples(st.just("use"), names, few),
-    st.tuples(st.just("stop_using"), names, few),
-    st.tuples(st.just("give_back"), names, few),
-    st.tuples(st.just("compute"), names, st.integers(-6, 8)),
-    st.tuples(st.just("kill"), names),
-    st.tuples(st.just("restart_ledger")),
-    st.tuples(st.just("silence"), st.integers(1, 12)),
-    st.tuples(st.just("advance"), st.sampled_from([0.1, 0.5, 1.0, 1.9])),
-    *[st.tuples(st.just("deliver"), st.integers(0, 50))] * 3,
-    st.tuples(st.just("lose"), st.integers(0, 50)),
+from tests.stack.lending_world import (
+    BLOCKS,
+    CAP,
+    GRACE_S,
+    HOST_BLOCKS,
+    KEEP,
+    LEASE_S,
+    WORKERS,
+    LendingWorld,
+    carry_out,
+    few,
+    moves,
+    names,
 )
-
-
-def carry_out(world: LendingWorld, move: tuple[str, *tuple[float, ...]]) -> None:
-    verb, *details = move
-    if verb in ("deliver", "lose"):
-        if world.letters:
-            getattr(world.letters.pop(int(details[0]) % len(world.letters)), verb)()
-    elif verb in ("advance", "silence", "restart_ledger"):
-        getattr(world, verb)(*details)
-    else:
-        worker, *rest = details
-        getattr(world, verb)(world.names[int(worker)], *map(int, rest))
 
 
 @settings(max_examples=80, deadline=None)

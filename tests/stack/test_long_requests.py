@@ -10,7 +10,7 @@ from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
-from tests.stack.test_distattention import OWN_TOKENS, SETTINGS
+from tests.stack.small_workers import OWN_TOKENS, SETTINGS
 from tests.stack.watch import watching
 
 pytestmark = pytest.mark.stack

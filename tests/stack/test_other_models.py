@@ -1,4 +1,9 @@
-"""Any decoder folder is served: a random-weight Qwen and a random-weight OPT, with tiny_chat's tokenizer."""
+"""Any decoder folder is served: a random-weight Qwen and a random-weight OPT, with tiny_chat's tokenizer.
+
+Of two workers with different weights under one name the later is refused, and nobody is answered by it.
+
+Greedy text through the whole stack is what transformers' `generate` gives, also under preemption.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -6,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tests.stack.client import Question
-from tests.stack.prompts import mixed
-from tests.stack.reference import ReferenceModel
+from tests.stack.prompts import ASKED, STORIES, mixed
+from tests.stack.reference import Reference, ReferenceModel
 from tests.stack.running import TINY_CHAT, running_stack
 
 pytestmark = pytest.mark.stack
@@ -77,3 +83,65 @@ async def test_a_folder_is_served(tmp_path: Path, make: Callable[[Path], None]) 
     for answer, wanted in zip(answers, expected, strict=True):
         assert answer.complete
         assert answer.text == wanted.text or reference.is_near_tie(wanted, answer.text)
+
+
+PROMPT = "Tell me a short story."
+
+
+def other_weights(folder: Path) -> Path:
+    """`tiny_chat` with one tensor turned around."""
+    shutil.copytree(TINY_CHAT, folder, ignore=shutil.ignore_patterns("*.md"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in sorted(tensors) if "mlp" in name)
+    save_file({**tensors, name: -tensors[name]}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+async def test_it_gets_no_work_and_status_and_log_say_why(tmp_path: Path) -> None:
+    model = other_weights(tmp_path / "tiny_chat")
+    with running_stack(tmp_path / "run", settings=(f"worker-1.model={model}",)) as stack:
+        client = stack.client()
+        questions = [Question(PROMPT, {"temperature": 0, "max_tokens": 40}) for _ in range(8)]
+        answers = await client.ask_all(questions)
+        assert all(answer.complete for answer in answers) and len({answer.text for answer in answers}) == 1
+        rows = {row["worker"]: row for row in stack.details("scheduler-0")["workers"]}
+        assert sorted(row["sync"] for row in rows.values()) == ["in_step", "refused"], rows
+        (refused,) = [row["refused"] for row in rows.values() if row["sync"] == "refused"]
+        assert "different weights" in refused
+        assert "model_mismatch" in (stack.run_dir / "logs" / "scheduler-0.log").read_text()
+
+
+PROMPTS = mixed(50, longest_words=600, asked=(*ASKED, *STORIES, *STORIES))
+
+
+MAX_TOKENS = 128
+
+
+TIGHT = "worker.kv_blocks=56"
+
+
+"""896 tokens a worker: the longest prompt and its answer just fit, alone."""
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Reference]:
+    model = ReferenceModel(TINY_CHAT)
+    return [model.greedy(prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+
+async def test_fifty_prompts_under_preemption(tmp_path: Path, references: list[Reference]) -> None:
+    questions = [Question(prompt, {"temperature": 0, "max_tokens": MAX_TOKENS}) for prompt in PROMPTS]
+    with running_stack(tmp_path / "run", settings=(TIGHT,)) as stack:
+        answers = await stack.client().ask_all(questions)
+        preemptions = stack.details("scheduler-0")["preemptions"]
+    assert all(answer.complete for answer in answers)
+    model = ReferenceModel(TINY_CHAT)
+    different = [
+        (answer.text, reference.text)
+        for answer, reference in zip(answers, references, strict=True)
+        if answer.text != reference.text and not model.is_near_tie(reference, answer.text)
+    ]
+    assert different == []
+    assert preemptions > 0
+    near_ties = sum(a.text != r.text for a, r in zip(answers, references, strict=True))
+    assert near_ties <= 1

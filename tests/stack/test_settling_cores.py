@@ -3,10 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stack.lending_world import HOST_BLOCKS, LendingWorld
-from tests.stack.settling_world import SettlingWorld
-from tests.stack.test_lending_cores import carry_out, few, names
-from tests.stack.test_lending_cores import moves as lending_moves
+from tests.stack.lending_world import HOST_BLOCKS, carry_out, few, names
+from tests.stack.lending_world import moves as lending_moves
+from tests.stack.settling_world import SettlingWorld, balances, ring
 
 WORKERS = 4
 Move = tuple[str, *tuple[float, ...]]
@@ -16,28 +15,6 @@ moves = st.one_of(
     st.tuples(st.just("settle")),
     st.tuples(st.just("finish_home"), names, few),
 )
-
-
-def ring(world: SettlingWorld, blocks: list[int]) -> None:
-    """Each worker in turn is the only one with memory left, and the one after it borrows."""
-    count = len(blocks)
-    for at, wanted in enumerate(blocks):
-        creditor, debtor = world.names[at], world.names[(at + 1) % count]
-        taken = {}
-        for name in world.names:
-            if name != creditor:
-                taken[name] = world.members[name].pool.free_blocks
-                world.compute(name, taken[name])
-        for name in world.names:
-            world.beat(name)
-        world.deliver_all()
-        world.borrow(debtor, wanted)
-        for name, blocks_taken in taken.items():
-            world.compute(name, -blocks_taken)
-    world.advance(0.1)
-    for name in world.names:
-        world.beat(name)
-    world.deliver_all()
 
 
 def test_a_ring_is_settled_in_rounds_of_what_the_bounce_buffers_hold() -> None:
@@ -116,11 +93,3 @@ def test_any_history_keeps_contents_and_frees_what_it_froze(moves: list[Move], h
         world.advance(0.5)
         world.check()
     assert world.coordinator.running == 0
-
-
-def balances(world: LendingWorld) -> dict[str, int]:
-    """Lent less borrowed."""
-    return {
-        name: sum(member.table.lent_to().values()) - sum(member.table.borrowed_from().values())
-        for name, member in world.members.items()
-    }

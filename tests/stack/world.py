@@ -54,7 +54,7 @@ from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerR
 from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchTokens, TokenFrame
 from tests.stack.actors import END_TOKEN, FINGERPRINT, Wanted, WorkerProcess, pulled, true_tokens
-from tests.stack.virtual_net import Process, VirtualNet
+from tests.virtual_net import Process, VirtualNet
 
 MODEL = "m"
 TICK_S, BEAT_S, REPORT_S = 0.05, 0.25, 0.5
@@ -93,15 +93,15 @@ class World(VirtualNet):
         for worker in self.workers.values():
             self.start_worker(worker)
         self.start_scheduler()
-        self._every(TICK_S, self._gateway_tick)
-        self._every(REPORT_S, self._gateway_report)
+        self.every(TICK_S, self._gateway_tick)
+        self.every(REPORT_S, self._gateway_report)
 
     @property
     def is_over(self) -> bool:
         """Every answer is there, or has failed."""
         return len(self.streams) == len(self.wanted) and not any(s.is_open for s in self.streams.values())
 
-    def _revive(self, process: Process) -> None:
+    def revive(self, process: Process) -> None:
         if isinstance(process, WorkerProcess):
             self.start_worker(process)
         else:
@@ -214,8 +214,8 @@ class World(VirtualNet):
         self.scheduler.alive = True
         self._epoch += 1
         self.core = SchedulerCore(self.rules, self.policy, self._epoch, self.now_s)
-        self._every(TICK_S, lambda: self._feed("on_tick"), self.scheduler)
-        self._every(REPORT_S, self._announce, self.scheduler)
+        self.every(TICK_S, lambda: self._feed("on_tick"), self.scheduler)
+        self.every(REPORT_S, self._announce, self.scheduler)
 
     def _announce(self) -> None:
         event = SchedulerAnnounced(
@@ -357,8 +357,8 @@ class World(VirtualNet):
         start = (worker.name, worker.incarnation)
         table = SequenceTable(self.pool_over(worker, own), limits, prefixes, start)
         worker.core = StepCore(identity, table)
-        self._every(BEAT_S, lambda: self._beat(worker), worker)
-        self._every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
+        self.every(BEAT_S, lambda: self._beat(worker), worker)
+        self.every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
     def _to_worker(self, sender: str, name: str, command: Callable[[StepCore], StepEffects]) -> None:
         worker = self.workers[name]
@@ -407,7 +407,7 @@ class World(VirtualNet):
             tokens = true_tokens(self.wanted, work)
             self._emit(worker, worker.core.finish_step(work, tokens, self.now_s, step_s))
             worker.core.check_integrity()
-            self._read_mail(worker)
+            self.read_mail(worker)
             self._step(worker)
 
         self.at(self.now_s + step_s, finish)

@@ -20,7 +20,7 @@ from bench.live.dgfm.live import (
     settings,
 )
 from shared.messages.plans import WorkerStepped
-from tests.services.ledger.core.test_debt_ledger import report
+from tests.services.ledger.builders import report
 
 
 def stepped(plan: int, done: int, step_s: float = 0.01) -> WorkerStepped:

@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMoved
 from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import TokenDelta, TokenFrame
-from tests.services.placement.core.test_fleet import listed, report
+from tests.services.placement.rig import listed, report
 
 KEY = ("req_1", 0)
 

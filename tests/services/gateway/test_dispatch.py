@@ -1,29 +1,40 @@
-"""StreamEffects become commands on the bus, and their outcomes events of the stream."""
+"""StreamEffects become commands on the bus, and their outcomes events of the stream.
+
+Small messages: in order, acknowledgements together, never in the way.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import copy_context
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
+from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
 from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, StreamTiming, Submit
 from services.gateway.core.stream import Stream
 from services.gateway.counters import Counters
-from services.gateway.dispatch import Dispatch
+from services.gateway.dispatch import Dispatch, NoticeOutbox
 from services.gateway.exchange import Exchange, OpenChoice
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener, tracing
 from shared.errors import InvalidRequest
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
-from shared.messages.sequence import Sampling, SequenceRef, pack_tokens
+from shared.messages.sequence import Sampling, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta
-from tests.services.gateway.fakes import until
+from tests.nats_server import NatsServer
+from tests.services.gateway.fakes import cancelled, until
+from tests.shared.messages.builders import ref
 
 ConnectBus = Callable[..., Awaitable[Bus]]
-REF = SequenceRef(request_id="req", choice=0, attempt=1)
+
+
+REF = ref("req")
+
+
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -161,3 +172,65 @@ async def test_an_unforeseen_error_is_tried_again(
     assert "surprise" in caplog.text
     assert bench.stream.is_open
     assert bench.stream.on_tick(0.2) == (Submit(1, 2),)
+
+
+class Reader:
+    """Keeps what arrives for worker-0."""
+
+    HANDLERS = (
+        Listener(subjects.worker_cancel, CancelSequence, "on_message"),
+        Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_message"),
+    )
+
+    def __init__(self) -> None:
+        self.messages: list[msgspec.Struct] = []
+
+    def on_message(self, message: msgspec.Struct) -> None:
+        self.messages.append(message)
+
+
+def cancel(number: int) -> CancelSequence:
+    return CancelSequence(ref=ref(f"req_{number}"))
+
+
+async def test_messages_go_in_order_and_ends_together(connect_bus: ConnectBus) -> None:
+    reader = Reader()
+    await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
+    outbox = NoticeOutbox(await connect_bus())
+    for number in range(3):
+        outbox.put(subjects.worker_cancel("worker-0"), cancel(number))
+        outbox.acknowledge("worker-0", ref(f"req_{number}"))
+    outbox.acknowledge("worker-0", ref("req_2"))
+    sending = asyncio.create_task(outbox.run())
+    await until(lambda: len(reader.messages) == 4)
+    await cancelled(sending)
+    cancels = [message for message in reader.messages if isinstance(message, CancelSequence)]
+    (acknowledged,) = [message for message in reader.messages if isinstance(message, AcknowledgeEnds)]
+    assert cancels == [cancel(0), cancel(1), cancel(2)]
+    assert sorted(r.request_id for r in acknowledged.refs) == ["req_0", "req_1", "req_2"]
+
+
+async def test_a_full_outbox_drops_its_oldest(
+    connect_bus: ConnectBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_MESSAGES", 3)
+    reader = Reader()
+    await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
+    outbox = NoticeOutbox(await connect_bus())
+    for number in range(5):
+        outbox.put(subjects.worker_cancel("worker-0"), cancel(number))
+    await outbox.flush()
+    await until(lambda: len(reader.messages) == 3)
+    assert reader.messages == [cancel(2), cancel(3), cancel(4)]
+
+
+async def test_a_bus_that_takes_nothing_does_not_stop_it(
+    connect_bus: ConnectBus, nats_server: NatsServer
+) -> None:
+    bus = await connect_bus()
+    outbox = NoticeOutbox(bus)
+    await bus.close()
+    outbox.put(subjects.worker_cancel("worker-0"), cancel(0))
+    outbox.acknowledge("worker-0", ref("req_0"))
+    await asyncio.wait_for(outbox.flush(), 5)
+    await asyncio.wait_for(outbox.flush(), 5)

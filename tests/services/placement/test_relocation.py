@@ -12,7 +12,7 @@ from shared.messages.base import Empty
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
-from tests.services.placement.core.test_fleet import listed, report
+from tests.services.placement.rig import listed, report
 
 CONFIG = PlacementConfig(policy="mell", epoch_s=0.05, scale=True, idle_s=0.2, worker_timeout_s=60.0)
 

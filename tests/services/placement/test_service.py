@@ -19,8 +19,7 @@ from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus
 from shared.messages.sequence import FinishReason
 from tests.conftest import ConnectBus
-from tests.services.placement.core.test_fleet import item, report, stepped
-from tests.services.placement.core.test_prefix_index import chain, news
+from tests.services.placement.rig import chain, item, news, report, stepped
 
 
 class SteppingClock:

@@ -1,4 +1,7 @@
-"""Rows of prompts and lengths, read and written."""
+"""Rows of prompts and lengths, read and written.
+
+Files appear whole or not at all.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.predictor.core.length_model import LengthSample
-from services.predictor.samples import load_tokenizer, read_samples, write_samples
+from services.predictor.samples import load_tokenizer, read_samples, write_samples, write_whole
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages.sequence import pack_tokens, unpack_tokens
 
@@ -71,3 +74,20 @@ def test_files_that_are_not_there_are_configuration_errors(tmp_path: Path) -> No
         read_samples(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_whole(path, b"one")
+    write_whole(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_whole(path, b"one")
+    with pytest.raises(TypeError):
+        write_whole(path, "no bytes")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]

@@ -15,6 +15,7 @@ from shared.messages.commands import CancelSequence
 from shared.messages.reports import WorkerLost
 from shared.messages.sequence import SequenceRef
 from tests.services.scheduler.bus_stack import BusStack, running, until
+from tests.shared.messages.builders import ref
 
 
 async def test_a_submission_is_placed_planned_and_ends(stack: BusStack) -> None:
@@ -114,7 +115,7 @@ async def test_work_that_waits_where_nothing_moves_shows_in_log_status_and_metri
         await until(lambda: "a" in stack.reader.ended and shown._value.get() == 0)
 
 
-LOST_REF = SequenceRef(request_id="r", choice=0, attempt=1)
+LOST_REF = ref("r")
 
 
 @pytest.mark.parametrize(("refs", "level"), [((), logging.INFO), ((LOST_REF,), logging.WARNING)])

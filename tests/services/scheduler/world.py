@@ -37,12 +37,19 @@ from shared.messages.reports import GatewayReported
 from shared.messages.sequence import TOKEN_BYTES, SequenceKey
 from tests.services.scheduler.fake_gateway import FakeGateway, Request
 from tests.services.scheduler.fake_worker import FakeWorker
-from tests.services.scheduler.virtual_time import VirtualTime
+from tests.virtual_net import Process, VirtualNet
 
 TICK_S = 0.02
 HEARTBEAT_S = 0.25
 DELAY_S = 0.001
 SMALL = Rules(settings=PolicySettings(token_budget=64, max_batch_sequences=8), round_s=0.3)
+
+
+class Net(VirtualNet):
+    """All messages take as long; which of them are lost, the world says."""
+
+    def delay_s(self) -> float:
+        return DELAY_S
 
 
 @dataclass
@@ -72,11 +79,11 @@ class World:
         self.random = random.Random(seed)
         self.rules, self.chaos = rules, chaos or Chaos()
         self.step_s, self.total_blocks = step_s, total_blocks
-        self.time = VirtualTime()
+        self.time = Net()
         self.gateway = FakeGateway(self._deliver_submission, self._to_worker, self._to_all_workers)
         self.workers: dict[str, FakeWorker] = {}
         self._awake = AwakeTime()
-        self.frozen: dict[str, list[Callable[[], object]]] = {}
+        self.processes: dict[str, Process] = {}
         self.log: list[str] = []
         self.core: SchedulerCore | None = None
         self.epoch = 0
@@ -92,8 +99,8 @@ class World:
         self.start_scheduler()
         for number in range(workers):
             self.start_worker(f"worker-{number}")
-        self.time.every(TICK_S, self._tick)
-        self.time.every(0.5, self._gateway_beat)
+        self.time.every(TICK_S, self._tick, first_s=TICK_S)
+        self.time.every(0.5, self._gateway_beat, first_s=0.5)
 
     @property
     def now_s(self) -> float:
@@ -157,59 +164,52 @@ class World:
         own: dict[str, Any] = {"total_blocks": self.total_blocks, "fingerprint": self.fingerprint}
         worker = FakeWorker(worker_id, self._incarnations, **own | fields)
         self.workers[worker_id] = worker
-        self.time.after(0.0, lambda: self._beat(worker))
-        self.time.after(0.0, lambda: self._run_worker(worker))
+        if worker_id in self.processes:
+            self.processes[worker_id].alive = False
+        process = self.processes[worker_id] = Process(worker_id)
+        self.time.every(HEARTBEAT_S, lambda: self._beat(worker), process, first_s=0.0)
+        self.time.after(0.0, lambda: self._run_worker(worker, process))
 
     def kill_worker(self, worker_id: str) -> None:
         del self.workers[worker_id]
-        self.frozen.pop(worker_id, None)
+        self.processes.pop(worker_id).alive = False
 
     def freeze_worker(self, worker_id: str) -> None:
         """Nothing runs there; what is sent to it waits in its socket."""
-        self.frozen.setdefault(worker_id, [])
+        self.processes[worker_id].frozen = True
 
     def wake_worker(self, worker_id: str) -> None:
-        for action in self.frozen.pop(worker_id, []):
-            self.time.after(0.0, action)
-
-    def _is_alive(self, worker: FakeWorker) -> bool:
-        return self.workers.get(worker.worker_id) is worker
+        if worker_id in self.processes:
+            self.time.wake(self.processes[worker_id])
 
     def _to_worker(self, worker_id: str, action: Callable[[FakeWorker], object]) -> None:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
 
-        def deliver() -> None:
-            if worker_id in self.frozen:
-                self.frozen[worker_id].append(deliver)
-            elif self._is_alive(worker):
-                action(worker)
-                self._drain(worker)
+        def handle() -> None:
+            action(worker)
+            self._drain(worker)
 
-        self.time.after(DELAY_S, deliver)
+        self.time.send("", self.processes[worker_id], handle, lossy=False)
 
     def _to_all_workers(self, action: Callable[[FakeWorker], object]) -> None:
         for worker_id in self.workers:
             self._to_worker(worker_id, action)
 
     def _beat(self, worker: FakeWorker) -> None:
-        if not self._is_alive(worker):
-            return
-        if worker.worker_id not in self.frozen:
-            report = worker.report()
-            self._to_core(lambda core: core.on_worker_reported(report, self.core_s))
-            self.time.after(DELAY_S, lambda: self.gateway.on_worker_reported(report, self.now_s))
-        self.time.after(HEARTBEAT_S, lambda: self._beat(worker))
+        report = worker.report()
+        self._to_core(lambda core: core.on_worker_reported(report, self.core_s))
+        self.time.after(DELAY_S, lambda: self.gateway.on_worker_reported(report, self.now_s))
 
-    def _run_worker(self, worker: FakeWorker) -> None:
-        if not self._is_alive(worker):
+    def _run_worker(self, worker: FakeWorker, process: Process) -> None:
+        if not process.alive:
             return
-        ran = worker.worker_id not in self.frozen and worker.step(self.now_s)
+        ran = not process.frozen and worker.step(self.now_s)
         if ran:
             self._check_step(*worker.step_tokens[-1])
         self._drain(worker)
-        self.time.after(self.step_s if ran else 0.001, lambda: self._run_worker(worker))
+        self.time.after(self.step_s if ran else 0.001, lambda: self._run_worker(worker, process))
 
     def _check_step(self, prefilled: int, decoded: int) -> None:
         settings = self.rules.settings

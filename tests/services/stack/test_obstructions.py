@@ -1,4 +1,7 @@
-"""What is said when something is in the way."""
+"""What is said when something is in the way.
+
+Ports and who has them.
+"""
 
 import os
 import socket
@@ -54,3 +57,20 @@ def test_a_second_start_is_told_how_to_stop_the_first(tmp_path: Path) -> None:
     run.release()
     assert f"pid {os.getpid()} on http://127.0.0.1:1" in message
     assert f"services down --run-dir {tmp_path}" in message
+
+
+def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        assert not obstructions.is_free(port)
+        owner = obstructions.owner(port)
+        assert owner.pid == os.getpid()
+        assert f"pid {os.getpid()} (" in str(owner)
+    assert obstructions.is_free(port)
+    assert obstructions.owner(port).pid is None
+
+
+def test_free_ports_are_free() -> None:
+    assert obstructions.is_free(obstructions.free_port())

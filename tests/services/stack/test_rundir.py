@@ -1,12 +1,23 @@
-"""The run directory."""
+"""The run directory.
 
+Ending what a killed supervisor left behind.
+"""
+
+import asyncio
 import json
 import os
 import stat
+import time
 from pathlib import Path
 
+import psutil
+
+from services.stack.leftovers import end_leftovers
+from services.stack.leftovers import is_alive as alive
+from services.stack.process import ChildProcess
 from services.stack.rundir import RunDirectory
 from shared.subjects import OPERATOR
+from tests.services.stack.standin import PARENT, PYTHON
 
 
 def made(path: Path) -> RunDirectory:
@@ -84,3 +95,26 @@ def test_long_logs_are_trimmed_under_their_writer(tmp_path: Path) -> None:
     assert (run.logs / "a.log").read_text() == "more"
     assert (run.logs / "a.log.1").read_text() == "x" * 200
     assert (run.logs / "b.log").read_text() == "short"
+
+
+async def test_ends_groups_and_spares_who_has_the_pid_now(tmp_path: Path) -> None:
+    left = ChildProcess.start((*PYTHON, PARENT), os.environ, tmp_path, tmp_path / "log")
+    other = ChildProcess.start(("sleep", "1000"), os.environ, tmp_path, tmp_path / "log")
+    now_s = time.time()
+    async with asyncio.timeout(10.0):
+        while not psutil.Process(left.pid).children():
+            await asyncio.sleep(0.01)
+    state = {
+        "children": [
+            {"pid": left.pid, "started_unix_s": now_s},
+            {"pid": other.pid, "started_unix_s": now_s - 1000.0},
+            {"pid": None, "started_unix_s": now_s},
+        ]
+    }
+    assert end_leftovers(state) == 2, "the child and its own child"
+    assert alive(other.pid)
+    assert not alive(left.pid)
+    other.kill()
+    await asyncio.gather(left.wait(), other.wait())
+    assert end_leftovers(state) == 0
+    assert end_leftovers({}) == 0

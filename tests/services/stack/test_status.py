@@ -1,4 +1,7 @@
-"""`status` over a real bus, with a real predictor to answer."""
+"""`status` over a real bus, with a real predictor to answer.
+
+The roll call over a real bus.
+"""
 
 import io
 import json
@@ -13,11 +16,12 @@ from rich.console import Console
 from services.predictor.batching import Batcher
 from services.predictor.models import create
 from services.predictor.service import HANDLERS, Predictor
+from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, status
 from shared import subjects
 from shared.config import BusConfig
-from shared.errors import ConfigError
+from shared.errors import BusUnavailable, ConfigError
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
 
@@ -130,3 +134,22 @@ async def test_one_that_is_named_says_all_and_a_wrong_name_is_refused(
     assert "model_version" in console.file.getvalue()
     with pytest.raises(ConfigError, match="nothing here is called 'worker-7'; there are nats, predictor"):
         await status(run, console, as_json=False, names=["worker-7"])
+
+
+async def test_who_answers_is_ready_unless_it_is_the_one_before(
+    bus_config: BusConfig, connect_bus: ConnectBus
+) -> None:
+    roll = RollCall(bus_config)
+    probe = StatusProbe(roll, "predictor", "predictor-0")
+    assert await probe.obstacle(0.0) == "does not answer on the bus yet"
+    bus = await connect_bus("predictor", "predictor-0")
+    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("constant"))))
+    assert await probe.obstacle(0.0) is None
+    assert await StatusProbe(roll, "predictor", "predictor-1").obstacle(0.0) is not None
+    assert await probe.obstacle(time.time()) is not None, "answers of an earlier process do not count"
+    statuses = await roll.ask_all({"predictor": 1}, deadline_s=0.5)
+    assert [status.instance for status in statuses] == ["predictor-0"]
+    await roll.close()
+    await roll.close()
+    with pytest.raises(BusUnavailable):
+        await roll.ask("predictor", deadline_s=0.1)

@@ -1,13 +1,21 @@
-"""The child table of Kvasir."""
+"""The child table of Kvasir.
 
+What people are shown while a stack starts.
+"""
+
+import io
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from services.stack import display
 from services.stack.access import BusAccess
-from services.stack.children import ChildSpec
+from services.stack.children import Backoff, Child, ChildSpec, ChildState
 from services.stack.config import StackConfig
+from services.stack.display import StartDisplay, curl_line
 from services.stack.launch import ProgramLauncher, SeedLauncher
 from services.stack.probes import HttpProbe, TcpProbe
 from services.stack.roll_call import RollCall, StatusProbe
@@ -133,3 +141,39 @@ def test_a_stack_is_scaled_only_where_its_configuration_says_so(
     overrides = [] if override is None else [parse_override(override)]
     assert is_scaled(path, overrides, environ) is expected
     assert is_scaled(None, overrides, {**environ, "KVASIR_CONFIG": str(path)}) is expected
+
+
+def children() -> list[Child]:
+    specs = [ChildSpec(name, ("true",), {}) for name in ("nats", "worker-0")]
+    ready, late = (Child(spec, Backoff()) for spec in specs)
+    ready.state, late.obstacle = ChildState.READY, "loads its model"
+    return [ready, late]
+
+
+def test_plain_lines_name_who_is_late() -> None:
+    console = Console(file=io.StringIO())
+    with StartDisplay(console, children()) as shown:
+        shown.tick()
+        shown._shown_s -= display._PLAIN_EVERY_S
+        shown.tick()
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "starting nats, worker-0"
+    assert lines[1].endswith("waiting for worker-0 (loads its model)")
+    assert len(lines) == 2
+
+
+def test_a_terminal_gets_a_table() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with StartDisplay(console, children()) as shown:
+        shown._shown_s -= 1.0
+        shown.tick()
+    assert isinstance(console.file, io.StringIO)
+    assert "loads its model" in console.file.getvalue()
+
+
+def test_the_curl_line_survives_a_shell() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:1", "sk-x", "tiny"))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:1/v1/chat/completions"]
+    assert "Authorization: Bearer sk-x" in words
+    assert json.loads(words[-1])["stream"] is True

@@ -27,8 +27,8 @@ from shared.messages.plans import (
     WorkerStepped,
 )
 from shared.messages.sequence import SequenceRef
-from tests.services.worker.builders import plan, ref, spec
 from tests.services.worker.conftest import VOCABULARY, build_model
+from tests.shared.messages.builders import plan, ref, spec
 
 BLOCK_TOKENS = 4
 DEVICE_BLOCKS = 20

@@ -1,11 +1,17 @@
-"""Parts of a worker made from its settings."""
+"""Parts of a worker made from its settings.
 
+Threads on the cores they were bound to, others where they were.
+"""
+
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
+from services.worker.cores import bind_to
 from shared.config import load
 from shared.errors import ConfigError
 
@@ -27,3 +33,36 @@ def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
 def test_pie_and_borrowing_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"pie\.enabled and lending\.borrow exclude each other"):
         load(WorkerConfig, section="worker", argv=["--pie.enabled", "true", "--lending.borrow", "true"])
+
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be bound here")
+
+
+def test_only_the_calling_thread_is_bound() -> None:
+    here = os.sched_getaffinity(0)
+    core = max(here)
+    seen: list[set[int]] = []
+
+    def bound() -> None:
+        bind_to((core,))
+        seen.append(os.sched_getaffinity(0))
+        started_from_here = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        started_from_here.start()
+        started_from_here.join()
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    assert seen == [{core}, {core}]
+    assert os.sched_getaffinity(0) == here
+
+
+def test_no_cores_leave_a_thread_as_it_is() -> None:
+    here = os.sched_getaffinity(0)
+    bind_to(())
+    assert os.sched_getaffinity(0) == here
+
+
+def test_cores_that_are_not_there_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"engine_cores.*there are"):
+        bind_to((100_000,), "engine_cores")

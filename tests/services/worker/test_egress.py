@@ -1,16 +1,27 @@
-"""Frames and reports reach the bus in order; a bus that cannot take them loses them and nothing else."""
+"""Frames and reports reach the bus in order; a bus that cannot take them loses them and nothing else.
+
+A step's messages take the express connection where there is one, else the loop, and keep their order.
+"""
 
 import asyncio
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
 
 from services.worker.core.frames import AddressedFrame
 from services.worker.core.steps import StepEffects
-from services.worker.egress import Outbox
+from services.worker.egress import Courier, Outbox
 from shared import subjects
-from shared.bus import Listener
+from shared.bus import Bus, Express, Listener
+from shared.bus.counters import BusCounters
+from shared.config import BusConfig
 from shared.messages.plans import WorkerStepped
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
+from tests.nats_server import NatsServer
+from tests.shared.bus.desk import until
 
 DEADLINE_S = 10.0
 
@@ -89,3 +100,103 @@ async def test_a_closed_bus_does_not_end_the_task(connect_bus: ConnectBus) -> No
     await asyncio.sleep(0.05)
     assert not draining.done()
     draining.cancel()
+
+
+class Desk:
+    """A courier whose loop is the test's own, and how often it was asked to run something."""
+
+    def __init__(self, bus: Bus, *, drop_final_frames: bool = False) -> None:
+        self.calls = 0
+        self.outbox = Outbox(bus, drop_final_frames=drop_final_frames)
+        self.courier = Courier(self.outbox, self._on_loop)
+        self._loop = asyncio.get_running_loop()
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        self.calls += 1
+        self._loop.call_soon_threadsafe(call)
+
+    async def deliver(self, *many: StepEffects) -> None:
+        """On a thread, as the engine's."""
+        for each in many:
+            await asyncio.to_thread(self.courier.deliver, each)
+
+
+def dialled(config: BusConfig) -> Express:
+    return Express.connect(config, "worker-0", BusCounters(CollectorRegistry()))
+
+
+async def test_the_loop_is_passed_by_while_the_express_is_up(
+    connect_bus: ConnectBus, bus_config: BusConfig
+) -> None:
+    reader = Reader()
+    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
+    desk = Desk(await connect_bus("worker", "worker-0"))
+    desk.courier.offer(dialled(bus_config))
+    assert not desk.courier.wants_express
+    await desk.deliver(*(effects(number) for number in range(50)))
+    await reader.until_seq(50)
+    assert reader.tokens == list(range(50)) and reader.seqs == list(range(1, 51)) and desk.calls == 0
+    desk.courier.close()
+
+
+async def test_what_waits_in_the_loop_is_not_overtaken(
+    connect_bus: ConnectBus, bus_config: BusConfig
+) -> None:
+    reader = Reader()
+    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
+    desk = Desk(await connect_bus("worker", "worker-0"))
+    await desk.deliver(effects(0))
+    await until(lambda: not desk.outbox.is_empty)
+    desk.courier.offer(dialled(bus_config))
+    await desk.deliver(effects(1))
+    async with asyncio.TaskGroup() as tasks:
+        draining = tasks.create_task(desk.outbox.drain())
+        await reader.until_seq(2)
+        draining.cancel()
+    await desk.deliver(effects(2))
+    await reader.until_seq(3)
+    assert reader.tokens == [0, 1, 2] and desk.calls == 2
+    desk.courier.close()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+async def test_a_lost_connection_costs_nothing_that_was_not_sent(
+    connect_bus: ConnectBus, bus_config: BusConfig, nats_server: NatsServer, replaced: bool
+) -> None:
+    reader = Reader()
+    reader_bus = await connect_bus("tester", "reader-0")
+    await reader_bus.attach(LISTENERS, reader)
+    bus = await connect_bus("worker", "worker-0")
+    desk = Desk(bus)
+    draining = asyncio.create_task(desk.outbox.drain())
+    desk.courier.offer(dialled(bus_config))
+    await desk.deliver(effects(0))
+    await reader.until_seq(1)
+    nats_server.kill()
+    await until(lambda: not bus.connected)
+    await asyncio.to_thread(desk.courier.attend)
+    assert desk.courier.wants_express
+    nats_server.start()
+    await until(lambda: bus.connected)
+    if replaced:
+        desk.courier.offer(dialled(bus_config))
+    await until(lambda: reader_bus.connected)
+    await desk.deliver(effects(1))
+    await reader.until_seq(2)
+    assert reader.tokens == [0, 1]
+    assert (desk.calls == 0) is replaced
+    draining.cancel()
+    desk.courier.close()
+
+
+async def test_final_frames_can_be_dropped_on_purpose_of_courier(
+    connect_bus: ConnectBus, bus_config: BusConfig
+) -> None:
+    reader = Reader()
+    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
+    desk = Desk(await connect_bus("worker", "worker-0"), drop_final_frames=True)
+    desk.courier.offer(dialled(bus_config))
+    await desk.deliver(effects(0), effects(1, FinishReason.STOP), effects(2))
+    await reader.until_seq(3)
+    assert reader.tokens == [0, 2]
+    desk.courier.close()

@@ -1,4 +1,7 @@
-"""The engine's thread: messages between the steps, errors contained, a broken engine given up."""
+"""The engine's thread: messages between the steps, errors contained, a broken engine given up.
+
+Gaps count only while there is something to compute.
+"""
 
 import os
 import threading
@@ -12,18 +15,25 @@ from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.engine.engine import Row
-from services.worker.engine_thread import Runner
+from services.worker.engine_thread import Occupancy, Runner
 from services.worker.kv.core.block_pool import BlockPool
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
-from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, prefill, ref, spec
+from tests.services.worker.builders import LIMITS
+from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
 
 DEADLINE_S = 10.0
+
+
 POISON = 66
+
+
 AWAY = 67
+
+
 """A token whose row needs a worker that lends KV, and fails."""
 
 
@@ -236,3 +246,12 @@ def test_a_command_that_fails_does_not_end_the_worker(harness: Harness) -> None:
     harness.send(start_plan(1, "a", [1, 2], steps=4))
     harness.until(lambda: "a" in harness.ends())
     assert harness.runner.failed_commands == 1 and harness.broken == []
+
+
+def test_time_between_iterations_counts_while_there_is_more_to_do() -> None:
+    occupancy = Occupancy()
+    occupancy.on_iteration(1.0, 2.0, is_more_to_do=True)
+    occupancy.on_iteration(2.5, 3.0, is_more_to_do=False)
+    occupancy.on_iteration(9.0, 10.0, is_more_to_do=True)
+    occupancy.on_iteration(10.25, 10.5, is_more_to_do=True)
+    assert (occupancy.engine_s, occupancy.between_s) == (2.75, 0.75)

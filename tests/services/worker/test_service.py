@@ -30,6 +30,7 @@ from shared.messages.sequence import FinishReason, Sampling, SequenceRef, Sequen
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.services.worker.conftest import MAX_POSITIONS
+from tests.shared.messages.builders import ref
 
 DEADLINE_S = 10.0
 T = TypeVar("T")
@@ -71,9 +72,9 @@ class Peers:
 
     async def start(self, request_id: str, steps: int, *, max_tokens: int = 64) -> SequenceRef:
         """One greedy sequence, its whole prompt and, in the same plan, `steps - 1` decodes."""
-        ref = SequenceRef(request_id=request_id, choice=0, attempt=1)
-        await self.start_with(ref, Sampling(seed=1, max_tokens=max_tokens, temperature=0.0), steps)
-        return ref
+        made = ref(request_id)
+        await self.start_with(made, Sampling(seed=1, max_tokens=max_tokens, temperature=0.0), steps)
+        return made
 
     async def start_with(
         self, ref: SequenceRef, sampling: Sampling, steps: int, generated: Sequence[int] = ()
@@ -195,14 +196,14 @@ async def test_the_first_heartbeat_has_the_speed_that_was_profiled(worker_bus: B
 
 
 async def test_a_gateway_fetches_what_it_missed(worker_bus: Bus, peers: Peers) -> None:
-    ref = await peers.start("req_1", steps=5, max_tokens=5)
+    made = await peers.start("req_1", steps=5, max_tokens=5)
     await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
     tokens = [token for delta in peers.deltas for token in delta.tokens]
-    delta = await peers.fetch(ref, 2)
+    delta = await peers.fetch(made, 2)
     assert delta is not None
     assert (delta.first_index, list(delta.tokens)) == (2, tokens[2:])
     assert delta.finish_reason is FinishReason.LENGTH
-    assert await peers.fetch(SequenceRef(request_id="req_1", choice=0, attempt=2), 0) is None
+    assert await peers.fetch(ref("req_1", 2), 0) is None
 
 
 async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers: Peers) -> None:
@@ -218,7 +219,7 @@ async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers
         presence_penalty=0.5,
         top_logprobs=2,
     )
-    whole = SequenceRef(request_id="req_1", choice=0, attempt=1)
+    whole = ref("req_1")
     await peers.start_with(whole, sampling, steps=24)
     await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
     tokens = [token for delta in peers.deltas for token in delta.tokens]
@@ -227,7 +228,7 @@ async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers
     missed = await peers.fetch(whole, 7)
     assert missed is not None and (list(missed.tokens), list(missed.logprobs)) == (tokens[7:], logprobs[7:])
 
-    resumed = SequenceRef(request_id="req_1", choice=0, attempt=2)
+    resumed = ref("req_1", 2)
     await peers.start_with(resumed, sampling, steps=24, generated=tokens[:11])
     await peers.until(lambda: any(d.finish_reason for d in peers.deltas if d.attempt == 2))
     later = [delta for delta in peers.deltas if delta.attempt == 2]

@@ -1,13 +1,23 @@
-"""Lanes without a bus."""
+"""Lanes without a bus.
+
+Inline handlers: order across subscriptions, nothing queued, and an end that loses nothing.
+
+Trace context survives the headers; its absence costs nothing.
+"""
 
 import asyncio
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opentelemetry import context, trace
 
 from shared import subjects
-from shared.bus.handlers import Lanes, subject_for
+from shared.bus import Listener, tracing
+from shared.bus.handlers import Lanes, handle_inline, subject_for
+from shared.messages.base import Message, encode
+from tests.conftest import ConnectBus
+from tests.shared.bus.desk import until
 
 
 def test_a_subject_may_depend_on_the_instance() -> None:
@@ -71,3 +81,84 @@ async def test_stop_waits_for_what_runs_and_waits_then_cancels() -> None:
     async with asyncio.timeout(5):
         await lanes.stop(0.2)
     assert done == [0, 1] and lanes.pending == 0
+
+
+EVENTS = ("kvasir.test.one", "kvasir.test.two")
+
+
+class Note(Message, frozen=True, kw_only=True):
+    number: int
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.one: list[int] = []
+        self.both: list[int] = []
+
+    def on_one(self, note: Note) -> None:
+        self.one.append(note.number)
+        self.both.append(note.number)
+
+    def on_two(self, note: Note) -> None:
+        self.both.append(note.number)
+
+
+async def test_order_holds_across_subscriptions(connect_bus: ConnectBus) -> None:
+    reader, bus, sender = Reader(), await connect_bus(), await connect_bus()
+    listeners = tuple(Listener(s, Note, m) for s, m in zip(EVENTS, ("on_one", "on_two"), strict=True))
+    await bus.attach(listeners, reader)
+    for number in range(200):
+        await sender.publish(EVENTS[number % 2], Note(number=number))
+    await until(lambda: len(reader.both) == 200)
+    assert reader.both == list(range(200)) and reader.one == list(range(0, 200, 2))
+    await bus.detach(listeners, reader)
+
+
+async def test_nothing_counts_as_pending(connect_bus: ConnectBus) -> None:
+    bus, sender = await connect_bus(), await connect_bus()
+    sizes: list[int] = []
+
+    async def never(_: object) -> None:
+        raise AssertionError("nats-py's own task is not used")
+
+    subscription = await bus._link.client.subscribe(EVENTS[0], cb=never)
+    handle_inline(subscription, lambda msg: sizes.append(len(msg.data)))
+    await bus._link.barrier()
+    for number in range(3):
+        await sender.publish(EVENTS[0], Note(number=number))
+    await until(lambda: len(sizes) == 3)
+    assert sizes == [len(encode(Note(number=0)))] * 3
+    assert subscription.pending_msgs == 0 and subscription.pending_bytes == 0
+    await subscription.drain()  # type: ignore[no-untyped-call]
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_headers_become_the_current_trace_and_headers_again() -> None:
+    token = tracing.attach({"traceparent": PARENT, "tracestate": "vendor=1"})
+    assert tracing.trace_id() == "0af7651916cd43dd8448eb211c80319c"
+    assert tracing.inject() == {"traceparent": PARENT, "tracestate": "vendor=1"}
+    tracing.detach(token)
+    assert tracing.trace_id() is None and tracing.inject() is None
+
+
+def test_no_or_broken_headers_leave_no_trace() -> None:
+    for headers in (
+        None,
+        {},
+        {"other": "x"},
+        {"traceparent": "nonsense"},
+        {"traceparent": PARENT.replace("-", "_")},
+    ):
+        before = context.get_current()
+        token = tracing.attach(headers)
+        assert tracing.trace_id() is None
+        tracing.detach(token)
+        assert context.get_current() == before
+
+
+def test_a_span_of_this_process_is_injected() -> None:
+    span = trace.NonRecordingSpan(trace.SpanContext(0xAB, 0xCD, is_remote=False))
+    with trace.use_span(span):
+        assert tracing.inject() == {"traceparent": f"00-{0xAB:032x}-{0xCD:016x}-00"}

@@ -1,10 +1,17 @@
-"""Precedence."""
+"""Precedence.
+
+Errors a person can act on.
+
+What holds for every configuration.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from shared.config import BusConfig, load
+from shared.config import BusConfig, ModelServiceConfig, ServiceConfig, load
 from shared.errors import ConfigError
 from tests.shared.config.gateway import GatewayConfig
 
@@ -123,3 +130,89 @@ def test_help_lists_settings_with_their_descriptions(capsys: pytest.CaptureFixtu
         "--bus.url",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "says"),
+    [
+        (["--port", "x"], {}, ["port: ", "'x'", "in the flags", "KVASIR_GATEWAY__PORT", "--port"]),
+        ([], {"KVASIR_GATEWAY__PORT": "70000"}, ["port: ", "less than 65536", "in the environment"]),
+        (["--prot", "1"], {}, ["--prot", "--help"]),
+        ([], {"KVASIR_GATEWAY__PROT": "1"}, ["KVASIR_GATEWAY__PROT", "did you mean 'port'"]),
+        ([], {"KVASIR_BUS__ULR": "1"}, ["KVASIR_BUS__ULR", "did you mean 'url'"]),
+        (["--bus.url", "127.0.0.1:4222"], {}, ["bus.url: ", "nats://HOST:PORT"]),
+        (["--instance", "a.b"], {}, ["instance: ", "no instance id"]),
+        (["--config"], {}, ["--config", "YAML"]),
+        (["--config", "/nowhere/kvasir.yaml"], {}, ["/nowhere/kvasir.yaml", "No such file"]),
+        (["--log-level", "loud"], {}, ["log_level", "'info'"]),
+    ],
+)
+def test_errors_name_the_setting_and_what_to_write(
+    argv: list[str], environ: dict[str, str], says: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(GatewayConfig, "gateway", argv, environ)
+    for words in says:
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("gateway: {prot: 1}", "prot: no such setting in the file; did you mean 'port'?"),
+        ("gateway: {bus: {ulr: x}}", "bus.ulr: no such setting in the file; did you mean 'url'?"),
+        ("gatway: {port: 1}", "no section 'gatway'; did you mean 'gateway'?"),
+        ("gateway: 5", "gateway has no settings below it"),
+        ("- a list", "write `section:`"),
+        ("gateway: {port: [}", "is not YAML"),
+        (
+            "bus: {connect_timeout_s: -1}",
+            "bus.connect_timeout_s: Input should be greater than 0; got -1 in the file",
+        ),
+    ],
+)
+def test_errors_in_the_file(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "kvasir.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        load(GatewayConfig, "gateway", ["--config", str(path)], {})
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["bus: {password: [hunter2]}", "bus: {pasword: hunter2}", "gateway: {api_key: [hunter2]}"]
+)
+def test_secrets_are_shown_neither_in_errors_nor_in_the_configuration(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "kvasir.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as raised:
+        load(GatewayConfig, "gateway", ["--config", str(path)], {})
+    assert "hunter2" not in str(raised.value)
+    config = load(GatewayConfig, "gateway", [], {"KVASIR_BUS__PASSWORD": "hunter2"})
+    assert config.bus.password is not None and config.bus.password.get_secret_value() == "hunter2"
+    assert "hunter2" not in repr(config)
+
+
+def test_it_is_frozen_and_reads_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_GATEWAY__PORT", "9")
+    monkeypatch.setenv("KVASIR_PORT", "9")
+    config = GatewayConfig(port=7)
+    assert config.port == 7 and GatewayConfig().port == 8000
+    with pytest.raises(ValidationError, match="frozen"):
+        config.port = 8
+    with pytest.raises(ValidationError, match="frozen"):
+        config.bus.url = "nats://x:1"
+
+
+def test_the_default_instance_follows_the_class() -> None:
+    class LongNamedConfig(ServiceConfig):
+        pass
+
+    given: dict[str, Any] = {"instance": "other-1"}
+    assert LongNamedConfig().instance == "long-named-0" and LongNamedConfig(**given).instance == "other-1"
+
+
+def test_a_model_is_called_by_the_last_part_of_where_it_is_unless_it_is_named() -> None:
+    assert ModelServiceConfig().served_name == "tiny_chat"
+    assert ModelServiceConfig(model="someone/big-one").served_name == "big-one"
+    assert ModelServiceConfig(model="/data/models/mine/", served_name="ours").served_name == "ours"

@@ -4,7 +4,9 @@ from typing import Any
 
 import msgspec
 
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk
+from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
+from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 
 _IDLE = WorkerReported(
     worker_id="worker-0",
@@ -21,5 +23,90 @@ _IDLE = WorkerReported(
 
 
 def worker_report(worker_id: str = "worker-0", **fields: Any) -> WorkerReported:
-    """The first heartbeat of a worker that does nothing, but for what is named."""
+    """The first heartbeat of a worker that does nothing, but for what is named. Figures of its capacity are
+    named like the others: `worker_report("a", free_blocks=3, model="m")`."""
+    own = {name: fields.pop(name) for name in Capacity.__struct_fields__ if name in fields}
+    if own:
+        fields["capacity"] = msgspec.structs.replace(_IDLE.capacity, **own)
     return msgspec.structs.replace(_IDLE, worker_id=worker_id, **fields)
+
+
+def sequence_report(sequence: SequenceRef, state: SequenceState, **fields: Any) -> SequenceReport:
+    """One block, ten tokens of prompt and none of them computed, but for what is named."""
+    usual: dict[str, Any] = {"gateway_id": "gateway-0", "prompt_tokens": 10, "generated_tokens": 0}
+    usual |= {"computed_tokens": 0, "max_tokens": 100, "allocated_blocks": 1}
+    return SequenceReport(ref=sequence, state=state, **(usual | fields))
+
+
+BLOCK_TOKENS = 4
+
+
+def ref(request_id: str = "r", attempt: int = 1, choice: int = 0) -> SequenceRef:
+    return SequenceRef(request_id=request_id, choice=choice, attempt=attempt)
+
+
+def spec(
+    sequence: SequenceRef,
+    prompt: list[int],
+    *,
+    generated: list[int] | None = None,
+    max_tokens: int = 32,
+    end_token_ids: tuple[int, ...] = (),
+    gateway_id: str = "gateway-0",
+    gateway_incarnation: int = 1,
+    top_logprobs: int | None = None,
+    **fields: Any,
+) -> SequenceSpec:
+    """What is not named is as in a greedy request of the gateway's first life."""
+    return SequenceSpec(
+        ref=sequence,
+        gateway_id=gateway_id,
+        gateway_incarnation=gateway_incarnation,
+        prompt=pack_tokens(prompt),
+        generated=pack_tokens(generated or []),
+        sampling=Sampling(
+            seed=1,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            end_token_ids=end_token_ids,
+            top_logprobs=top_logprobs,
+        ),
+        **fields,
+    )
+
+
+def prefill(sequence: SequenceRef, first: int, end: int, blocks: int | None = None) -> PrefillChunk:
+    """Allocates what the chunk needs unless told otherwise."""
+    needed = -(-end // BLOCK_TOKENS) if blocks is None else blocks
+    return PrefillChunk(ref=sequence, first_token=first, end_token=end, allocated_blocks=needed)
+
+
+def decode(sequence: SequenceRef, blocks: int) -> Decode:
+    return Decode(ref=sequence, allocated_blocks=blocks)
+
+
+def plan(
+    seq: int,
+    *,
+    epoch: int = 1,
+    steps: int = 1,
+    supersedes: bool = False,
+    valid_for_s: float = 5.0,
+    drops: tuple[SequenceRef, ...] = (),
+    preempt: tuple[SequenceRef, ...] = (),
+    starts: tuple[SequenceSpec, ...] = (),
+    prefills: tuple[PrefillChunk, ...] = (),
+    decodes: tuple[Decode, ...] = (),
+) -> BatchPlan:
+    return BatchPlan(
+        epoch=epoch,
+        seq=seq,
+        steps=steps,
+        supersedes=supersedes,
+        valid_for_s=valid_for_s,
+        drops=drops,
+        preemptions=tuple(Preemption(ref=sequence) for sequence in preempt),
+        starts=starts,
+        prefills=prefills,
+        decodes=decodes,
+    )

@@ -5,6 +5,7 @@ from services.gateway.core.stream import Stream
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.tokens import TokenDelta
+from tests.shared.messages.builders import sequence_report
 
 KEY = ("req_1", 0)
 TIMING = StreamTiming(frame_timeout_s=3, fetch_grace_s=0.25, retry_s=0.2, give_up_s=60)
@@ -25,15 +26,11 @@ def ref(attempt: int) -> SequenceRef:
 def listed(
     attempt: int, tokens: int, end: FinishReason | None = None, state: SequenceState = SequenceState.DECODING
 ) -> SequenceReport:
-    return SequenceReport(
-        ref=ref(attempt),
-        gateway_id="g",
-        state=SequenceState.ENDED if end else state,
+    return sequence_report(
+        ref(attempt),
+        SequenceState.ENDED if end else state,
         prompt_tokens=3,
         generated_tokens=tokens,
-        computed_tokens=0,
-        max_tokens=100,
-        allocated_blocks=1,
         finish_reason=end,
     )
 

@@ -3,14 +3,11 @@
 from services.gateway.core.effects import Acknowledge, Cancel, Extend, StreamTiming, Submit
 from services.gateway.core.handover import FRESH_S, LEFT_TOKENS, OVERLAP_S
 from services.gateway.core.stream import Stream, StreamPhase
-from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
+from tests.shared.messages.builders import ref
 
 OLD, NEW = ("a", 1), ("b", 1)
-
-
-def ref(attempt: int) -> SequenceRef:
-    return SequenceRef(request_id="r", choice=0, attempt=attempt)
 
 
 def delta(attempt: int, first: int, *tokens: int, reason: FinishReason | None = None) -> TokenDelta:
@@ -22,13 +19,13 @@ def moving() -> Stream:
     stream = Stream(("r", 0), StreamTiming(), 0.0)
     stream.submit(0.0)
     stream.on_delta(delta(1, 0, 10, 11, 12), OLD, 0.1)
-    assert stream.on_prepared(ref(1), 0.2, "b", 4) == (Submit(2, 2),), "the source is not told to stop"
+    assert stream.on_prepared(ref("r", 1), 0.2, "b", 4) == (Submit(2, 2),), "the source is not told to stop"
     return stream
 
 
 def test_what_the_source_says_counts_and_is_passed_on() -> None:
     stream = moving()
-    assert stream.on_delta(delta(1, 3, 13), OLD, 0.21) == (Extend("b", ref(2), 3, (13,)),)
+    assert stream.on_delta(delta(1, 3, 13), OLD, 0.21) == (Extend("b", ref("r", 2), 3, (13,)),)
     assert stream.tokens == [10, 11, 12, 13]
     assert stream.on_delta(delta(1, 6, 16), OLD, 0.22) == (), "a gap is the target's to fill"
     assert stream.on_delta(delta(1, 4, 14), ("c", 1), 0.22) == (), "not the source"
@@ -42,7 +39,7 @@ def test_the_source_stops_when_the_target_is_level_and_what_it_said_before_still
     assert stream.on_delta(delta(2, 3, 13), NEW, late_s) == (), "not a good moment yet"
     stream.on_delta(delta(1, 4, 14), OLD, 0.220)
     level = stream.on_delta(delta(2, 4, 14), NEW, 0.221)
-    assert level == (Cancel(ref(1), "a", is_final=False),)
+    assert level == (Cancel(ref("r", 1), "a", is_final=False),)
     assert stream.on_delta(delta(1, 5, 15), OLD, 0.222) == (), "counts, and nobody needs to hear of it"
     assert stream.on_delta(delta(2, 5, 15, 16), NEW, 0.23) == ()
     assert stream.tokens == [10, 11, 12, 13, 14, 15, 16]
@@ -54,7 +51,7 @@ def test_answers_that_differ_are_handed_over_again_and_the_reader_keeps_what_it_
     stream = moving()
     stream.on_delta(delta(1, 3, 13), OLD, 0.21)
     effects = stream.on_delta(delta(2, 3, 77), NEW, 0.22)
-    assert Submit(3, 3) in effects and Cancel(ref(2), "b", is_final=False) in effects
+    assert Submit(3, 3) in effects and Cancel(ref("r", 2), "b", is_final=False) in effects
     assert stream.tokens == [10, 11, 12, 13] and stream.handovers["diverged"] == 1
     stream.check_integrity()
 
@@ -62,7 +59,7 @@ def test_answers_that_differ_are_handed_over_again_and_the_reader_keeps_what_it_
 def test_an_answer_that_ends_at_the_source_ends() -> None:
     stream = moving()
     effects = stream.on_delta(delta(1, 3, 13, reason=FinishReason.STOP), OLD, 0.21)
-    assert effects == (Acknowledge("a", ref(1)), Cancel(ref(2), "b"))
+    assert effects == (Acknowledge("a", ref("r", 1)), Cancel(ref("r", 2), "b"))
     assert stream.phase is StreamPhase.ENDED and stream.tokens[-1] == 13
 
 
@@ -71,9 +68,9 @@ def test_deaths_and_silence_end_it() -> None:
     assert stream.on_worker_lost(OLD, 1, 0.3) == (), "the target goes on"
     assert stream.on_delta(delta(1, 3, 13), OLD, 0.31) == () and len(stream.tokens) == 3
     stream = moving()
-    assert stream.on_tick(0.2 + OVERLAP_S) == (Cancel(ref(1), "a", is_final=False),)
+    assert stream.on_tick(0.2 + OVERLAP_S) == (Cancel(ref("r", 1), "a", is_final=False),)
     stream = moving()
-    assert set(stream.cancel()) == {Cancel(ref(1), "a", is_final=False), Cancel(ref(2), "b")}
+    assert set(stream.cancel()) == {Cancel(ref("r", 1), "a", is_final=False), Cancel(ref("r", 2), "b")}
 
 
 def test_near_the_limit_nothing_is_left_open() -> None:

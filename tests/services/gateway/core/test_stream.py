@@ -1,18 +1,32 @@
-"""One sequence against everything that may happen to it: the true tokens, each once, or it stays open."""
+"""One sequence against everything that may happen to it: the true tokens, each once, or it stays open.
+
+A submission that fails is repeated ever more rarely; only the answer to the latest counts.
+
+A stream whose attempts end without an answer: how often, and what its client is told.
+"""
 
 import msgspec
 import pytest
 from hypothesis import settings
 
-from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
-from services.gateway.core.stream import Stream, StreamPhase
-from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder, Overloaded
+from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, StreamTiming, Submit
+from services.gateway.core.stream import MAX_RETRY_S, Faults, Stream, StreamPhase, Submission
+from shared.errors import (
+    CreditorLost,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NoResponder,
+    Overloaded,
+)
 from shared.messages.sequence import FinishReason, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
 from tests.services.gateway.core.stream_rig import KEY, TIMING, A, B, begun, delta, listed, ref
 from tests.services.gateway.core.stream_world import Anything
 
 TestAnything = Anything.TestCase
+
+
 TestAnything.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
@@ -291,3 +305,66 @@ def test_a_heartbeat_proves_it_too() -> None:
     stream.on_report(msgspec.structs.replace(listed(1, 0), proof=proof), A, 0.2)
     assert stream.server == A
     assert Fetch(A, ref(1), 0) in (*stream.on_delta(delta(1, 2, (12,)), A, 0.3), *stream.on_tick(0.9))
+
+
+def test_only_the_latest_counts() -> None:
+    submission = Submission(StreamTiming())
+    settled = [submission.is_settled]
+    first, second = submission.begin(), submission.begin()
+    assert submission.is_latest(second) and not submission.is_latest(first)
+    settled.append(submission.is_settled)
+    submission.on_known()
+    settled.append(submission.is_settled)
+    assert settled == [True, False, True] and not submission.is_due(1e9)
+
+
+def test_tries_come_ever_more_rarely_until_one_succeeds() -> None:
+    submission = Submission(StreamTiming(retry_s=0.2))
+    waits_s = []
+    for now_s in range(20):
+        submission.begin()
+        submission.on_refused()
+        submission.again_later(float(now_s))
+        submission.check_integrity()
+        assert not submission.is_settled
+        waits_s.append(
+            next(wait / 10 for wait in range(1, 20) if submission.is_due(now_s + wait / 10 + 1e-9))
+        )
+    assert waits_s[:3] == pytest.approx([0.2, 0.4, 0.8]) and set(waits_s[3:]) == {MAX_RETRY_S}
+    submission.begin()
+    submission.on_known()
+    submission.again_later(50.0)
+    assert submission.is_due(50.2), "as early as at first"
+
+
+LOST = FinishReason.KV_LOST
+
+
+def test_losses_count_while_no_token_comes_in_between() -> None:
+    faults = Faults(StreamTiming(max_kv_losses=3))
+    assert [faults.on_end(LOST, tokens) for tokens in (0, 0, 1, 1)] == [None] * 4
+    error = faults.on_end(LOST, 1)
+    assert isinstance(error, CreditorLost) and "3 times" in error.message and error.retry_after_s
+
+
+def test_errors_of_scheduler_and_engines_count_together() -> None:
+    faults = Faults(StreamTiming(max_internal_errors=3))
+    assert not faults.on_internal_error()
+    assert faults.on_end(FinishReason.ERROR, 5) is None
+    assert faults.on_end(FinishReason.GATEWAY_LOST, 5) is None
+    assert isinstance(faults.on_end(FinishReason.ERROR, 6), InternalError)
+
+
+def test_kv_that_is_lost_again_and_again_ends_the_stream_with_a_typed_error() -> None:
+    stream = begun()
+    attempts = 0
+    while stream.is_open:
+        worker = (A, B)[attempts % 2]
+        stream.on_delta(delta(stream.attempt, len(stream.tokens), (), LOST), worker, 1.0 + attempts)
+        attempts += 1
+        assert attempts < 100
+    assert attempts == TIMING.max_kv_losses
+    assert stream.phase is StreamPhase.FAILED
+    with pytest.raises(CreditorLost, match="lost 5 times"):
+        raise stream.failure or AssertionError("no failure")
+    stream.check_integrity()

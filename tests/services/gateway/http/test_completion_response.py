@@ -1,4 +1,7 @@
-"""Answers through a real port: streamed and whole, cut at stop strings, given up when the client leaves."""
+"""Answers through a real port: streamed and whole, cut at stop strings, given up when the client leaves.
+
+Who shares stored prefixes with whom.
+"""
 
 import asyncio
 import json
@@ -6,6 +9,7 @@ import json
 import httpx
 import pytest
 
+from services.gateway.http.completion_response import SALT_BYTES, salt_of
 from tests.services.gateway.conftest import ANSWER, Stack
 from tests.services.gateway.fakes import MODEL, until
 
@@ -140,3 +144,13 @@ async def test_completions_take_texts_and_tokens(stack: Stack) -> None:
         model=MODEL, prompt="x", max_tokens=200, temperature=0, stream=True
     )
     assert "".join([chunk.choices[0].text async for chunk in stream]) == ANSWER
+
+
+def test_keys_and_salts_keep_apart() -> None:
+    salts = [salt_of(tenant, salt) for tenant in ("", "a", "ab") for salt in ("", "b", "x")]
+    assert len(set(salts)) == len(salts) and {len(salt) for salt in salts} == {SALT_BYTES}
+    assert salt_of("a", "b") == salt_of("a", "b")
+
+
+def test_any_text_is_a_salt() -> None:
+    assert salt_of("a", "\ud800") != salt_of("a", "")

@@ -1,4 +1,7 @@
-"""Ids, keys, one error format, one log line: the outermost layer around an application that misbehaves."""
+"""Ids, keys, one error format, one log line: the outermost layer around an application that misbehaves.
+
+Keys: only the right one, and nothing without.
+"""
 
 import hashlib
 import logging
@@ -10,9 +13,9 @@ import pytest_asyncio
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.counters import Counters
-from services.gateway.http.middleware import RECORD, Edge, KeyRing
+from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, RECORD, Edge, KeyRing
 from services.gateway.openai.replies import DONE
-from shared.errors import NoResponder
+from shared.errors import NoResponder, Unauthorized
 
 KEY = "sk-edge"
 
@@ -135,3 +138,34 @@ async def test_a_probe_that_hears_not_yet_leaves_no_line_in_the_log(
     with caplog.at_level(logging.INFO, logger="kvasir"):
         assert (await client.get(path)).status_code == 503
     assert any(record.getMessage() == "request" for record in caplog.records) == logged
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_each_accepted_key_opens() -> None:
+    ring = KeyRing([digest("sk-a"), digest("sk-b")])
+    assert ring.check("Bearer sk-a") == digest("sk-a")
+    assert ring.check("bearer  sk-b ") == digest("sk-b")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", "sk-a", "Basic sk-a", "Bearer sk-A", "Bearer sk-a2", "Bearer \xe9"],
+)
+def test_anything_else_does_not(header: str | None) -> None:
+    with pytest.raises(Unauthorized):
+        KeyRing([digest("sk-a")]).check(header)
+
+
+def test_no_keys_no_entry_and_a_hash_is_no_key() -> None:
+    with pytest.raises(Unauthorized):
+        KeyRing([]).check("Bearer sk-a")
+    with pytest.raises(Unauthorized):
+        KeyRing([digest("sk-a")]).check(f"Bearer {digest('sk-a')}")
+
+
+def test_only_probes_are_open() -> None:
+    assert {"/health", "/ready"} == OPEN_PATHS
+    assert {"/health", "/ready", "/metrics"} == OPERATOR_PATHS

@@ -1,15 +1,47 @@
-"""Bodies as OpenAI's schema has them, with nothing optional in them that is null."""
+"""Bodies as OpenAI's schema has them, with nothing optional in them that is null.
 
+Log-probabilities in OpenAI's two shapes; never an infinity.
+"""
+
+import asyncio
 import json
+import math
 from typing import Any
 
-from services.gateway.openai.replies import FinishedChoice, Letterhead, Usage, error_event, model_body
+import httpx
+import orjson
+import pytest
+
+from services.gateway.core.alignment import PlacedToken
+from services.gateway.openai.replies import (
+    LOWEST,
+    FinishedChoice,
+    Letterhead,
+    ReplyKind,
+    Usage,
+    chat_logprobs,
+    error_event,
+    finite,
+    model_body,
+    text_logprobs,
+)
+from services.gateway.text.tokenizer import Codec
+from services.gateway.text.vocabulary import Vocabulary
 from shared.errors import Overloaded
+from shared.messages.tokens import TokenLogprobs
 from tests.conformance.schemas import violations
+from tests.services.gateway.conftest import ANSWER, Stack
+from tests.services.gateway.fakes import MODEL, until
 
 CHAT = Letterhead("chat", "chatcmpl-1", 1_700_000_000, "m")
+
+
 TEXT = Letterhead("text", "cmpl-1", 1_700_000_000, "m")
+
+
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=2)
+
+
 COUNTS = {
     "prompt_tokens": 5,
     "completion_tokens": 7,
@@ -79,3 +111,136 @@ def test_a_plain_piece_has_the_bytes_of_a_general_one() -> None:
             else:
                 choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
             assert head.text_event(index, text, None) == head._event([choice])
+
+
+@pytest.fixture
+def vocabulary(codec: Codec) -> Vocabulary:
+    return Vocabulary(codec.tokenizer)
+
+
+def placed(codec: Codec) -> list[PlacedToken]:
+    a, b, c = codec.tokenizer.encode("abc", add_special_tokens=False).ids
+    return [
+        PlacedToken(a, TokenLogprobs(-0.5, ((a, -0.5), (b, -1.0), (c, -math.inf))), 0),
+        PlacedToken(c, TokenLogprobs(-math.inf, ((b, -0.25), (a, math.nan))), 1),
+    ]
+
+
+def test_a_chat(codec: Codec, vocabulary: Vocabulary) -> None:
+    found = chat_logprobs(placed(codec), vocabulary, 3)
+    assert found["refusal"] is None
+    first, second = found["content"]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -0.5, [97])
+    assert [(top["token"], top["logprob"]) for top in first["top_logprobs"]] == [
+        ("a", -0.5),
+        ("b", -1.0),
+        ("c", LOWEST),
+    ]
+    assert second["logprob"] == LOWEST
+    assert second["top_logprobs"][1]["logprob"] == LOWEST
+    assert chat_logprobs(placed(codec), vocabulary, 0)["content"][0]["top_logprobs"] == []
+
+
+def test_a_completion(codec: Codec, vocabulary: Vocabulary) -> None:
+    assert text_logprobs(placed(codec), vocabulary, 1) == {
+        "tokens": ["a", "c"],
+        "token_logprobs": [-0.5, LOWEST],
+        "top_logprobs": [{"a": -0.5}, {"b": -0.25, "c": LOWEST}],
+        "text_offset": [0, 1],
+    }
+
+
+@pytest.mark.parametrize(("kind", "name"), [("chat", "CreateChatCompletion"), ("text", "CreateCompletion")])
+def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, name: str) -> None:
+    write = chat_logprobs if kind == "chat" else text_logprobs
+    letterhead = Letterhead(kind, "id-1", 1_700_000_000, "m")
+    for tokens in (placed(codec), []):
+        found: dict[str, Any] = write(tokens, vocabulary, 2)
+        whole = json.loads(letterhead.whole([FinishedChoice(0, "ac", "stop", found)], Usage(1, 2, 0)))
+        assert violations(f"{name}Response", whole) == []
+        assert whole["choices"][0]["logprobs"] == json.loads(orjson.dumps(found))
+        piece = json.loads(letterhead.text_event(0, "ac", "stop", found).removeprefix(b"data: "))
+        stream = "CreateChatCompletionStreamResponse" if kind == "chat" else "CreateCompletionResponse"
+        assert violations(stream, piece) == []
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan, -1e30, -9999.5])
+def test_what_json_or_clients_cannot_take(value: float) -> None:
+    assert finite(value) == LOWEST
+
+
+@pytest.mark.parametrize("value", [0.0, -0.25, -9998.5])
+def test_the_rest_is_left_alone(value: float) -> None:
+    assert finite(value) == value
+
+
+def events_of(reply: httpx.Response) -> list[Any]:
+    """The choices of each event."""
+    lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+    return [choice for line in lines for choice in json.loads(line[6:])["choices"]]
+
+
+@pytest.mark.parametrize("stop", [None, ["lazy cat", "END off"]])
+async def test_a_streamed_chat_lists_what_the_whole_one_does(stack: Stack, stop: list[str] | None) -> None:
+    asked = {"logprobs": True, "top_logprobs": 3, "stop": stop}
+    whole = (await stack.chat(**asked)).json()
+    assert violations("CreateChatCompletionResponse", whole) == []
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == ANSWER
+    assert [entry["logprob"] for entry in content] == [-at / 1000 for at in range(len(content))]
+    assert [len(entry["top_logprobs"]) for entry in content] == [3] * len(content)
+    assert {entry["top_logprobs"][2]["logprob"] for entry in content} == {LOWEST}
+    assert whole["usage"]["completion_tokens"] == len(content) + 1, "the end token is not shown"
+    streamed = []
+    for choice in events_of(await stack.chat(stream=True, **asked)):
+        listed = (choice.get("logprobs") or {"content": []})["content"]
+        assert choice["delta"].get("content") or not listed
+        streamed += listed
+    assert streamed == content
+
+
+async def test_a_streamed_completion_lists_what_the_whole_one_does(stack: Stack) -> None:
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 200, "temperature": 0, "logprobs": 2}
+    whole = (await stack.http.post("/v1/completions", json=body)).json()
+    assert violations("CreateCompletionResponse", whole) == []
+    listed = whole["choices"][0]["logprobs"]
+    characters = len(ANSWER)
+    assert listed["text_offset"] == sorted(listed["text_offset"]) and listed["text_offset"][-1] < characters
+    assert all(len(top) == 2 for top in listed["top_logprobs"])
+    merged: dict[str, list[Any]] = {name: [] for name in listed}
+    for choice in events_of(await stack.http.post("/v1/completions", json={**body, "stream": True})):
+        for name, values in (choice["logprobs"] or {}).items():
+            merged[name] += values
+    assert merged == listed
+
+
+async def test_a_resumed_answer_keeps_those_it_had(stack: Stack) -> None:
+    undisturbed = (await stack.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]
+    for worker in stack.workers:
+        worker.step_s = 0.01
+    request = asyncio.create_task(stack.chat(logprobs=True, top_logprobs=2))
+    await until(lambda: any(len(h.tokens) >= 5 for w in stack.workers for h in w.held.values()))
+    first = next(worker for worker in stack.workers if worker.held)
+    first.frozen = True
+    await stack.scheduler.lose(first)
+    assert (await request).json()["choices"][0] == undisturbed
+    last = stack.scheduler.submits[-1]
+    assert last.ref.attempt == 2 and last.generated_tokens > 0
+    assert last.sampling.top_logprobs == 2
+
+
+async def test_lost_frames_lose_none(stack: Stack) -> None:
+    for worker in stack.workers:
+        worker.edit = lambda delta: [] if delta.first_index % 5 == 3 else [delta, delta]
+    content = (await stack.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == [-at / 1000 for at in range(len(content))]
+
+
+async def test_a_stop_token_is_not_shown(stack: Stack) -> None:
+    token = stack.codec.tokenizer.encode(ANSWER, add_special_tokens=False).ids[7]
+    reply = (await stack.chat(stop_token_ids=[token], ignore_eos=True, logprobs=True)).json()
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert ANSWER.startswith(choice["message"]["content"])
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == choice["message"]["content"]
+    assert reply["usage"]["completion_tokens"] == len(choice["logprobs"]["content"]) + 1

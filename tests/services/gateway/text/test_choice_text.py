@@ -1,4 +1,7 @@
-"""Tokens to pieces of text: the end token unseen, stop strings cut, usage up to what ended it."""
+"""Tokens to pieces of text: the end token unseen, stop strings cut, usage up to what ended it.
+
+Text from tokens one at a time is the text of all of them at once.
+"""
 
 from itertools import pairwise
 
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.core.effects import StreamTiming
 from services.gateway.core.stream import Stream
-from services.gateway.text.choice_text import ChoiceText, TextPiece
+from services.gateway.text.choice_text import ChoiceText, Detokenizer, TextPiece, decode
 from services.gateway.text.tokenizer import Codec
 from services.gateway.text.vocabulary import Vocabulary
 from shared.messages.sequence import FinishReason
@@ -148,3 +151,36 @@ def test_without_being_asked_nothing_is_listed(codec: Codec) -> None:
     pieces = read_one_by_one(answer, [*ids(codec), END])
     assert all(piece.tokens == () for piece in pieces)
     assert answer.stream.logprobs == {}, "nothing is kept either"
+
+
+VOCABULARY = 300
+
+
+@settings(deadline=None, max_examples=300)
+@given(tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=40))
+def test_any_tokens_even_broken_characters(codec: Codec, tokens: list[int]) -> None:
+    detokenizer = Detokenizer(codec.tokenizer)
+    pieces = [detokenizer.feed(token) for token in tokens]
+    assert "".join(pieces) + detokenizer.flush() == decode(codec.tokenizer, tokens)
+
+
+@pytest.mark.parametrize("text", [ANSWER, "😀😀", "日本語" * 5, "  two  spaces\n\n", "häß"])
+def test_characters_of_several_tokens_come_out_whole(codec: Codec, text: str) -> None:
+    detokenizer = Detokenizer(codec.tokenizer)
+    pieces = [detokenizer.feed(t) for t in codec.tokenizer.encode(text, add_special_tokens=False).ids]
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+    assert detokenizer.flush() == ""
+
+
+def test_special_tokens_are_not_shown(codec: Codec) -> None:
+    detokenizer = Detokenizer(codec.tokenizer)
+    hello = codec.tokenizer.encode("hello", add_special_tokens=False).ids
+    assert "".join(detokenizer.feed(token) for token in [1, *hello, 5, 2]) == "hello"
+
+
+def test_an_answer_that_ends_inside_a_character_shows_that(codec: Codec) -> None:
+    detokenizer = Detokenizer(codec.tokenizer)
+    cut = codec.tokenizer.encode("語", add_special_tokens=False).ids
+    whole = decode(codec.tokenizer, cut[:-1])
+    assert "".join(detokenizer.feed(token) for token in cut[:-1]) + detokenizer.flush() == whole

@@ -1,46 +1,14 @@
-"""The table of accounts."""
+"""The table of accounts.
 
-from services.ledger.core.debt_ledger import DebtLedger
+The order of creditors, kept sorted.
+"""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.ledger.core.debt_ledger import DebtLedger, Ranking
 from shared.messages.lending import KvTier
-from shared.messages.reports import Capacity, WorkerReported
-from tests.shared.messages.builders import worker_report
-
-
-def report(
-    worker: str,
-    *,
-    free: int = 10,
-    total: int = 20,
-    borrowed: int = 0,
-    borrowed_free: int = 0,
-    lendable: int | None = None,
-    host_lendable: int = 0,
-    seq: int = 1,
-    incarnation: int = 1,
-    host: str = "here",
-    lent_to: dict[str, int] | None = None,
-    borrowed_from: dict[str, int] | None = None,
-    fingerprint: bytes = b"kv",
-) -> WorkerReported:
-    lent = lent_to or {}
-    return worker_report(
-        worker,
-        incarnation=incarnation,
-        seq=seq,
-        capacity=Capacity(
-            total_blocks=total,
-            free_blocks=free,
-            borrowed_blocks=borrowed,
-            borrowed_free_blocks=borrowed_free,
-            lendable_blocks=lendable,
-            host_lendable_blocks=host_lendable,
-            lent_blocks=sum(lent.values()),
-        ),
-        host=host,
-        lent_to_blocks=lent,
-        borrowed_from_blocks=borrowed_from or {},
-        fingerprint=fingerprint,
-    )
+from tests.services.ledger.builders import report
 
 
 def test_amounts_become_tokens_and_borrowed_memory_is_not_ones_own() -> None:
@@ -110,3 +78,42 @@ def test_debts_are_what_both_sides_say() -> None:
     table.on_reported(report("w0", borrowed_from={"w1": 2}, lent_to={"w1": 5}, seq=2), 0.1)
     assert table.debts() == {("w1", "w0"): 80, ("w0", "w1"): 32}
     table.check_integrity()
+
+
+def test_neighbours_then_others_then_those_without_anything_left() -> None:
+    ranking = Ranking()
+    for worker, host, left in (("a", "h", 1), ("b", "h", 0), ("c", "g", 9), ("d", "g", -4), ("e", "", 5)):
+        ranking.put(worker, host, left)
+    assert list(ranking.best("h")) == ["a", "c", "e", "b", "d"]
+    assert list(ranking.best("")) == ["c", "e", "a", "b", "d"]
+    ranking.put("a", "g", -9)
+    ranking.remove("c")
+    ranking.remove("nobody")
+    assert list(ranking.best("g")) == ["e", "d", "a", "b"]
+    ranking.check_integrity()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.sampled_from(["", "h", "g"]), st.none() | st.integers(-9, 9)),
+        max_size=40,
+    ),
+    st.sampled_from(["", "h", "g", "x"]),
+)
+def test_any_history_is_sorted_like_the_rule(moves: list[tuple[str, str, int | None]], host: str) -> None:
+    ranking, left_of = Ranking(), dict[str, tuple[str, int]]()
+    for worker, at, left in moves:
+        if left is None:
+            ranking.remove(worker)
+            left_of.pop(worker, None)
+        else:
+            ranking.put(worker, at, left)
+            left_of[worker] = (at, left)
+        ranking.check_integrity()
+
+    def rule(worker: str) -> tuple[bool, bool, int, str]:
+        at, left = left_of[worker]
+        return left <= 0, not (host and at == host), -left, worker
+
+    assert list(ranking.best(host)) == sorted(left_of, key=rule)

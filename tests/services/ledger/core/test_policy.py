@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.ledger.core.debt_ledger import OFFERED_CREDITORS, DebtLedger, candidates, distance
 from shared.messages.lending import KvTier
-from tests.services.ledger.core.test_debt_ledger import report
+from tests.services.ledger.builders import report
 
 
 def table_of(**free_blocks: int) -> DebtLedger:

@@ -1,4 +1,7 @@
-"""The fleet's books, driven step by step and by random histories."""
+"""The fleet's books, driven step by step and by random histories.
+
+Which workers a packer counts with.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -8,84 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.core.fleet import GROWTH_BLOCKS, PASSED_S, FleetCapacity, Opening
+from services.placement.core.packer import WorkerRoster
 from services.placement.policy import POLICIES
 from services.placement.policy.contract import PlacementPolicy
 from services.placement.policy.fit import BestFit, WorstFit
 from shared.blocks import HASH_BYTES
 from shared.messages.commands import PlacementItem
-from shared.messages.plans import EndedSequence, WorkerStepped
+from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import PrefixChain
-from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
-from shared.messages.sequence import FinishReason, SequenceRef
-from tests.shared.messages.builders import worker_report
-
-BLOCK = 16
-
-
-def ref(request: str, attempt: int = 1) -> SequenceRef:
-    return SequenceRef(request_id=request, choice=0, attempt=attempt)
-
-
-def item(
-    request: str,
-    size: int = 10,
-    limit: int | None = None,
-    attempt: int = 1,
-    prefixes: tuple[PrefixChain, ...] = (),
-    waited_s: float = 0.0,
-) -> PlacementItem:
-    limit_tokens = size if limit is None else limit
-    return PlacementItem(
-        ref=ref(request, attempt),
-        size_tokens=size,
-        limit_tokens=limit_tokens,
-        prefixes=prefixes,
-        waited_s=waited_s,
-    )
-
-
-def report(
-    worker: str,
-    *,
-    total: int = 64,
-    free: int | None = None,
-    sequences: tuple[SequenceReport, ...] = (),
-    seq: int = 1,
-    incarnation: int = 1,
-    context: int | None = None,
-    stepped_seq: int = 0,
-) -> WorkerReported:
-    used = sum(s.allocated_blocks for s in sequences)
-    return worker_report(
-        worker,
-        incarnation=incarnation,
-        seq=seq,
-        stepped_seq=stepped_seq,
-        block_tokens=BLOCK,
-        max_context_tokens=total * BLOCK if context is None else context,
-        capacity=Capacity(total_blocks=total, free_blocks=total - used if free is None else free),
-        sequences=sequences,
-    )
-
-
-def listed(
-    request: str,
-    *,
-    prompt: int = 10,
-    blocks: int = 1,
-    attempt: int = 1,
-    state: SequenceState = SequenceState.DECODING,
-) -> SequenceReport:
-    return SequenceReport(
-        ref=ref(request, attempt),
-        gateway_id="gateway-0",
-        state=state,
-        prompt_tokens=prompt,
-        generated_tokens=0,
-        computed_tokens=prompt,
-        max_tokens=100,
-        allocated_blocks=blocks,
-    )
+from shared.messages.reports import SequenceState, WorkerReported
+from shared.messages.sequence import FinishReason
+from tests.services.placement.rig import BLOCK, item, listed, report, stepped
+from tests.shared.messages.builders import ref, worker_report
 
 
 def place(
@@ -202,19 +139,6 @@ def test_old_heartbeats_are_ignored_and_a_new_incarnation_starts_afresh() -> Non
     assert fleet.workers["w0"].total_blocks == 8
 
 
-def stepped(worker: str, seq: int, *ended: EndedSequence) -> WorkerStepped:
-    return WorkerStepped(
-        worker_id=worker,
-        incarnation=1,
-        seq=seq,
-        epoch=1,
-        plan_seq=1,
-        steps_done=1,
-        plan_over=True,
-        ended=ended,
-    )
-
-
 @dataclass
 class SimulatedWorker:
     """Does what a real worker does with what it is given: starts late, grows, ends."""
@@ -310,3 +234,29 @@ def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> N
         free = {room.worker_id: room.free_tokens for room in rooms}
         assert chosen is not None
         assert free[chosen] == extreme(free.values())
+
+
+def fleet(*names: str, incarnation: int = 1) -> FleetCapacity:
+    made = FleetCapacity(silence_s=2.0, reservation_s=5.0)
+    for name in names:
+        made.on_reported(worker_report(name, incarnation=incarnation), 0.0)
+    return made
+
+
+def test_a_retired_life_is_not_heard_and_the_next_one_is() -> None:
+    roll = WorkerRoster()
+    assert roll.heard(fleet("a", "b")) == {"a": 1, "b": 1}
+    roll.retire("a", fleet("a", "b"))
+    assert roll.heard(fleet("a", "b")) == {"b": 1}
+    assert roll.state_of("a", has_residents=False) == "retired"
+    assert roll.heard(fleet("a", incarnation=2)) == {"a": 2}
+    roll.unretire("a")
+    assert roll.heard(fleet("a")) == {"a": 1}
+
+
+def test_the_emptiest_come_first() -> None:
+    roll = WorkerRoster()
+    roll.present = {"a": 1, "b": 1, "c": 1}
+    assert roll.emptiest([("a", 5), ("b", 2), ("a", 4), ("gone", 9)], 8) == ["c", "b"]
+    assert roll.state_of("a", has_residents=True) == "draining"
+    assert roll.state_of("x", has_residents=False) == "unknown"

@@ -1,15 +1,26 @@
-"""By KV or by tokens: whichever is cheaper by what was measured, as far as there is room for it."""
+"""By KV or by tokens: whichever is cheaper by what was measured, as far as there is room for it.
+
+Moves divided between link and compute: nothing over a boundary, the cheaper mode first.
+"""
 
 from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.placement.core.move_mode import ModeChoice, MoveCosts, MoveModes, WantedMove
+from services.placement.core.move_mode import (
+    Boundaries,
+    Migration,
+    Mode,
+    ModeChoice,
+    MoveCosts,
+    MoveModes,
+    WantedMove,
+    divide,
+)
 from shared.messages.moves import MoveMode, SequenceMove
-from shared.messages.reports import SequenceReport, SequenceState
-from shared.messages.sequence import SequenceRef
-from tests.shared.messages.builders import worker_report
+from shared.messages.reports import SequenceState
+from tests.shared.messages.builders import ref, sequence_report, worker_report
 
 
 def costs_of(**changes: object) -> MoveCosts:
@@ -24,8 +35,7 @@ def costs_of(**changes: object) -> MoveCosts:
 
 
 def wanted(name: str, tokens: int = 160, target: str = "b") -> WantedMove:
-    ref = SequenceRef(request_id=name, choice=0, attempt=1)
-    return WantedMove(SequenceMove(ref=ref, target=target), "a", tokens)
+    return WantedMove(SequenceMove(ref=ref(name), target=target), "a", tokens)
 
 
 def modes(
@@ -96,16 +106,70 @@ def test_each_wish_goes_now_or_later_and_boundaries_hold(drawn: list[tuple[int, 
 
 
 def test_what_a_heartbeat_says() -> None:
-    listed = SequenceReport(
-        ref=SequenceRef(request_id="r", choice=0, attempt=1),
-        gateway_id="g",
-        state=SequenceState.PREFILLING,
-        prompt_tokens=300,
-        generated_tokens=0,
-        computed_tokens=100,
-        max_tokens=10,
-        allocated_blocks=7,
+    listed = sequence_report(
+        ref(), SequenceState.PREFILLING, prompt_tokens=300, computed_tokens=100, allocated_blocks=7
     )
     report = worker_report(sequences=(listed,), prefill_tokens_per_s=1000.0, busy_share=0.5)
     made = MoveCosts.of(report)
     assert made.waiting_tokens == 200 and made.prefill_tokens(1.0) == 300
+
+
+WORKERS = ("a", "b", "c")
+
+
+def migration(name: str, kv_bytes: int, tokens: int, target: str = "b") -> Migration:
+    return Migration(name, "a", target, kv_bytes, tokens)
+
+
+def test_each_goes_the_cheaper_way_while_there_is_room() -> None:
+    fast_link = Boundaries({("a", "b"): 1000}, {"b": 100})
+    assert divide([migration("one", 400, 80)], fast_link) == {"one": Mode.KV}
+    slow_link = Boundaries({("a", "b"): 450}, {"b": 1000})
+    assert divide([migration("one", 400, 80)], slow_link) == {"one": Mode.TOKENS}
+
+
+def test_what_is_full_sends_the_rest_the_other_way_and_then_to_the_next_epoch() -> None:
+    boundaries = Boundaries({("a", "b"): 1000}, {"b": 100})
+    moves = [migration("large", 600, 90), migration("middle", 500, 70), migration("small", 450, 60)]
+    assert divide(moves, boundaries) == {"large": Mode.KV, "middle": Mode.TOKENS, "small": Mode.LATER}
+
+
+def test_without_a_link_all_go_by_tokens() -> None:
+    assert divide([migration("one", 400, 80)], Boundaries({}, {"b": 100})) == {"one": Mode.TOKENS}
+    assert divide([migration("one", 400, 80)], Boundaries({}, {})) == {"one": Mode.LATER}
+
+
+ways = st.dictionaries(st.tuples(st.sampled_from(WORKERS), st.sampled_from(WORKERS)), st.integers(0, 500))
+
+
+moves = st.lists(
+    st.builds(
+        Migration,
+        name=st.text("xyz", min_size=1, max_size=4),
+        source=st.sampled_from(WORKERS),
+        target=st.sampled_from(WORKERS),
+        kv_bytes=st.integers(1, 300),
+        tokens=st.integers(1, 300),
+    ),
+    max_size=20,
+    unique_by=lambda one: one.name,
+)
+
+
+@given(moves, ways, st.dictionaries(st.sampled_from(WORKERS), st.integers(0, 500)), st.randoms())
+def test_no_boundary_is_exceeded_and_the_order_of_the_question_does_not_matter(
+    asked: list[Migration], links: dict[tuple[str, str], int], workers: dict[str, int], dice: object
+) -> None:
+    boundaries = Boundaries(links, workers)
+    modes = divide(asked, boundaries)
+    assert modes.keys() == {one.name for one in asked}
+    for way in {(one.source, one.target) for one in asked}:
+        used = sum(
+            one.kv_bytes for one in asked if (one.source, one.target) == way and modes[one.name] is Mode.KV
+        )
+        assert used <= links.get(way, 0)
+    for target in WORKERS:
+        used = sum(one.tokens for one in asked if one.target == target and modes[one.name] is Mode.TOKENS)
+        assert used <= workers.get(target, 0)
+    dice.shuffle(asked)  # type: ignore[attr-defined]
+    assert divide(asked, boundaries) == modes

@@ -10,8 +10,7 @@ from services.placement.core.fleet import FleetCapacity
 from services.placement.core.order import NOT_CACHED, ORDERS, Waiting, arrange, distance, find_order
 from services.placement.policy.prefix_aware import PrefixAware
 from shared.errors import ConfigError
-from tests.services.placement.core.test_fleet import BLOCK, item, report
-from tests.services.placement.core.test_prefix_index import chain, news
+from tests.services.placement.rig import BLOCK, chain, item, news, report
 
 waitings = st.lists(st.builds(Waiting, st.floats(0, 100), st.integers(0, 3)), max_size=12)
 

@@ -14,7 +14,8 @@ from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import EndedSequence
 from shared.messages.reports import SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey
-from tests.services.placement.core.test_fleet import BLOCK, item, listed, ref, report, stepped
+from tests.services.placement.rig import BLOCK, item, listed, report, stepped
+from tests.shared.messages.builders import ref
 
 TOTAL = 100
 EPOCH_S = 0.5

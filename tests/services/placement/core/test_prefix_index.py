@@ -1,35 +1,8 @@
 """What placement makes of news: counted from the beginning, by tier, with gaps asked for."""
 
 from services.placement.core.prefix_index import NOTHING, PrefixIndex
-from shared.blocks import HASH_BYTES
-from shared.messages.prefixes import MOST_CHAIN_BLOCKS, PrefixChain, WorkerPrefixes
-
-
-def names(*numbers: int) -> bytes:
-    return b"".join(number.to_bytes(HASH_BYTES, "big") for number in numbers)
-
-
-def chain(*numbers: int, block_tokens: int = 16) -> PrefixChain:
-    return PrefixChain(block_tokens=block_tokens, names=names(*numbers))
-
-
-def news(
-    seq: int,
-    *added: int,
-    tiers: bytes | None = None,
-    removed: tuple[int, ...] = (),
-    full: bool = False,
-    incarnation: int = 1,
-) -> WorkerPrefixes:
-    return WorkerPrefixes(
-        worker_id="w0",
-        incarnation=incarnation,
-        seq=seq,
-        added=names(*added),
-        tiers=bytes(len(added)) if tiers is None else tiers,
-        removed=names(*removed),
-        full=full,
-    )
+from shared.messages.prefixes import MOST_CHAIN_BLOCKS
+from tests.services.placement.rig import chain, news
 
 
 def test_a_prompt_is_counted_from_its_beginning_by_tier() -> None:

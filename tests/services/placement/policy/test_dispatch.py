@@ -1,12 +1,19 @@
-"""Best fit and worst fit over time."""
+"""Best fit and worst fit over time.
+
+Load balancing by migration.
+
+`prefix_aware`: cached tokens draw, load repels, and without either the default decides.
+"""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.policy.contract import Action, Operation, PackingPolicy
+from services.placement.policy.contract import Action, Operation, PackingPolicy, Room
 from services.placement.policy.dispatch import DispatchPolicy
+from services.placement.policy.fit import WorstFit
 from services.placement.policy.load_balance import LoadBalance
+from services.placement.policy.prefix_aware import PrefixAware
 from shared.errors import InvalidRequest
 from tests.services.placement.policy.histories import CAPACITY, World, steps
 
@@ -78,3 +85,94 @@ def test_an_epoch_ends_before_it_grows_and_grows_before_it_allocates() -> None:
         ]
     )
     assert effects.placed == {"c": "w0"} and not effects.moves
+
+
+def unequal(relief_share: float = 1.0) -> LoadBalance:
+    """`a` alone on w0; `b` and the short `f` on w1."""
+    policy = LoadBalance(CAPACITY, relief_share=relief_share)
+    for worker in ("w0", "w1"):
+        policy.add_worker(worker)
+    for request, blocks in (("a", 100), ("b", 150), ("c", 20), ("d", 20), ("e", 20), ("f", 20)):
+        policy.allocate(request, blocks)
+    for request in "cde":
+        policy.end(request)
+    assert [policy.worker_of(request) for request in "abf"] == ["w0", "w1", "w1"]
+    return policy
+
+
+def test_an_epoch_sends_the_shortest_of_the_most_loaded_to_the_least_loaded() -> None:
+    policy = unequal()
+    effects = policy.apply([])
+    assert [(move.request, move.source, move.target) for move in effects.moves] == [("f", "w1", "w0")]
+    assert policy.apply([]).moves == []
+    policy.check_integrity()
+
+
+def test_workers_with_memory_enough_are_left_alone() -> None:
+    assert unequal(relief_share=0.1).apply([]).moves == []
+
+
+def test_an_overflow_migrates_the_shortest_and_recomputes_nothing() -> None:
+    policy = unequal()
+    effects = policy.grow("b", 230)
+    assert [move.request for move in effects.moves] == ["f"]
+    assert effects.recomputes == 0
+    policy.check_integrity()
+
+
+def room(worker: str, cached: tuple[int, int, int] = (0, 0, 0), free: int = 10_000) -> Room:
+    return Room(worker, free, 10_000, 0, cached)
+
+
+@st.composite
+def rooms(draw: st.DrawFn) -> list[Room]:
+    tokens = st.integers(0, 4000)
+    return [
+        Room(f"w{i}", free, 10_000, draw(st.integers(0, 9)), draw(st.tuples(tokens, tokens, tokens)))
+        for i, free in enumerate(draw(st.lists(st.integers(0, 10_000), min_size=1, max_size=5)))
+    ]
+
+
+def test_the_worker_that_has_the_prefix_is_chosen_although_it_is_busier() -> None:
+    assert PrefixAware().choose(1500, [room("w0"), room("w1", (1400, 0, 0), free=9000)]) == "w1"
+
+
+def test_a_busy_worker_sheds_what_it_has_cached() -> None:
+    assert PrefixAware().choose(1500, [room("w0"), room("w1", (1400, 0, 0), free=1600)]) == "w0"
+
+
+def test_a_nearer_tier_is_worth_more() -> None:
+    assert PrefixAware().choose(900, [room("w0", (0, 0, 800)), room("w1", (0, 800, 0))]) == "w1"
+    assert PrefixAware().choose(900, [room("w0", (0, 800, 0)), room("w1", (800, 0, 0))]) == "w1"
+
+
+@given(offered=rooms(), size=st.integers(1, 5000))
+def test_it_chooses_one_of_the_rooms_whatever_their_order(offered: list[Room], size: int) -> None:
+    chosen = PrefixAware().choose(size, offered)
+    assert chosen in {one.worker_id for one in offered}
+    assert PrefixAware().choose(size, offered[::-1]) == chosen
+
+
+@given(offered=rooms(), size=st.integers(1, 5000))
+def test_without_prefixes_it_is_the_default(offered: list[Room], size: int) -> None:
+    bare = [Room(one.worker_id, one.free_tokens, one.total_tokens, one.sequences) for one in offered]
+    assert PrefixAware().choose(size, bare) == WorstFit().choose(size, bare)
+
+
+@given(offered=rooms(), size=st.integers(1, 5000), more=st.integers(1, 5000))
+def test_more_cached_never_repels(offered: list[Room], size: int, more: int) -> None:
+    chosen = PrefixAware().choose(size, offered)
+    richer = [
+        Room(
+            one.worker_id,
+            one.free_tokens,
+            one.total_tokens,
+            one.sequences,
+            (one.cached_tokens[0] + more, *one.cached_tokens[1:]),
+        )
+        if one.worker_id == chosen
+        else one
+        for one in offered
+    ]
+    if any(sum(one.cached_tokens) for one in offered):
+        assert PrefixAware().choose(size, richer) == chosen

@@ -1,7 +1,19 @@
-"""Worst fit."""
+"""Worst fit.
 
+Best fit, and policies by name.
+
+The index by size, against a sorted list.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.placement import policy
 from services.placement.policy.contract import Room
-from services.placement.policy.fit import WorstFit
+from services.placement.policy.fit import BestFit, WorstFit
+from services.placement.policy.size_index import SizeIndex
+from shared.errors import ConfigError
 
 
 def test_most_room_then_fewest_sequences_then_lowest_id() -> None:
@@ -13,3 +25,69 @@ def test_most_room_then_fewest_sequences_then_lowest_id() -> None:
     ]
     assert WorstFit().choose(10, rooms) == "w2"
     assert WorstFit().choose(10, [rooms[1], rooms[3]]) == "w1"
+
+
+ROOMS = [Room("w2", 100, 200, 1), Room("w1", 50, 200, 9), Room("w0", 50, 200, 0)]
+
+
+def test_least_room_then_lowest_id() -> None:
+    assert BestFit().choose(10, ROOMS) == "w0"
+
+
+class Elsewhere:
+    """What a third party would install."""
+
+    def choose(self, size_tokens: int, rooms: list[Room]) -> str:
+        return rooms[-1].worker_id
+
+
+def test_policies_are_found_by_name_ours_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name = "elsewhere"
+
+        def load(self) -> type[Elsewhere]:
+            return Elsewhere
+
+    monkeypatch.setattr(
+        policy, "entry_points", lambda group: [Point()] if group == policy.ENTRY_POINT_GROUP else []
+    )
+    assert isinstance(policy.create("best_fit"), BestFit)
+    assert policy.create("elsewhere").choose(1, ROOMS) == "w0"
+    with pytest.raises(
+        ConfigError, match="best_fit, elsewhere, load_balance, mell, mell_eager, prefix_aware, worst_fit"
+    ):
+        policy.create("nonsense")
+
+
+def test_one_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name, value = "broken", "elsewhere:Missing"
+
+        def load(self) -> type[Elsewhere]:
+            raise ImportError("no module named elsewhere")
+
+    monkeypatch.setattr(policy, "entry_points", lambda group: [Point()])
+    with pytest.raises(ConfigError, match=r"broken.*elsewhere:Missing.*no module"):
+        policy.create("broken")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=30), st.data(), st.integers(0, 45), st.integers(1, 5))
+def test_lookups_are_those_of_a_sorted_list(
+    found: list[int], data: st.DataObject, at: int, limit: int
+) -> None:
+    index: SizeIndex[int] = SizeIndex()
+    for thing, size in enumerate(found):
+        index.add(size, thing)
+    gone = set(data.draw(st.lists(st.sampled_from(range(len(found))), unique=True))) if found else set()
+    for thing in gone:
+        index.remove(found[thing], thing)
+    left = [(size, thing) for thing, size in enumerate(found) if thing not in gone]
+    assert list(index) == sorted(left)
+    assert bool(index) == bool(left)
+    assert index.smallest() == min((size for size, _ in left), default=-1)
+    assert index.largest() == max((size for size, _ in left), default=-1)
+    up = [thing for size, thing in sorted(left) if size >= at]
+    assert index.ascending(at, limit) == up[:limit]
+    down = [thing for size, thing in sorted(left, key=lambda one: (-one[0], one[1])) if size <= at]
+    assert index.descending(at, limit) == down[:limit]

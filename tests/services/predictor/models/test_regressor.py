@@ -1,14 +1,21 @@
-"""The regressor: a histogram until it has a version, then the version."""
+"""The regressor: a histogram until it has a version, then the version.
+
+The network's output: lengths, ascending, the same for a prompt alone and among others.
+"""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from services.predictor.core.curve import LEVELS
+from services.predictor.core.features import features_of
 from services.predictor.core.length_model import LengthQuery, ModelSettings
 from services.predictor.models import create, versions
-from services.predictor.models.network import Ensemble
+from services.predictor.models.network import Ensemble, lengths_of
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.models.versions import Trained
+from shared.messages.sequence import pack_tokens
 from tests.services.predictor.lengths import samples_of
 
 
@@ -44,3 +51,23 @@ def test_a_new_start_goes_on_with_the_latest_version(tmp_path: Path) -> None:
     assert create("regressor", ModelSettings(state_dir=tmp_path)).version == "regressor-2"
     assert create("regressor", ModelSettings(state_dir=tmp_path / "none")).version == "histogram-0"
     assert create("regressor").version == "histogram-0"
+
+
+def test_quantiles_ascend_and_do_not_depend_on_the_batch() -> None:
+    torch.manual_seed(0)
+    network = Ensemble(2).eval()
+    prompts = [pack_tokens(range(start, start + 9)) for start in range(5)]
+    together = lengths_of(network, features_of(prompts))
+    assert together.shape == (5, len(LEVELS))
+    assert (np.diff(together, axis=1) >= 0).all() and (together >= 1).all()
+    alone = np.concatenate([lengths_of(network, features_of([prompt])) for prompt in prompts])
+    assert np.allclose(together, alone, rtol=1e-4)
+
+
+def test_the_correction_is_applied_in_logarithms() -> None:
+    torch.manual_seed(0)
+    network = Ensemble(1).eval()
+    features = features_of([pack_tokens(range(9))])
+    before = lengths_of(network, features)
+    network.correction.fill_(float(np.log(2.0)))
+    assert np.allclose(lengths_of(network, features), 2 * before, rtol=1e-4)

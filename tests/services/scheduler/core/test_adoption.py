@@ -6,14 +6,15 @@ from services.scheduler.core.adoption import adopt_snapshot
 from services.scheduler.core.effects import Effect, SendPlan
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.core.sequence import Phase
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import InternalError
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
-from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.sequence import SequenceRef
+from tests.services.scheduler.core.builders import sequence
 from tests.services.scheduler.world import World
-from tests.shared.messages.builders import worker_report
+from tests.shared.messages.builders import ref, sequence_report, worker_report
 
 
 def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
@@ -23,33 +24,22 @@ def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
         stepped_seq=9,
         block_tokens=4,
         max_context_tokens=400,
-        capacity=Capacity(total_blocks=100, free_blocks=free_blocks),
+        total_blocks=100,
+        free_blocks=free_blocks,
         sequences=listed,
     )
 
 
 def listed(name: str, state: SequenceState = SequenceState.DECODING, attempt: int = 1) -> SequenceReport:
-    return SequenceReport(
-        ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
-        gateway_id="gateway-0",
-        state=state,
+    return sequence_report(
+        ref(name, attempt),
+        state,
         prompt_tokens=4,
         generated_tokens=3 if state is SequenceState.DECODING else 0,
         computed_tokens=6 if state is SequenceState.DECODING else 0,
         max_tokens=20,
         allocated_blocks=2 if state is SequenceState.DECODING else 0,
     )
-
-
-def submitted(name: str, attempt: int = 1) -> Sequence:
-    spec = SequenceSpec(
-        ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
-        gateway_id="gateway-0",
-        gateway_incarnation=1,
-        prompt=pack_tokens([7] * 4),
-        sampling=Sampling(seed=1, max_tokens=20),
-    )
-    return Sequence.from_spec(spec, 0.0)
 
 
 class Desk:
@@ -103,7 +93,7 @@ def test_blocks_that_two_share_are_not_capacity_twice() -> None:
 
 def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:
     desk = Desk()
-    desk.roster.add(submitted("a"))
+    desk.roster.add(sequence("a"))
     desk.adopt("worker-0", listed("a"))
     assert len(desk.roster.backlog) == 0
     assert desk.roster.sequences[("a", 0)].worker_id == "worker-0"
@@ -111,8 +101,8 @@ def test_a_queued_attempt_that_lives_there_leaves_the_backlog() -> None:
 
 def test_an_older_attempt_is_dropped_and_a_newer_one_replaces_ours() -> None:
     desk = Desk()
-    desk.roster.add(submitted("a", attempt=2))
-    desk.roster.add(submitted("b", attempt=1))
+    desk.roster.add(sequence("a", attempt=2))
+    desk.roster.add(sequence("b"))
     desk.adopt("worker-0", listed("a", attempt=1), listed("b", attempt=2))
     assert desk.roster.sequences[("a", 0)].phase is Phase.QUEUED
     assert desk.roster.sequences[("b", 0)].ref.attempt == 2
@@ -158,7 +148,7 @@ def test_a_start_that_never_arrived_is_placed_again_and_one_that_did_is_over() -
     desk.adopt("worker-0")
     pipeline = desk.roster.pipelines["worker-0"]
     for name in ("a", "b"):
-        desk.roster.add(submitted(name))
+        desk.roster.add(sequence(name))
         desk.roster.place(desk.roster.sequences[(name, 0)], pipeline, 1.0)
     pipeline.next_plans(1.0)
     assert {sequence.phase for sequence in desk.roster.sequences.values()} == {Phase.DECODING}

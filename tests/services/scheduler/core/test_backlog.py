@@ -4,28 +4,15 @@ import pytest
 
 from services.scheduler.core.backlog import Backlog
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import Sequence
-from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from tests.services.scheduler.core.builders import sequence
 
 RULES = Rules(placement_batch=2, placement_interval_s=0.05)
-
-
-def sequence(name: str, arrival_s: float) -> Sequence:
-    spec = SequenceSpec(
-        ref=SequenceRef(request_id=name, choice=0, attempt=1),
-        gateway_id="gateway-0",
-        gateway_incarnation=1,
-        prompt=pack_tokens([7] * 4),
-        generated=pack_tokens([1]),
-        sampling=Sampling(seed=1, max_tokens=20),
-    )
-    return Sequence.from_spec(spec, arrival_s)
 
 
 def test_the_oldest_are_asked_about_first() -> None:
     backlog = Backlog(RULES)
     for name, arrival_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
-        backlog.add(sequence(name, arrival_s))
+        backlog.add(sequence(name, arrival_s, generated=1))
         backlog.check_integrity()
     question = backlog.ask(("worker-1",), 5.0)
     assert question is not None and question.excluded_workers == ("worker-1",)
@@ -37,7 +24,7 @@ def test_the_oldest_are_asked_about_first() -> None:
 
 def test_one_question_is_open_at_a_time_and_the_next_waits_for_the_interval() -> None:
     backlog = Backlog(RULES)
-    backlog.add(sequence("a", 0.0))
+    backlog.add(sequence("a", 0.0, generated=1))
     question = backlog.ask((), 1.0)
     assert question is not None and backlog.ask((), 9.0) is None
     assert [ref.request_id for ref in backlog.close(question.question, more=False, now_s=9.0)] == ["a"]
@@ -47,7 +34,7 @@ def test_one_question_is_open_at_a_time_and_the_next_waits_for_the_interval() ->
 
 def test_a_change_while_the_question_is_open_makes_the_next_one_due_at_once() -> None:
     backlog = Backlog(RULES)
-    backlog.add(sequence("a", 0.0))
+    backlog.add(sequence("a", 0.0, generated=1))
     question = backlog.ask((), 1.0)
     assert question is not None
     backlog.poke()
@@ -57,7 +44,7 @@ def test_a_change_while_the_question_is_open_makes_the_next_one_due_at_once() ->
 
 def test_an_answer_to_another_question_says_nothing() -> None:
     backlog = Backlog(RULES)
-    backlog.add(sequence("a", 0.0))
+    backlog.add(sequence("a", 0.0, generated=1))
     question = backlog.ask((), 1.0)
     assert question is not None
     assert backlog.close(question.question + 1, more=True, now_s=1.0) == ()
@@ -67,7 +54,7 @@ def test_an_answer_to_another_question_says_nothing() -> None:
 
 def test_only_what_waits_can_leave() -> None:
     backlog = Backlog(RULES)
-    first, second = sequence("a", 0.0), sequence("b", 0.0)
+    first, second = sequence("a", 0.0, generated=1), sequence("b", 0.0, generated=1)
     backlog.add(first)
     assert first in backlog and second not in backlog
     with pytest.raises(ValueError, match="b/0#1"):

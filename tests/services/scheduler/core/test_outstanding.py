@@ -6,11 +6,10 @@ from services.scheduler.core.outstanding import OutstandingPlans, Progress, Trou
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PlannedBatch, PlannedDecode, PlannedPrefill
 from shared.messages.plans import BatchPlan, SkippedItem, SkipReason, StepOutcome, WorkerStepped
-from shared.messages.sequence import SequenceRef
-from tests.shared.messages.builders import worker_report
+from tests.shared.messages.builders import ref, worker_report
 
 RULES = Rules(outstanding_steps=2, report_grace_s=0.25, plan_grace_s=1.0, snapshot_patience_s=10.0)
-REF = SequenceRef(request_id="a", choice=0, attempt=1)
+REF = ref("a")
 DECODES = PlannedBatch(steps=4, decodes=(PlannedDecode(("a", 0), 4, 2),))
 PREFILL = PlannedBatch(prefills=(PlannedPrefill(("a", 0), 0, 4, 1),))
 

@@ -8,12 +8,11 @@ from services.scheduler.core.rules import ReliefRules
 from services.scheduler.policy.contract import PlannedPreemption
 from services.scheduler.policy.relief import Rung
 from shared.messages.plans import PreemptMode
-from shared.messages.reports import Capacity
 from tests.shared.messages.builders import worker_report
 
 ON = ReliefRules(enabled=True)
 REPORT = worker_report(
-    capacity=Capacity(total_blocks=10, free_blocks=0),
+    free_blocks=0,
     prefill_tokens_per_s=1000.0,
     decode_step_s=0.01,
     host_block_s=0.001,

@@ -6,8 +6,8 @@ from services.scheduler.core.sequence import MOST_KINDS, kinds_of, names_of
 from shared.blocks import HASH_BYTES, chain, fingerprint, root
 from shared.messages.prefixes import MOST_CHAIN_BLOCKS
 from shared.messages.sequence import pack_tokens
-from tests.services.placement.core.test_fleet import report
-from tests.services.scheduler.core.test_backlog import sequence
+from tests.services.placement.rig import report
+from tests.services.scheduler.core.builders import sequence
 
 PRINT = fingerprint(model="m", dtype="float32", layout="l", block_tokens=2)
 
@@ -24,7 +24,7 @@ def test_workers_of_one_kind_share_a_chain_and_others_have_none() -> None:
 
 
 def test_a_chain_names_the_whole_blocks_of_the_prompt_under_its_salt() -> None:
-    waiting = sequence("a", 0.0)
+    waiting = sequence("a", 0.0, generated=1)
     assert waiting.spec is not None
     (names,) = names_of(waiting, ((PRINT, 2),))
     assert names.block_tokens == 2
@@ -36,7 +36,7 @@ def test_a_chain_names_the_whole_blocks_of_the_prompt_under_its_salt() -> None:
 
 
 def test_names_are_bounded_and_need_a_prompt() -> None:
-    waiting = sequence("a", 0.0)
+    waiting = sequence("a", 0.0, generated=1)
     assert waiting.spec is not None
     waiting.spec = msgspec.structs.replace(waiting.spec, prompt=pack_tokens(range(5000)))
     (names,) = names_of(waiting, ((PRINT, 2),))

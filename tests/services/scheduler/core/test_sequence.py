@@ -4,21 +4,20 @@ import pytest
 
 from services.scheduler.core.sequence import HELD, OVER, TRANSITIONS, Phase, Sequence, mermaid
 from shared.errors import InternalError
-from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from tests.shared.messages.builders import ref, spec
 
 
 def sequence() -> Sequence:
-    spec = SequenceSpec(
-        ref=SequenceRef(request_id="a", choice=2, attempt=3),
-        gateway_id="gateway-0",
+    submitted = spec(
+        ref("a", 3, 2),
+        [7] * 4,
+        generated=[1, 2],
+        max_tokens=20,
         gateway_incarnation=5,
-        prompt=pack_tokens([7] * 4),
-        sampling=Sampling(seed=1, max_tokens=20),
-        generated=pack_tokens([1, 2]),
         waited_s=1.5,
         deadline_in_s=2.0,
     )
-    return Sequence.from_spec(spec, 10.0)
+    return Sequence.from_spec(submitted, 10.0)
 
 
 def test_a_submitted_sequence_keeps_its_place_in_time() -> None:

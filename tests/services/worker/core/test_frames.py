@@ -13,7 +13,7 @@ from services.worker.core.sequence import HeldSequence
 from shared.messages.base import encode
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenLogprobs
-from tests.services.worker.builders import ref, spec
+from tests.shared.messages.builders import ref, spec
 
 
 def held(name: str, answer: list[int], gateway_id: str = "gateway-0") -> HeldSequence:

@@ -5,7 +5,7 @@ import msgspec
 from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Latecomers, LateTokens
 from services.worker.core.sequence import HeldSequence
 from shared.messages.plans import Decode, ShortStart
-from tests.services.worker.builders import ref, spec
+from tests.shared.messages.builders import ref, spec
 
 
 def test_only_what_follows_is_taken_and_only_once() -> None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from services.worker.core.plans import MAX_PLANS, PlanQueue
 from shared.messages.plans import StepOutcome
-from tests.services.worker.builders import plan
+from tests.shared.messages.builders import plan
 
 
 def seqs_in_order(queue: PlanQueue, now_s: float = 0.0) -> list[int]:

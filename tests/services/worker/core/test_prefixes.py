@@ -20,9 +20,9 @@ from services.worker.engine_thread import row_of
 from services.worker.kv.core.settings import PrefixCacheConfig
 from shared.messages.plans import Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
-from tests.services.worker.builders import plan, prefill, ref, spec
 from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine
+from tests.shared.messages.builders import plan, prefill, ref, spec
 
 _DICE = random.Random(11)
 PIECES = [[_DICE.randrange(VOCABULARY) for _ in range(8)] for _ in range(4)]

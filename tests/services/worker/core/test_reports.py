@@ -1,15 +1,19 @@
-"""Reports are numbered whatever they are about, and tell what was computed since the last one once."""
+"""Reports are numbered whatever they are about, and tell what was computed since the last one once.
+
+What a worker says of its own speed.
+"""
 
 import pytest
 
 from services.worker.core.plans import GivenUpPlan, QueuedPlan
 from services.worker.core.reports import Identity, StepReports
 from services.worker.core.sequence import HeldSequence
+from services.worker.core.speed import WEIGHT, SpeedMeter
 from services.worker.core.step_work import StepWork
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.plans import ShortStart, StepOutcome
 from shared.messages.sequence import FinishReason
-from tests.services.worker.builders import plan, ref, spec
+from tests.shared.messages.builders import plan, ref, spec
 
 WORK = StepWork(QueuedPlan(plan(7, epoch=3, steps=2), 0.0, steps_done=1), (), (), ())
 
@@ -56,3 +60,32 @@ def test_an_end_is_told_with_its_reason_and_length(reports: StepReports) -> None
     held.finish_reason = FinishReason.STOP
     (ended,) = reports.of_step(WORK, [held], plan_over=True).ended
     assert (ended.ref, ended.finish_reason, ended.generated_tokens) == (ref(), FinishReason.STOP, 2)
+
+
+def test_the_first_measurement_counts_whole_and_later_ones_by_weight() -> None:
+    meter = SpeedMeter()
+    meter.on_step(prefilled_tokens=0, decoded_tokens=4, step_s=0.010)
+    assert meter.decode_step_s == 0.010
+    meter.on_step(prefilled_tokens=0, decoded_tokens=4, step_s=0.020)
+    assert meter.decode_step_s == pytest.approx(0.010 + WEIGHT * 0.010)
+
+
+def test_prefill_is_measured_beside_decodes_without_their_share() -> None:
+    meter = SpeedMeter()
+    meter.on_step(prefilled_tokens=0, decoded_tokens=4, step_s=0.010)
+    meter.on_step(prefilled_tokens=100, decoded_tokens=4, step_s=0.060)
+    assert meter.prefill_tokens_per_s == pytest.approx(100 / 0.050)
+
+
+def test_what_was_profiled_at_the_start_holds_until_steps_refresh_it() -> None:
+    meter = SpeedMeter(1000.0)
+    assert meter.prefill_tokens_per_s == 1000.0
+    meter.on_step(prefilled_tokens=100, decoded_tokens=0, step_s=0.05)
+    assert meter.prefill_tokens_per_s == pytest.approx(1000 + WEIGHT * 1000)
+
+
+def test_a_few_tokens_say_nothing() -> None:
+    meter = SpeedMeter()
+    meter.on_step(prefilled_tokens=3, decoded_tokens=0, step_s=0.010)
+    meter.on_step(prefilled_tokens=0, decoded_tokens=0, step_s=0.010)
+    assert (meter.prefill_tokens_per_s, meter.decode_step_s) == (0.0, 0.0)

@@ -1,19 +1,27 @@
-"""By which rules the items of a plan apply."""
+"""By which rules the items of a plan apply.
+
+A sequence moves only along the table, and says the truth about itself.
+"""
+
+from itertools import product
 
 import pytest
 
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
+from services.worker.core.sequence import TRANSITIONS, HeldSequence
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.step_work import WorkItem
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from shared.errors import InternalError
 from shared.messages.plans import Decode, PrefillChunk, SkipReason
 from shared.messages.reports import SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec
 from shared.messages.tokens import TokenLogprobs
-from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, prefill, ref, spec
+from tests.services.worker.builders import LIMITS
+from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -278,3 +286,51 @@ def test_a_rehearsal_may_be_among_those_whose_creditor_is_lost() -> None:
     core.check_integrity()
     assert [one.ref.request_id for one in core.report(0.0).sequences] == ["r"]
     assert pool.borrowed_blocks == 0
+
+
+def held(source: SequenceSpec, max_context_tokens: int = 64) -> HeldSequence:
+    return HeldSequence.from_spec(source, max_context_tokens, now_s=100.0)
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(SequenceState, SequenceState)))
+def test_only_listed_transitions_happen(before: SequenceState, after: SequenceState) -> None:
+    sequence = held(spec(ref(), [1, 2]))
+    sequence.state = before
+    if after in TRANSITIONS[before]:
+        sequence.move_to(after)
+        assert sequence.state is after
+    else:
+        with pytest.raises(InternalError, match="cannot go"):
+            sequence.move_to(after)
+
+
+def test_every_state_can_end_and_no_end_is_left() -> None:
+    for state, following in TRANSITIONS.items():
+        assert (SequenceState.ENDED in following) is (state is not SequenceState.ENDED)
+
+
+@pytest.mark.parametrize(
+    ("generated", "max_tokens", "max_context_tokens", "reason"),
+    [
+        ([], 4, 64, None),
+        ([5, 6], 4, 64, None),
+        ([5, 9], 4, 64, FinishReason.STOP),
+        ([5, 6, 7, 8], 4, 64, FinishReason.LENGTH),
+        ([5, 6, 7, 9], 4, 64, FinishReason.STOP),
+        ([5], 40, 4, FinishReason.LENGTH),
+    ],
+)
+def test_an_answer_is_due_at_its_end_token_or_limit(
+    generated: list[int], max_tokens: int, max_context_tokens: int, reason: FinishReason | None
+) -> None:
+    source = spec(ref(), [9, 1, 2], generated=generated, max_tokens=max_tokens, end_token_ids=(9,))
+    assert held(source, max_context_tokens).due_reason() is reason
+
+
+def test_a_report_ages_what_the_gateway_said() -> None:
+    source = spec(ref(), [1, 2, 3], generated=[4])
+    sequence = held(source)
+    sequence.waited_s, sequence.deadline_in_s = 2.0, 5.0
+    report = sequence.report(now_s=101.5)
+    assert (report.waited_s, report.deadline_in_s) == (3.5, 3.5)
+    assert (report.prompt_tokens, report.generated_tokens, report.computed_tokens) == (3, 1, 0)

@@ -1,4 +1,7 @@
-"""A worker's core against any plans: a random scheduler, and a pretended engine that checks every slot."""
+"""A worker's core against any plans: a random scheduler, and a pretended engine that checks every slot.
+
+What an iteration computes, counted apart for prompts and answers.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.plans import QueuedPlan
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
+from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
-from services.worker.core.step_work import WorkItem
+from services.worker.core.step_work import StepWork, WorkItem
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import StaleEpoch
@@ -19,7 +24,8 @@ from shared.messages.plans import BatchPlan, SkipReason, StepOutcome, WorkerStep
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceRef
 from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenDelta
-from tests.services.worker.builders import BLOCK_TOKENS, LIMITS, decode, plan, prefill, ref, spec
+from tests.services.worker.builders import LIMITS
+from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
 
 BLOCKS = 12
 
@@ -392,3 +398,14 @@ def test_ends_and_skips_are_reported_in_quiet_steps_too(bench: Bench) -> None:
     assert [report.steps_done for report in reports] == [1, 3, 7, 8]
     assert [item.ref for item in reports[0].skipped] == [ref("nobody")]
     assert [end.ref for end in reports[1].ended] == [ref("a")]
+
+
+def test_tokens_of_prompts_and_of_answers_are_counted_apart() -> None:
+    held = HeldSequence.from_spec(spec(ref(), [1, 2, 3, 4, 5]), 64, now_s=0.0)
+    items = (
+        WorkItem(held, 0, 3, samples=False, is_decode=False),
+        WorkItem(held, 3, 5, samples=True, is_decode=False),
+        WorkItem(held, 5, 6, samples=True, is_decode=True),
+    )
+    work = StepWork(QueuedPlan(plan(1), 0.0), items, (), ())
+    assert (work.prefilled_tokens, work.decoded_tokens) == (5, 1)

@@ -1,15 +1,22 @@
-"""Any decoder folder loads; what cannot be computed here is refused with a reason."""
+"""Any decoder folder loads; what cannot be computed here is refused with a reason.
 
+KV is exchanged between equal models only: class, configuration, weights, dtype, layout, block size.
+"""
+
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from services.worker.engine.attention import LayerShape
-from services.worker.engine.loading import describe, load
+from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.loading import configuration, describe, layout_name, load, model_digest
 from shared.errors import ConfigError
-from tests.services.worker.conftest import ARCHITECTURES, MAX_POSITIONS, VOCABULARY, ModelFactory
+from tests.services.worker.conftest import ARCHITECTURES, MAX_POSITIONS, VOCABULARY, ModelFactory, build_model
+from tests.services.worker.prefix_rig import make_engine
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -99,3 +106,72 @@ def test_context_is_limited_to_what_is_computed_exactly() -> None:
         },
     )
     assert describe(transformers.LlamaForCausalLM(scaled)).max_positions == 64
+
+
+def test_equal_weights_have_one_digest_and_one_changed_number_another() -> None:
+    model = build_model("llama")
+    other = copy.deepcopy(model)
+    assert model_digest(model) == model_digest(other)
+    with torch.no_grad():
+        next(other.parameters())[3, 5] += 1e-3
+    assert model_digest(model) != model_digest(other)
+
+
+def test_the_layout_tells_layers_apart() -> None:
+    assert layout_name([LayerShape(2, 16, 16)]) != layout_name([LayerShape(1, 32, 16)])
+
+
+OTHER_KV: list[dict[str, Any]] = [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
+    {"rms_norm_eps": 0.1},
+    {"hidden_act": "gelu"},
+]
+
+
+"""Of a configuration: what changes KV and no weight."""
+
+
+def llama(**changed: Any) -> Any:
+    torch.manual_seed(7)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(ARCHITECTURES["llama"][1] | changed)))
+
+
+@pytest.mark.parametrize("changed", OTHER_KV, ids=str)
+def test_kv_that_the_configuration_makes_different_has_another_fingerprint(changed: dict[str, Any]) -> None:
+    """Disk tiers, moves and loans went by the weights alone, and the greedy answer was another model's."""
+    engines = [
+        TorchEngine(describe(model), kv_blocks=2, block_tokens=4) for model in (llama(), llama(**changed))
+    ]
+    for engine in engines:
+        engine.step([Row([5, 9, 2, 7, 11, 3, 8, 6], 0, [0, 1], None)])
+    mine, theirs = (
+        torch.cat([each.flatten() for pair in engine.pools for each in pair]) for engine in engines
+    )
+    assert not torch.allclose(mine, theirs, atol=1e-3), "or this shows nothing"
+    assert len({engine.fingerprint for engine in engines}) == len({engine.weights for engine in engines}) == 2
+
+
+def test_a_window_is_part_of_what_a_model_is() -> None:
+    """It changes the KV of every layer but the first."""
+    wide = copy.deepcopy(build_model("mistral_window"))
+    wide.config.sliding_window += 1
+    assert model_digest(wide) != model_digest(build_model("mistral_window"))
+
+
+def test_where_a_model_came_from_and_how_answers_end_are_not(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path)
+    again = load(str(tmp_path), dtype="float32", device="cpu").module
+    assert model_digest(again) == model_digest(model)
+    assert configuration(llama(eos_token_id=3, use_cache=False)) == configuration(model)
+
+
+def test_an_engines_fingerprint_covers_model_dtype_and_block_size() -> None:
+    engines = [make_engine(), make_engine(), make_engine(architecture="qwen3")]
+    prints = [engine.fingerprint for engine in engines]
+    assert prints[0] == prints[1] != prints[2]
+    sizes = [TorchEngine(describe(llama()), kv_blocks=2, block_tokens=size) for size in (4, 8)]
+    assert sizes[0].fingerprint != sizes[1].fingerprint and sizes[0].weights == sizes[1].weights
+    half = TorchEngine(describe(llama().to(torch.bfloat16)), kv_blocks=2, block_tokens=4)
+    assert half.fingerprint != sizes[0].fingerprint

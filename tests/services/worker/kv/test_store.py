@@ -1,4 +1,7 @@
-"""The cache with its real tiers and a real engine: restarts, and every fault a counted miss."""
+"""The cache with its real tiers and a real engine: restarts, and every fault a counted miss.
+
+What a tier is credited with.
+"""
 
 import errno
 import os
@@ -10,13 +13,15 @@ import pytest
 from services.worker.engine.engine import TorchEngine
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.kv.figures import CacheMetrics, read_figures
+from services.worker.kv.figures import CacheFigures, CacheMetrics, TierFigures, read_figures
 from shared import metrics
-from tests.services.worker.builders import ref, spec
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.prefix_rig import PrefixRig, make_engine
+from tests.shared.messages.builders import ref, spec
 
 FIRST = [(7 * at + 3) % VOCABULARY for at in range(33)]
+
+
 OTHERS = [[(5 * at + shift) % VOCABULARY for at in range(33)] for shift in (11, 23, 37, 51)]
 
 
@@ -171,4 +176,24 @@ def test_a_disk_too_slow_for_the_time_there_is_gets_a_beginning_or_nothing(
     assert time.monotonic() - began_s < 5
     rig = again(engine, tmp_path, answer)
     assert sum(found(rig)) < 8
+    rig.close()
+
+
+def test_a_tier_helped_by_what_it_saved_less_what_it_took() -> None:
+    tier = TierFigures("host", 3, 1, 0, 0, 0, 300, saved_s=2.0, spent_s=0.5, in_use=True)
+    assert tier.helped_s == 1.5
+    details = CacheFigures(
+        (tier,), misses=4, loads_abandoned=0, lost_unsaved=0, prefetched=2, kept_blocks=3
+    ).details()
+    assert details["prefix_misses"] == 4 and details["prefix_tiers"][0]["hits"] == 3
+
+
+def test_hits_and_misses_are_counted_in_blocks() -> None:
+    rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
+    rig.serve([list(range(25))], chunk=40)
+    rig.serve([list(range(25))], chunk=40)
+    assert rig.store is not None
+    figures = read_figures(rig.store)
+    assert (figures.tiers[0].hits, figures.misses) == (6, 6)
+    assert figures.tiers[0].helped_s > 0 and figures.tiers[0].loaded_bytes == 0
     rig.close()

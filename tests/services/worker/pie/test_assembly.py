@@ -20,7 +20,7 @@ from services.worker.pie.core.swap import Direction
 from services.worker.pie.settings import PieSettings
 from shared.errors import ConfigError, InternalError
 from tests.services.worker.conftest import VOCABULARY
-from tests.services.worker.engine.test_engine import BLOCK_TOKENS, GREEDY, Sequences
+from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
 
 LAYERS = 6
 BANDWIDTH = 40e6

@@ -6,27 +6,9 @@ import pytest
 import torch
 
 from services.worker.pie import memory as module
-from services.worker.pie.core.copies import Runs, runs_of, set_of
-from services.worker.pie.core.sizes import Partition, device_slots
+from services.worker.pie.core.copies import set_of
 from services.worker.pie.core.swap import Direction, SwapController, Transfer
-from services.worker.pie.memory import BlockShape, LayerMemory
-
-SHAPE = BlockShape(kv_heads=2, head_dim=3, value_dim=5, block_tokens=4, dtype=torch.float32)
-CPU = torch.device("cpu")
-
-
-def make_memory(layers: int, device_blocks: int, fifo_layers: int = 0) -> LayerMemory:
-    blocks = layers * device_blocks
-    keys, values = torch.zeros(blocks, *SHAPE.key), torch.zeros(blocks, *SHAPE.value)
-    return LayerMemory(SHAPE, Partition(blocks, device_slots(layers, fifo_layers)), CPU, keys, values)
-
-
-def ignore(_: int) -> None:
-    """Nobody paces these copies."""
-
-
-def runs(*blocks: int) -> Runs:
-    return runs_of(set_of(blocks))
+from tests.services.worker.pie.rig import SHAPE, ignore, make_memory, runs
 
 
 def test_only_used_blocks_travel() -> None:

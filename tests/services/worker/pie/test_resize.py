@@ -9,7 +9,7 @@ from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.resize import Growth
 from services.worker.pie.store import LayerStore
 from shared.clock import monotonic_s
-from tests.services.worker.pie.test_store import BLOCKS, LAYERS, make_store, step
+from tests.services.worker.pie.rig import BLOCKS, LAYERS, make_store, step
 
 
 def make_growth(

@@ -2,40 +2,18 @@
 
 import random
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from services.worker.pie import memory
-from services.worker.pie.copier import InlineCopier, ThreadCopier
+from services.worker.pie.copier import InlineCopier
 from services.worker.pie.core.swap import Direction, SwapController
 from services.worker.pie.paced_link import PacedLink
 from services.worker.pie.store import LayerStore
 from shared.clock import monotonic_s
 from shared.errors import InternalError
-from tests.services.worker.pie.test_memory import SHAPE, make_memory
-
-LAYERS, BLOCKS = 6, 8
-
-
-def make_store(fifo_layers: int, bandwidth: float) -> LayerStore:
-    layers = make_memory(LAYERS, BLOCKS, fifo_layers)
-    links = {direction: PacedLink(bandwidth, monotonic_s, time.sleep) for direction in Direction}
-    copier = ThreadCopier(layers, links, monotonic_s)
-    store = LayerStore(SwapController(LAYERS, fifo_layers), layers, copier, monotonic_s, wait_timeout_s=20.0)
-    store.attach(lambda: list(range(BLOCKS)))
-    return store
-
-
-def step(store: LayerStore, compute_s: float, write: Callable[[int, torch.Tensor], None]) -> None:
-    store.step_begins([])
-    for layer in range(LAYERS):
-        keys, _ = store.enter(layer)
-        write(layer, keys)
-        time.sleep(compute_s)
-        store.leave(layer)
-    store.step_ends(4, is_decoding=True)
+from tests.services.worker.pie.rig import BLOCKS, LAYERS, SHAPE, make_memory, make_store, step
 
 
 def test_bytes_stay_and_waits_are_counted_by_layer() -> None:

@@ -1,4 +1,9 @@
-"""The C++ operator against attention's definition: any shape, block size, window, dtype and partition."""
+"""The C++ operator against attention's definition: any shape, block size, window, dtype and partition.
+
+Tensors out of one mapping.
+
+A timing is of real steps.
+"""
 
 import dataclasses
 import logging
@@ -11,13 +16,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine import paged
-from services.worker.engine.native import build, library
+from services.worker.engine.native import build, library, timings
+from services.worker.engine.native.arena import Arena
 from shared.errors import ConfigError, InternalError
 from tests.rounding import assert_within
 from tests.services.worker.engine.native.cases import Case, World
 
 CPU = torch.device("cpu")
+
+
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+
 
 cases = st.builds(
     Case,
@@ -203,3 +212,28 @@ def test_who_computes_where() -> None:
     assert library.choose("auto", device=CPU, dtype=torch.float16) is None
     with pytest.raises(ConfigError, match="set auto"):
         library.choose("native", device=CPU, dtype=torch.float16)
+
+
+def test_tensors_lie_side_by_side_zero_and_outlive_the_arena() -> None:
+    arena = Arena(100)
+    first, second = arena.take(60), arena.take(40)
+    assert second.data_ptr() - first.data_ptr() == 60 * 4
+    assert first.data_ptr() % 64 == 0
+    first.fill_(1.0)
+    del arena
+    assert torch.equal(second, torch.zeros(40)) and first.sum() == 60
+
+
+def test_no_more_is_given_than_there_is() -> None:
+    arena = Arena(10)
+    arena.take(6)
+    with pytest.raises(ValueError, match="5 floats wanted of 4"):
+        arena.take(5)
+    assert len(arena.take(4)) == 4
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+def test_a_measurement_is_of_a_step_and_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "_ROUNDS", 2)
+    step_ms, read_ms = timings._measure((2, 2, 4, 64), 2, 40, "native")
+    assert 0 < step_ms < 1e4 and 0 <= read_ms < 1e4

@@ -1,127 +1,13 @@
 """Whatever is asked, evicted, loaded or lost: a block that is handed out holds the bytes of its name."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.load_policy import CostGate
-from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
-from services.worker.kv.core.radix_tree import Node, Tier
-from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
-from shared.blocks import BlockHash, chain, root
-
-BLOCK_TOKENS = 2
-ROOT = root(b"fingerprint")
-
-
-@dataclass
-class MemoryMover:
-    """Tiers whose "bytes" are the name of what was stored there. Faults are switched on by the test."""
-
-    device: dict[int, BlockHash] = field(default_factory=dict)
-    host: dict[int, BlockHash] = field(default_factory=dict)
-    disk: dict[int, StoredBlock] = field(default_factory=dict)
-    writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
-    reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
-    lost_host: set[int] = field(default_factory=set)
-    lost_disk: set[int] = field(default_factory=set)
-    abandon_after: int = 1000
-    most_open: int = 3
-
-    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
-        for done, load in enumerate(loads):
-            if done >= self.abandon_after:
-                return Loaded(done, wasted_s=0.01)
-            lost = self.lost_host if load.tier is Tier.HOST else self.lost_disk
-            if load.place in lost:
-                return Loaded(done, failed=True)
-            held = self.host.get(load.place) if load.tier is Tier.HOST else self.disk[load.place].name
-            assert held == load.name, "the cache asked for a block where it is not"
-            self.device[load.block] = load.name
-        return Loaded(len(loads), (0.0, 0.001, 0.002))
-
-    def store(self, stores: Sequence[Store]) -> float:
-        for store in stores:
-            assert self.device[store.block] == store.name, "a block was reused before it was saved"
-            self.host[store.place] = store.name
-            self.lost_host.discard(store.place)
-        return 0.001 * len(stores)
-
-    def start_write(self, source: int, node: StoredBlock) -> bool:
-        if len(self.writes) >= self.most_open:
-            return False
-        assert self.host[source] == node.name
-        self.writes.append((source, node))
-        return True
-
-    def start_read(self, place: int, target: int, name: BlockHash) -> bool:
-        if len(self.reads) >= self.most_open:
-            return False
-        self.reads.append((place, target, name))
-        return True
-
-
-class Rig:
-    """A cache, its movers, and sequences that hold blocks."""
-
-    def __init__(self, device: int, host: int, disk: int, eviction: str, kept: int = 0) -> None:
-        self.mover = MemoryMover()
-        self.pool = BlockPool(device, BLOCK_TOKENS)
-        tiers = Tiers(host, disk, eviction, kept_blocks=kept)
-        self.cache = PrefixCache(self.pool, tiers, self.mover, CostGate())
-        self.held: list[list[int]] = []
-        self.names: list[list[BlockHash]] = []
-        """Of those in `held`."""
-        self.kept: list[list[Node]] = []
-
-    def run(self, tokens: bytes) -> None:
-        """A sequence: hit, compute the rest, publish; it ends at once if there is no room."""
-        names = chain(ROOT, tokens, BLOCK_TOKENS)
-        hit = self.cache.acquire(names, len(names))
-        for block, name in zip(hit.blocks, names, strict=False):
-            assert self.mover.device[block] == name, "a hit holds other bytes"
-        blocks = list(hit.blocks)
-        missing = len(names) - len(blocks)
-        if self.cache.can_allocate(missing):
-            blocks += self.cache.allocate(missing)
-            for index in range(len(hit.blocks), len(names)):
-                self.mover.device[blocks[index]] = names[index]
-                self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
-        self.held.append(blocks)
-        self.names.append(names[: len(blocks)])
-
-    def end(self, at: int, *, is_kept: bool = False) -> None:
-        """One of those that run gives its blocks back; kept on the host, if it will return."""
-        names = self.names.pop(at % len(self.held))
-        if is_kept:
-            self.kept.append(self.cache.keep(names))
-        self.cache.release(self.held.pop(at % len(self.held)))
-
-    def settle(self, *, ok: bool) -> None:
-        """Copies in flight end."""
-        reads, self.mover.reads = self.mover.reads, []
-        writes, self.mover.writes = self.mover.writes, []
-        for place, target, name in reads:
-            intact = ok and place not in self.mover.lost_disk and self.mover.disk[place].name == name
-            if intact:
-                self.mover.host[target] = name
-                self.mover.lost_host.discard(target)
-            self.cache.on_read(name, target, ok=intact)
-        for source, node in writes:
-            intact = ok and self.mover.host[source] == node.name  # not if it was lost meanwhile, and reused
-            if intact:
-                self.mover.disk[node.place] = node
-                self.mover.lost_disk.discard(node.place)
-            self.cache.on_written(node.name, node.place, ok=intact)
-
-    def check(self) -> None:
-        self.settle(ok=True)
-        self.cache.check_integrity([block for blocks in self.held for block in blocks])
-
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.tier_copier import StoredBlock
+from shared.blocks import chain
+from tests.services.worker.kv.rig import BLOCK_TOKENS, ROOT, Rig
 
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(
     lambda tokens: b"".join(token.to_bytes(4, "little") for token in tokens)

@@ -1,9 +1,15 @@
-"""The cache over real memory and a real file, both damaged as it runs: no hit holds wrong bytes."""
+"""The cache over real memory and a real file, both damaged as it runs: no hit holds wrong bytes.
+
+A slow tier takes the time it should, and is given up when that is too long.
+
+A slot is intact as long as nobody touches its bytes, and for its own block only.
+"""
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -21,10 +27,15 @@ from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.tiers.throttle import Throttle
 from shared.blocks import BlockHash, chain, root
 
 FINGERPRINT = b"model 0123456789"
+
+
 NAMES = chain(root(FINGERPRINT), bytes(4 * 2 * 8), 2)
+
+
 WAIT_S = 20.0
 
 
@@ -267,3 +278,36 @@ def test_an_io_thread_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> Non
     threading.Event().wait(0.05)  # the thread has begun
     assert not machine.mover.close(0.05)
     machine.close()
+
+
+def test_it_takes_as_long_as_the_bytes_need() -> None:
+    started_s = monotonic()
+    assert Throttle(1000).wait(50)
+    assert monotonic() - started_s >= 0.05
+
+
+def test_it_waits_no_longer_than_it_may() -> None:
+    started_s = monotonic()
+    assert not Throttle(1).wait(1000, started_s + 0.02)
+    assert 0.02 <= monotonic() - started_s < 5
+
+
+def test_without_a_limit_it_does_not_wait() -> None:
+    assert Throttle().wait(10**15)
+
+
+def test_a_negative_speed_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        Throttle(-1)
+
+
+def test_a_slot_is_intact_until_a_byte_changes() -> None:
+    tier = HostTier(2, 100, b"model")
+    tier.row(1)[:] = np.arange(100)
+    assert not tier.is_intact(1, b"a")
+    tier.seal(1, b"a")
+    assert tier.is_intact(1, b"a")
+    assert not tier.is_intact(1, b"b")
+    assert not tier.is_intact(0, b"a")
+    tier.row(1)[50] ^= 4
+    assert not tier.is_intact(1, b"a")

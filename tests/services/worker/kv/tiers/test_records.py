@@ -1,10 +1,13 @@
-"""A block comes back from its record as it was, whatever the shapes and the dtype."""
+"""A block comes back from its record as it was, whatever the shapes and the dtype.
+
+The right bytes of another block, or of another model, do not pass.
+"""
 
 import numpy as np
 import pytest
 import torch
 
-from services.worker.kv.tiers.records import Records
+from services.worker.kv.tiers.records import Records, checksum
 
 
 def pools(
@@ -51,3 +54,17 @@ def test_pools_that_cannot_be_taken_as_rows_are_refused() -> None:
         Records([(key.transpose(2, 3), value)])
     with pytest.raises(ValueError, match="number of blocks"):
         Records([(key, value[:3])])
+
+
+ROW = np.arange(256, dtype=np.uint8)
+
+
+def test_it_depends_on_bytes_name_and_fingerprint() -> None:
+    sums = {
+        checksum(ROW, b"name", b"model"),
+        checksum(ROW, b"eman", b"model"),
+        checksum(ROW, b"name", b"other"),
+        checksum(ROW[::-1].copy(), b"name", b"model"),
+    }
+    assert len(sums) == 4
+    assert checksum(ROW.copy(), b"name", b"model") in sums

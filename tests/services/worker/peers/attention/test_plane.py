@@ -7,7 +7,7 @@ from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from shared.errors import NoResponder
 from tests.conftest import ConnectBus
-from tests.services.ledger.core.test_debt_ledger import report
+from tests.services.ledger.builders import report
 from tests.services.worker.peers.transport.receivers import furnish
 
 

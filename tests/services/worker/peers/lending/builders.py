@@ -1,5 +1,11 @@
 """Short ways to write the messages that tests of lending are full of."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.lendable_memory import lend
+from shared.errors import Overloaded
 from shared.messages.lending import BorrowBlocks, Grant, HeldGrant, KvTier, RenewLeases, ReturnBlocks
 
 KV = b"fingerprint"
@@ -68,3 +74,22 @@ def give_back(
         grant_id=grant_id,
         blocks=blocks,
     )
+
+
+@dataclass
+class PlainVault:
+    """A pool on the loop's own thread, which can be told to be overloaded."""
+
+    pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS, 16))
+    overloaded: bool = False
+
+    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+        return lend(self.pool, most_blocks, least_blocks, keep_blocks)
+
+    async def readmit(self, blocks: Sequence[int]) -> None:
+        if self.overloaded:
+            raise Overloaded("not now")
+        self.pool.readmit(blocks)
+
+
+BLOCKS = 20

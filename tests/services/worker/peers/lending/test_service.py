@@ -1,8 +1,12 @@
-"""Workers that lend over a real bus: real subjects, a real ledger, pools without an engine."""
+"""Workers that lend over a real bus: real subjects, a real ledger, pools without an engine.
+
+A search over a real bus: a ledger that knows a creditor, a creditor that grants a part.
+
+What heartbeats and status say of loans, by tier.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,39 +15,27 @@ import pytest
 from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS as LEDGER_HANDLERS
 from services.ledger.service import Ledger
-from services.worker.kv.core.block_pool import BlockPool
+from services.worker.peers.lending.core.borrowing import AskCreditor, Borrowing, Manners, is_answer
+from services.worker.peers.lending.core.debts import Debts
+from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.interfaces import Owner
-from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.settings import LendingConfig
-from services.worker.peers.lending.core.table import BlockState
-from services.worker.peers.lending.service import Lending
+from services.worker.peers.lending.core.table import BlockState, LentRow, RBlockTable
+from services.worker.peers.lending.service import Lending, Search
+from services.worker.peers.lending.telling import loans, section
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Bus, Endpoint
+from shared.clock import monotonic_s
 from shared.errors import NoResponder, Overloaded
-from shared.messages.lending import BorrowBlocks, BorrowReply, LeasesRenewed, Refusal
+from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
+from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, LeasesRenewed, Refusal
 from shared.messages.reports import Capacity
 from tests.conftest import ConnectBus
-from tests.services.worker.peers.lending.builders import grant, renew
+from tests.services.ledger.builders import report
+from tests.services.worker.peers.lending.builders import BLOCKS, PlainVault, grant, renew
 from tests.shared.messages.builders import worker_report
 
-BLOCKS = 20
 LENDS = LendingConfig(lease_s=2.0, grace_s=0.1, rest_s=0.05)
-
-
-@dataclass
-class PlainVault:
-    """A pool on the loop's own thread, which can be told to be overloaded."""
-
-    pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS, 16))
-    overloaded: bool = False
-
-    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-        return lend(self.pool, most_blocks, least_blocks, keep_blocks)
-
-    async def readmit(self, blocks: Sequence[int]) -> None:
-        if self.overloaded:
-            raise Overloaded("not now")
-        self.pool.readmit(blocks)
 
 
 class Worker:
@@ -237,3 +229,131 @@ async def test_a_busy_engine_hears_of_lost_blocks_later_and_nothing_ends() -> No
     await lending.tick()
     await lending.tick()
     assert told == lost, "once"
+
+
+class NamesTwo:
+    """Names the same two, whoever asks."""
+
+    async def find(self, asked: FindCreditors) -> CreditorCandidates:
+        named = ("c0", "c1") if not asked.refused_by else ()
+        return CreditorCandidates(
+            candidates=tuple(CreditorCandidate(worker_id=name, free_tokens=64, distance=0) for name in named)
+        )
+
+
+class Lender:
+    def __init__(self, reply: BorrowReply) -> None:
+        self.reply = reply
+        self.asked: list[int] = []
+
+    async def borrow(self, asked: BorrowBlocks) -> BorrowReply:
+        self.asked.append(asked.blocks)
+        return self.reply
+
+
+async def test_refused_by_one_granted_a_part_by_the_next(connect_bus: ConnectBus) -> None:
+    refusing = Lender(BorrowReply(refusal=Refusal.AT_CAP))
+    granting = Lender(BorrowReply(grant=grant("c1", 4, 5)))
+    for name, lender in (("c0", refusing), ("c1", granting)):
+        bus = await connect_bus("worker", name)
+        await bus.attach((Endpoint(subjects.worker_borrow.to, BorrowBlocks, "borrow"),), lender)
+    ledger = await connect_bus("ledger", "ledger-0")
+    await ledger.attach((Endpoint(subjects.ANY_LEDGER_CANDIDATES, FindCreditors, "find"),), NamesTwo())
+    debts = Debts(RBlockTable("w", 10), 1)
+    search = Search(
+        await connect_bus("worker", "w"),
+        debts,
+        Borrowing("w", 1, 16, manners=Manners(most_rounds=2, rest_s=9.0)),
+        None,
+        monotonic_s,
+    )
+    await search.run(3)
+    assert (refusing.asked, granting.asked) == ([3], [3])
+    assert debts.free_blocks == 2
+    assert not search.may_start(monotonic_s()), "it rests"
+
+
+async def test_without_a_ledger_it_rests(connect_bus: ConnectBus) -> None:
+    debts = Debts(RBlockTable("w", 10), 1)
+    search = Search(await connect_bus("worker", "w"), debts, Borrowing("w", 1, 16), None, monotonic_s)
+    await search.run(3)
+    assert debts.borrowed_blocks == 0 and not search.may_start(monotonic_s())
+
+
+class Losing:
+    """A borrower whose creditor fails while it is dialled."""
+
+    def __init__(self, debts: Debts) -> None:
+        self.debts = debts
+        self.admitted: list[int] = []
+        self.lost: list[int] = []
+
+    async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
+        self.debts.on_creditor_gone(grant.creditor_id)
+        self.admitted += logical
+        return True
+
+    def lose(self, logical: Sequence[int]) -> None:
+        self.lost += logical
+
+
+async def test_blocks_lost_while_their_creditor_is_dialled_are_nobodys() -> None:
+    """Sequences got them: no lease was renewed for them, and they were never returned."""
+    debts = Debts(RBlockTable("w", 10), 1)
+    nowhere: Any = None
+    losing: Any = Losing(debts)
+    search = Search(nowhere, debts, Borrowing("w", 1, 16), losing, monotonic_s)
+    granted = grant("c1", 4, 5)
+    await search._admit(granted, debts.on_granted(granted, 0.0))
+    assert losing.lost == losing.admitted and len(losing.lost) == 2
+
+
+@pytest.mark.parametrize(
+    "granted",
+    [
+        grant("w", 4),
+        grant("c9", 4),
+        grant("c1", 4, 4),
+        grant("c1", -1),
+        grant("c1", 4, 5, 6, 7),
+        grant("c1", 4, tier=KvTier.HOST),
+        grant("c1", 4, lease_s=float("nan")),
+        grant("c1", 4, lease_s=-1.0),
+    ],
+)
+def test_a_grant_of_something_else_is_none(granted: Grant) -> None:
+    """One of the debtor's own memory ended the debtor; two numbers for one block are two sequences in it."""
+    asked = BorrowBlocks(debtor_id="w", debtor_incarnation=1, request=1, blocks=3)
+    assert not is_answer(granted, AskCreditor("c1", asked))
+    assert is_answer(grant("c1", 4, 5), AskCreditor("c1", asked))
+
+
+def test_tiers_are_told_apart_and_frozen_workers_lend_nothing() -> None:
+    table = RBlockTable("w", 20, 5)
+    grants = Grants(table, 1, Terms(6, most_host_blocks=5))
+    table.add(grant("c", 1, 2))
+    table.add(grant("c", 1, grant_id=2, tier=KvTier.HOST))
+    table.lend(KvTier.DEVICE, [3, 4], LentRow("d", 1))
+    table.lend(KvTier.HOST, [0, 1, 2], LentRow("e", 2))
+    before = report("w")
+    lent = section(before.capacity, table, grants, spare_blocks=9, host_free_blocks=2)
+    told = msgspec.structs.replace(before, **lent)
+    capacity = told.capacity
+    assert (capacity.lent_blocks, capacity.host_lent_blocks, capacity.host_blocks) == (2, 3, 5)
+    assert (capacity.lendable_blocks, capacity.host_lendable_blocks, capacity.loanable_blocks) == (4, 2, 6)
+    assert (capacity.most_lent_blocks, capacity.borrowed_blocks) == (11, 3)
+    assert (told.lent_to_blocks, told.host_lent_to_blocks) == ({"d": 2}, {"e": 3})
+    assert (told.borrowed_from_blocks, told.host_borrowed_from_blocks) == ({"c": 2}, {"c": 1})
+    grants.set_frozen_terms(frozen=True)
+    assert section(before.capacity, table, grants, 9, 2)["capacity"].loanable_blocks == 0
+    assert loans(table) == {
+        "lent_blocks": 5,
+        "borrowed_blocks": 3,
+        "host_lent_blocks": 3,
+        "host_borrowed_blocks": 1,
+        "loans": [
+            {"peer": "c", "lent_blocks": 0, "borrowed_blocks": 3},
+            {"peer": "d", "lent_blocks": 2, "borrowed_blocks": 0},
+            {"peer": "e", "lent_blocks": 3, "borrowed_blocks": 0},
+        ],
+    }

@@ -1,20 +1,32 @@
-"""Two workers on a real nats-server find each other, measure the way, and one fetches what the other has."""
+"""Two workers on a real nats-server find each other, measure the way, and one fetches what the other has.
+
+The cache between two iterations, as transfers use it; nothing stays behind when one ends halfway.
+"""
 
 import asyncio
 from pathlib import Path
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
+from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.peers.migration.ledge import Ledge
 from services.worker.service import Worker
 from shared import subjects
+from shared.blocks import chain, root
 from shared.bus import Listener
 from shared.messages.moves import BlocksPulled, PullBlocks
 from shared.messages.plans import BatchPlan, PrefillChunk
 from shared.messages.reports import GatewayReported, WorkerReported
-from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.sequence import pack_tokens
 from tests.conftest import ConnectBus
+from tests.services.worker.peers.migration.rig import LONGEST_S, EngineDoor
+from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig
+from tests.services.worker.prefix_rig import make_engine as make_prefix_engine
+from tests.shared.messages.builders import ref, spec
 
 TOKENS = list(range(2, 50))
+
+
 WITHIN_S = 30.0
 
 
@@ -40,16 +52,10 @@ async def test_blocks_go_over_and_the_way_is_measured(connect_bus: ConnectBus, m
             len(heard.reports) < 2 or not heard.reports["worker-1"].link_bytes_per_s
         ):
             await asyncio.sleep(0.05)
-    spec = SequenceSpec(
-        ref=SequenceRef(request_id="req", choice=0, attempt=1),
-        gateway_id="g",
-        gateway_incarnation=1,
-        prompt=pack_tokens(TOKENS),
-        sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
-    )
+    asked = spec(ref("req"), TOKENS, max_tokens=1, gateway_id="g")
     await gateway.publish(subjects.gateway_reported("g"), GatewayReported(gateway_id="g", incarnation=1))
-    chunk = PrefillChunk(ref=spec.ref, first_token=0, end_token=len(TOKENS), allocated_blocks=13)
-    plan = BatchPlan(epoch=1, seq=1, starts=(spec,), prefills=(chunk,))
+    chunk = PrefillChunk(ref=asked.ref, first_token=0, end_token=len(TOKENS), allocated_blocks=13)
+    plan = BatchPlan(epoch=1, seq=1, starts=(asked,), prefills=(chunk,))
     await scheduler.publish(subjects.worker_plan("worker-0"), plan)
     order = PullBlocks(
         source="worker-0",
@@ -68,3 +74,39 @@ async def test_blocks_go_over_and_the_way_is_measured(connect_bus: ConnectBus, m
     for task in serving:
         task.cancel()
     await asyncio.gather(*serving, return_exceptions=True)
+
+
+NAMES = chain(root(b"f"), pack_tokens(range(8 * BLOCK_TOKENS)), BLOCK_TOKENS)
+
+
+async def test_blocks_get_their_names_when_they_have_arrived() -> None:
+    rig = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0))
+    assert rig.store is not None
+    cache = rig.store.cache
+    door = EngineDoor()
+    ledge = Ledge(door, cache)
+    blocks = await ledge.make_room(4)
+    assert await asyncio.wrap_future(ledge.take_in(blocks, NAMES[:3], None)) == 3, "the fourth did not arrive"
+    assert await asyncio.wrap_future(ledge.known_blocks(NAMES)) == 3
+    assert cache.free_blocks + cache.evictable_blocks == DEVICE_BLOCKS
+    more = await ledge.make_room(2)
+    arrived = ledge.take_in(more, NAMES[5:7], NAMES[4])
+    assert await asyncio.wrap_future(arrived) == 0, "what precedes them is not there"
+    held = ledge.hold(NAMES[1:6], LONGEST_S)
+    assert len(held) == 2 and cache.evictable_blocks == 0
+    ledge.let_go(held)
+    door.close()
+    assert cache.evictable_blocks == 3
+    cache.check_integrity([])
+    rig.store.close(5.0)
+
+
+async def test_room_is_made_only_where_as_much_stays_free() -> None:
+    rig = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0))
+    assert rig.store is not None
+    door = EngineDoor()
+    ledge = Ledge(door, rig.store.cache)
+    assert await ledge.make_room(DEVICE_BLOCKS // 2 + 1) == []
+    assert len(await ledge.make_room(DEVICE_BLOCKS // 2)) == DEVICE_BLOCKS // 2
+    door.close()
+    rig.store.close(5.0)

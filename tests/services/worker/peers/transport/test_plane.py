@@ -1,4 +1,7 @@
-"""Planes that connect by the transport that suits both ends, with tickets, and fall back."""
+"""Planes that connect by the transport that suits both ends, with tickets, and fall back.
+
+A link's speed, measured with bytes that nobody needs.
+"""
 
 import asyncio
 import threading
@@ -8,10 +11,19 @@ import pytest
 
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.link import SocketLink
-from services.worker.peers.transport.plane import Issue, PeerAddress, Plane
+from services.worker.peers.transport.plane import (
+    KIND,
+    PROBE_BYTES,
+    Issue,
+    PeerAddress,
+    Plane,
+    Probes,
+    fastest_s,
+)
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
-from shared.errors import ConfigError, KvasirError, NoResponder, StaleEpoch, Unauthorized
+from services.worker.peers.transport.tickets import WorkerDesk
+from shared.errors import ConfigError, KvasirError, MessageTooLarge, NoResponder, StaleEpoch, Unauthorized
 from tests.services.worker.peers.transport.receivers import furnish
 
 A, B = Peer("worker-a", 1), Peer("worker-b", 1)
@@ -145,3 +157,17 @@ async def test_an_address_that_makes_no_sense_is_the_peers_fault(a: Plane, b: Pl
         await a.connect(PeerAddress(B, "host-2", {"tcp": address}), _issue(b), deadline_s=5.0)
     with pytest.raises(KvasirError):
         await a.connect(PeerAddress(B, "host-1", {"shm": f"@{address}"}), _issue(b), deadline_s=5.0)
+
+
+def test_transfers_are_timed_and_larger_ones_refused() -> None:
+    desk = WorkerDesk(B)
+    desk.serve(KIND, Probes())
+    listener = TcpTransport().listen(desk)
+    link = TcpTransport().dial(listener.address, A, B, desk.issue(A, valid_for_s=5.0), deadline_s=5.0)
+    try:
+        assert 0 < fastest_s(link, 10.0) < 10
+        with pytest.raises(MessageTooLarge):
+            link.ask(KIND, b"", [memoryview(bytearray(PROBE_BYTES + 1))], deadline_s=5.0)
+    finally:
+        link.close()
+        assert listener.close(5.0)

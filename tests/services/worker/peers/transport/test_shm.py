@@ -1,4 +1,7 @@
-"""Rings whose memory could vanish are refused: touching it would kill the process."""
+"""Rings whose memory could vanish are refused: touching it would kill the process.
+
+Addresses of TCP listeners.
+"""
 
 import fcntl
 import os
@@ -8,6 +11,7 @@ import pytest
 
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.shm import Rings, ShmTransport
+from services.worker.peers.transport.tcp import split_address
 from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import InvalidMessage, InvalidRequest, NoResponder
 
@@ -43,3 +47,14 @@ def test_addresses_that_lead_nowhere() -> None:
         ShmTransport().dial("127.0.0.1:1", Peer("a", 1), Peer("b", 1), b"", deadline_s=1.0)
     with pytest.raises(NoResponder):
         ShmTransport().dial("@nobody", Peer("a", 1), Peer("b", 1), b"", deadline_s=1.0)
+
+
+def test_hosts_and_ports() -> None:
+    assert split_address("10.0.0.3:7100") == ("10.0.0.3", 7100)
+    assert split_address("[::1]:7100") == ("::1", 7100)
+
+
+@pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:x", "host:99999", "@name"])
+def test_what_is_none(address: str) -> None:
+    with pytest.raises(InvalidRequest):
+        split_address(address)

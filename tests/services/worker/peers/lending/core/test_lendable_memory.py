@@ -1,4 +1,9 @@
-"""Blocks leave a pool, cached prefixes first of all, and come back."""
+"""Blocks leave a pool, cached prefixes first of all, and come back.
+
+Both tiers that a worker lends out of: each hands out and takes back its own.
+"""
+
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -7,9 +12,12 @@ from hypothesis import strategies as st
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
-from services.worker.peers.lending.core.lendable_memory import lend, spare_blocks
+from services.worker.peers.lending.core.grants import Freed
+from services.worker.peers.lending.core.lendable_memory import Stock, lend, spare_blocks
 from shared.blocks import chain, root
-from tests.services.worker.kv.core.test_prefix_cache import MemoryMover
+from shared.messages.lending import KvTier
+from tests.services.worker.kv.rig import MemoryMover
+from tests.services.worker.peers.lending.builders import PlainVault
 
 
 def test_what_is_kept_stays_and_a_part_may_be_too_little() -> None:
@@ -69,3 +77,32 @@ def test_blocks_are_conserved(moves: list[tuple[str, int]]) -> None:
             del lent[:number]
         pool.check_integrity(held)
         assert pool.total_blocks == 16 - len(lent) == len(held) + pool.free_blocks
+
+
+async def test_each_tier_lends_its_own_and_only_the_device_keeps_some() -> None:
+    vault = PlainVault()
+    stock = Stock(vault, keep_blocks=18, host_blocks=3, block_tokens=16)
+    device = await stock.take(KvTier.DEVICE, 9, 1)
+    host = await stock.take(KvTier.HOST, 9, 1)
+    assert (len(device), len(host), stock.host_free_blocks) == (2, 3, 0)
+    assert await stock.take(KvTier.HOST, 1, 1) == []
+    await stock.put_back([Freed(KvTier.HOST, tuple(host[:2])), Freed(KvTier.DEVICE, tuple(device))])
+    assert (vault.pool.withdrawn_blocks, stock.host_free_blocks) == (0, 2)
+    assert await stock.take(KvTier.HOST, 3, 3) == [], "fewer are of no use"
+
+
+async def test_what_the_engine_cannot_take_now_it_gets_later_and_some_is_kept() -> None:
+    vault = PlainVault()
+    stock = Stock(vault, 0, 0, 16)
+    blocks = await stock.take(KvTier.DEVICE, 3, 1)
+    assert await stock.take(KvTier.HOST, 1, 1) == [] and stock.host is None
+
+    def keep_one(back: Sequence[int]) -> list[int]:
+        return list(back[1:])
+
+    vault.overloaded = True
+    await stock.put_back([Freed(KvTier.DEVICE, tuple(blocks))], keep_one)
+    assert vault.pool.withdrawn_blocks == 3
+    vault.overloaded = False
+    await stock.put_back([])
+    assert vault.pool.withdrawn_blocks == 1

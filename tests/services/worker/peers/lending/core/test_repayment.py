@@ -2,7 +2,7 @@
 
 from services.worker.peers.lending.core.repayment import CreditorPressure, Pressures, in_order, recalls
 from shared.messages.lending import KvTier
-from tests.services.ledger.core.test_debt_ledger import report
+from tests.services.ledger.builders import report
 
 
 def test_the_creditor_under_most_pressure_first() -> None:

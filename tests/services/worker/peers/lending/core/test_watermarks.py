@@ -1,10 +1,20 @@
-"""Two marks: no borrowing and returning in turn."""
+"""Two marks: no borrowing and returning in turn.
+
+What a debtor lacks or spares, by reports that are late.
+"""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.peers.lending.core.watermarks import Marks, Memory, blocks_to_borrow, blocks_to_return
+from services.worker.peers.lending.core.watermarks import (
+    Balance,
+    Marks,
+    Memory,
+    blocks_to_borrow,
+    blocks_to_return,
+)
+from shared.messages.reports import Capacity
 
 MARKS = Marks(low_blocks=4, high_blocks=12)
 
@@ -50,3 +60,53 @@ def test_what_was_just_borrowed_is_not_returned(
     back = blocks_to_return(memory, marks, wanted_back_blocks=1000)
     assert 0 <= back <= borrowed
     assert blocks_to_borrow(Memory(own, borrowed - back, wanted), marks) == 0 or back == 0
+
+
+EMPTY = Capacity(total_blocks=10, free_blocks=10)
+
+
+def gathering(needed_blocks: int, capacity: Capacity) -> Balance:
+    balance = Balance(Marks(0, 0), EMPTY)
+    balance.needed_blocks = needed_blocks
+    balance.on_report(capacity)
+    return balance
+
+
+def test_it_lacks_what_the_pool_is_too_small_by_whatever_is_used() -> None:
+    assert gathering(16, EMPTY).lacks(0, 0) == 6
+    assert gathering(16, Capacity(total_blocks=10, free_blocks=3)).lacks(0, 0) == 6
+    assert gathering(0, EMPTY).lacks(0, 0) == 0
+
+
+def test_what_was_granted_since_the_report_is_not_borrowed_again() -> None:
+    assert gathering(16, EMPTY).lacks(4, 0) == 2
+    assert gathering(16, EMPTY).lacks(6, 0) == 0
+
+
+def test_what_was_given_up_is_not_given_up_again_before_a_report_shows_it() -> None:
+    grown = Capacity(total_blocks=20, free_blocks=20, borrowed_blocks=10, borrowed_free_blocks=10)
+    balance = gathering(16, grown)
+    assert balance.may_shrink() and balance.spares(10, 0, 0) == 4
+    balance.on_shrunk()
+    assert not balance.may_shrink()
+    balance.on_report(grown)
+    assert not balance.may_shrink(), "this report may be older"
+    balance.on_report(Capacity(total_blocks=16, free_blocks=16, borrowed_blocks=6, borrowed_free_blocks=6))
+    assert balance.may_shrink() and balance.spares(6, 0, 0) == 0
+
+
+def test_little_free_is_no_reason_to_borrow_where_that_is_dear_but_a_long_sequence_is() -> None:
+    balance = Balance(Marks(2, 4), EMPTY)
+    balance.on_report(Capacity(total_blocks=10, free_blocks=1))
+    assert balance.lacks(0, 0) == 2
+    balance.may_borrow_ahead = False
+    assert balance.lacks(0, 0) == 0
+    balance.needed_blocks = 16
+    balance.on_report(Capacity(total_blocks=10, free_blocks=1))
+    assert balance.lacks(0, 0) >= 6
+
+
+def test_own_memory_that_a_long_sequence_needs_brings_nothing_home_and_is_wanted_back() -> None:
+    balance = gathering(16, Capacity(total_blocks=10, free_blocks=10))
+    assert (balance.wanted_blocks, balance.own_blocks, balance.keep_blocks) == (16, 10, 16)
+    assert balance.short_blocks == 6
