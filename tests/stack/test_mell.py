@@ -90,7 +90,7 @@ async def test_a_stack_that_is_not_scaled_parks_nobody_whoever_says_so(stack: Ru
     """One forged, or stray, event stopped every worker but the last, `placement.scale` being off."""
     run = RunDirectory(stack.run_dir)
     access = BusAccess.from_state(run.read_state(), run.credentials())
-    bus = await Bus.connect(access.config("placement"), service="placement", instance="placement-9")
+    bus = await Bus.connect(access.config("placement-0"), service="placement", instance="placement-0")
     try:
         parked = ("worker-0", "worker-1")
         event = WorkersWanted(placement_id="placement-9", incarnation=1, wanted=1, parked=parked)

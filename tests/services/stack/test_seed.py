@@ -39,6 +39,8 @@ def test_it_is_restarted_like_any_child_and_survives_its_seed(
     assert row["last_exit"] == "killed by SIGKILL"
     again = row["pid"]
     assert psutil.Process(again).ppid() == foreground.pid
+    said = tmp_path / "logs" / "sprout.log"  # Until it speaks it is the seed's fork, and may end with it.
+    until(lambda: said.read_text().count("sprout [") == 2, "it said nothing")
     os.kill(before["seed"], signal.SIGKILL)
     until(lambda: pids_of(tmp_path).get("seed") not in (None, before["seed"]), "the seed is not restarted")
     assert is_alive(again)
