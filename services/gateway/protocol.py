@@ -20,7 +20,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connections import ConnectionTable, address_key
 from services.gateway.errors import HttpError, ShuttingDown, body_of, headers_of, status_of
 from services.gateway.http.body import MAX_DISCARDED_BYTES
-from services.gateway.http.sse import LANE, DirectWriter
+from services.gateway.http.sse import DIRECT_WRITER, DirectWriter
 from shared.errors import KvasirError
 
 END_OF_HEADERS = b"\r\n\r\n"
@@ -119,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._headers_arrived()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope[LANE] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+            self.scope[DIRECT_WRITER] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
             self.scope[ENGAGE] = self._engage  # type: ignore[typeddict-unknown-key]
 
     def on_body(self, body: bytes) -> None:

@@ -38,7 +38,7 @@ from shared.messages.reports import (
 from shared.messages.sequence import FinishReason, SequenceKey, pack_tokens
 from shared.messages.tokens import TokenDelta
 
-_logger = log.get_logger("gateway.desk")
+_logger = log.get_logger("gateway.sessions")
 
 
 class Sessions:

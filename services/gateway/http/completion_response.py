@@ -19,7 +19,7 @@ from services.gateway.deadline import Deadline
 from services.gateway.exchange import Exchange, admitted
 from services.gateway.http.body import ClientGone
 from services.gateway.http.request_log import RequestRecord
-from services.gateway.http.sse import LANE, EventStream
+from services.gateway.http.sse import DIRECT_WRITER, EventStream
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.openai.replies import (
     DONE,
@@ -72,7 +72,7 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
-        lane = scope.get(LANE)
+        lane = scope.get(DIRECT_WRITER)
         salt = salt_of(self._record.tenant, self._job.cache_salt)
         exchange = self._desk.open(self._job, self._record.request_id, self._deadline, salt)
         answers = self._desk.answers(exchange, self._job)

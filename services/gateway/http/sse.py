@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from services.gateway.exchange import Exchange
 from shared.errors import InternalError
 
-LANE: Final = "kvasir.lane"
+DIRECT_WRITER: Final = "kvasir.direct_writer"
 """Where an application finds the `DirectWriter` in the ASGI scope, if there is one."""
 
 

@@ -111,7 +111,7 @@ class SocketCall:
 
 
 class SocketLink:
-    """`base.Link`, made by `greet`."""
+    """`base.PeerLink`, made by `greet`."""
 
     def __init__(
         self, pipe: Pipe, carriage: Carriage, peer: Peer, transport: str, limits: TransportLimits
@@ -137,7 +137,7 @@ class SocketLink:
         into: Sequence[Buffer] = (),
         deadline_s: float,
     ) -> SocketCall:
-        """See `base.Link`."""
+        """See `base.PeerLink`."""
         sizes = tuple(sizes_of(buffers))
         wire.check_size(len(header), sizes, self._limits)
         self._check_pipelining(sum(sizes))
@@ -163,7 +163,7 @@ class SocketLink:
         into: Sequence[Buffer] = (),
         deadline_s: float,
     ) -> PeerReply:
-        """See `base.Link`."""
+        """See `base.PeerLink`."""
         return self.finish(self.begin(kind, header, buffers, into=into, deadline_s=deadline_s))
 
     def finish(self, call: SocketCall) -> PeerReply:
@@ -189,7 +189,7 @@ class SocketLink:
         raise error
 
     def close(self) -> None:
-        """See `base.Link`."""
+        """See `base.PeerLink`."""
         self._pipe.close()
         self._carriage.close()
 

@@ -54,7 +54,7 @@ Wrap = Callable[[socket.socket, float], tuple[Pipe, Carriage]]
 
 
 class SocketListener:
-    """`base.Listener` on a listening socket, which it takes over."""
+    """`base.TransportListener` on a listening socket, which it takes over."""
 
     def __init__(self, sock: socket.socket, address: str, transport: str, desk: Desk, wrap: Wrap) -> None:
         self.address = address
@@ -76,7 +76,7 @@ class SocketListener:
         return len(self._open)
 
     def close(self, deadline_s: float) -> bool:
-        """See `base.Listener`."""
+        """See `base.TransportListener`."""
         self._closing = True
         until_s = monotonic_s() + deadline_s
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.exchange import Exchange
 from services.gateway.http.body import ClientGone
 from services.gateway.http.server import bind, make_server
-from services.gateway.http.sse import KEEP_ALIVE, LANE, DirectWriter, EventStream
+from services.gateway.http.sse import DIRECT_WRITER, KEEP_ALIVE, DirectWriter, EventStream
 from tests.services.gateway.conftest import ANSWER, MakeStack
 from tests.services.gateway.fakes import MODEL
 
@@ -183,7 +183,7 @@ class Application:
         self.paused = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        lane: DirectWriter = scope[LANE]
+        lane: DirectWriter = scope[DIRECT_WRITER]
         self.opened.append(lane.is_open)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         self.opened.append(lane.is_open)
