@@ -271,13 +271,6 @@ class FakeScheduler:
             await asyncio.sleep(HEARTBEAT_S)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Returns as soon as it holds; raises TimeoutError when it does not in time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def cancelled(task: asyncio.Task[None]) -> None:
     """Cancel and wait."""
     task.cancel()

@@ -8,8 +8,8 @@ import pytest
 from services.gateway.deadline import HEADER, NONE, Deadline, deadline_of
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InvalidRequest
+from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, MakeStack, Stack
-from tests.services.gateway.fakes import until
 
 
 def test_the_clients_word_counts_before_the_configurations() -> None:

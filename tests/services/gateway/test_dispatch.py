@@ -26,7 +26,8 @@ from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.sequence import Sampling, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta
 from tests.nats_server import NatsServer
-from tests.services.gateway.fakes import cancelled, until
+from tests.patience import until
+from tests.services.gateway.fakes import cancelled
 from tests.shared.messages.builders import ref
 
 ConnectBus = Callable[..., Awaitable[Bus]]

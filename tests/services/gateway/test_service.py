@@ -22,8 +22,9 @@ from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
+from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack, free_port
-from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled, until
+from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled
 from tests.shared.messages.builders import worker_report
 
 

@@ -20,8 +20,8 @@ from shared.messages.moves import MovePrepared
 from shared.messages.reports import SchedulerAnnounced, SequenceFinished
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta
+from tests.patience import until
 from tests.services.gateway.core.test_peers import report
-from tests.services.gateway.fakes import until
 
 W = ("worker-0", 1)
 

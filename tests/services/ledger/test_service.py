@@ -4,7 +4,6 @@ Settlements over a real bus: workers that answer, one that does not, and a ledge
 """
 
 import asyncio
-from collections.abc import Callable
 
 from services.ledger.config import LedgerConfig
 from services.ledger.core.dgfm.coordinator import SettleRules
@@ -17,6 +16,7 @@ from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import Settle, Settled, SettlePhase
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
+from tests.patience import PATIENCE_S, until
 from tests.services.ledger.builders import report
 
 
@@ -74,14 +74,6 @@ async def test_several_ledgers_answer_and_spread_debtors_together(connect_bus: C
     assert all(ledger.asked > 0 for ledger in tables), "both serve"
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to that within 5 s")
-
-
 WORKER_HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_settle, Settle, "settle"),)
 
 
@@ -122,7 +114,7 @@ async def make(connect_bus: ConnectBus, **workers: Worker) -> Settlements:
 
 
 async def until_over(settlements: Settlements) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while settlements.core.running:
             await asyncio.sleep(0.01)
 
@@ -163,5 +155,5 @@ async def test_a_refusal_and_a_silence_end_it_and_thaw_the_others(connect_bus: C
 async def test_a_ledger_that_ends_gives_up(connect_bus: ConnectBus) -> None:
     settlements = await make(connect_bus, w0=Worker())
     settlements.on_tick(DEBTS, SIZES, 0.0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await settlements.close()

@@ -1,7 +1,6 @@
 """Placement under `mell` over a real bus: moves are ordered, refusals taken back, spare workers named."""
 
 import asyncio
-from collections.abc import Callable
 
 from services.placement.config import PlacementConfig
 from services.placement.relocation import HANDLERS as MOVE_HANDLERS
@@ -12,6 +11,7 @@ from shared.messages.base import Empty
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
+from tests.patience import until
 from tests.services.placement.rig import listed, report
 
 CONFIG = PlacementConfig(policy="mell", epoch_s=0.05, scale=True, idle_s=0.2, worker_timeout_s=60.0)
@@ -38,12 +38,6 @@ class Scheduler:
 
     def on_wanted(self, event: WorkersWanted) -> None:
         self.wanted.append(event)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20.0):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def serving(bus: Bus) -> tuple[Placement, "asyncio.Task[None]"]:

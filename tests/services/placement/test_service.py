@@ -1,7 +1,6 @@
 """Placement over a real bus."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -19,6 +18,7 @@ from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus
 from shared.messages.sequence import FinishReason
 from tests.conftest import ConnectBus
+from tests.patience import until
 from tests.services.placement.rig import chain, item, news, report, stepped
 
 
@@ -105,12 +105,6 @@ class Caching:
     async def find(self, question: FindPrefixes) -> WorkerPrefixes:
         self.asked.append(question)
         return news(8, 1, 2, 3, full=True)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20.0):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_prompt_goes_where_its_beginning_is_and_what_was_missed_is_asked_for(

@@ -1,7 +1,7 @@
 """Learning in the background, with a real training in a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from services.predictor.core.length_model import LengthQuery, ModelSettings
 from services.predictor.learning import SAMPLES_FILE, Learner, LearningRules
 from services.predictor.models.regressor import RegressorModel
 from services.predictor.samples import read_samples
+from tests.patience import until
 from tests.services.predictor.lengths import LONG_TOKENS, SHORT_TOKENS, samples_of
 
 RULES = LearningRules(every_samples=300, min_samples=300, history_samples=2000, deadline_s=240.0)
@@ -31,12 +32,6 @@ async def learner_in(directory: Path, rules: LearningRules = RULES) -> AsyncIter
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until(done: Callable[[], bool], *, limit_s: float = 250.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not done():
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.timeout(300)  # the training has low priority: on a busy machine it takes its time
 async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path: Path) -> None:
     samples = samples_of(340)
@@ -52,7 +47,7 @@ async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path:
             longest_s = max(longest_s, clock() - begin_s)
             await asyncio.sleep(0.01)
         assert learner.failures == 0 and longest_s < 5.0, "predictions went on meanwhile"
-        await until(lambda: learner.model.trained is not None)
+        await until(lambda: learner.model.trained is not None, within_s=250.0)
         short = await learner.batcher.predict(LengthQuery(samples[0].prompt, 1000))
         long = await learner.batcher.predict(LengthQuery(samples[1].prompt, 1000))
         assert abs(short.p50_tokens - SHORT_TOKENS) < 10 < 50 > abs(long.p50_tokens - LONG_TOKENS)
@@ -74,7 +69,7 @@ async def test_a_training_that_fails_changes_nothing(tmp_path: Path) -> None:
     async with learner_in(tmp_path, rules) as learner:
         for sample in samples_of(20):
             learner.observe(sample)
-        await until(lambda: learner.failures > 0)
+        await until(lambda: learner.failures > 0, within_s=250.0)
         assert learner.model.trained is None and learner.swaps == 0
         answer = await learner.batcher.predict(LengthQuery(b"", 1000))
         assert answer.p50_tokens > 0

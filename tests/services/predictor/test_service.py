@@ -21,8 +21,9 @@ from shared.messages.commands import LengthPrediction, PredictLength
 from shared.messages.reports import SequenceFinished, ServiceStatus
 from shared.messages.sequence import FinishReason, SequenceRef, pack_tokens
 from tests.conftest import ConnectBus
+from tests.patience import until
 from tests.services.scheduler.bus_peers import PredictorOnBus
-from tests.services.scheduler.bus_stack import BusStack, running, until
+from tests.services.scheduler.bus_stack import BusStack, running
 
 PROMPT = pack_tokens(range(20))
 
@@ -164,5 +165,5 @@ async def test_a_predictor_that_is_down_slow_or_wrong_holds_up_no_request(
         await until(lambda: bool(stack.reader.announced))
         names = [f"r{number}" for number in range(8)]
         await asyncio.gather(*(stack.reader.submit(stack.reader.spec(name)) for name in names))
-        await until(lambda: set(stack.reader.ended) == set(names), limit_s=20.0)
+        await until(lambda: set(stack.reader.ended) == set(names))
         assert set(stack.reader.ended.values()) == {1}

@@ -1,7 +1,7 @@
 """The scheduler and its scripted peers, each on a bus of its own, and helpers to run and wait."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,13 +28,6 @@ async def running(*work: Coroutine[Any, Any, None]) -> AsyncIterator[list[asynci
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(done: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    """Raises TimeoutError when it does not come true."""
-    async with asyncio.timeout(limit_s):
-        while not done():
-            await asyncio.sleep(0.01)
 
 
 class BusStack:

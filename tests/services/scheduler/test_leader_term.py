@@ -14,7 +14,8 @@ from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import WorkerLost
 from shared.messages.sequence import SequenceRef
-from tests.services.scheduler.bus_stack import BusStack, running, until
+from tests.patience import until
+from tests.services.scheduler.bus_stack import BusStack, running
 from tests.shared.messages.builders import ref
 
 
@@ -51,7 +52,7 @@ async def test_a_cancel_reaches_the_worker(stack: BusStack) -> None:
         await stack.reader.submit(spec)
         await until(lambda: worker.fake.used_blocks > 4)
         await stack.reader.bus.publish(subjects.SCHEDULER_CANCEL, CancelSequence(ref=spec.ref))
-        await until(lambda: worker.fake.used_blocks == 0, limit_s=1.0)
+        await until(lambda: worker.fake.used_blocks == 0, within_s=1.0)
         assert (await stack.reader.submit(spec)).known, "a late submission of it"
 
 
@@ -73,7 +74,7 @@ async def test_a_worker_that_falls_silent_is_announced_as_lost(stack: BusStack) 
             spec = stack.reader.spec("a", answer_tokens=200, max_tokens=200)
             await stack.reader.submit(spec)
             await until(lambda: worker.fake.used_blocks > 4)
-        await until(lambda: bool(stack.reader.lost), limit_s=3.0)
+        await until(lambda: bool(stack.reader.lost))
         assert stack.reader.lost[0].worker_id == "worker-0"
         assert stack.reader.lost[0].refs == (spec.ref,)
         again = await stack.worker("worker-1")

@@ -16,8 +16,9 @@ from services.scheduler.service import run
 from shared.clock import monotonic_s
 from shared.config import BusConfig
 from shared.errors import ConfigError
+from tests.patience import until
 from tests.services.scheduler.bus_peers import PlacementOnBus, PredictorOnBus
-from tests.services.scheduler.bus_stack import QUICK, BusStack, running, until
+from tests.services.scheduler.bus_stack import QUICK, BusStack, running
 
 
 async def test_a_standby_takes_over_and_adopts(stack: BusStack) -> None:
@@ -110,13 +111,13 @@ async def test_the_process_survives_its_own_kill_and_stops_on_a_signal(
     async with running(worker.run()):
         process = await asyncio.create_subprocess_exec(*command)
         try:
-            await until(lambda: bool(stack.reader.announced), limit_s=30.0)
+            await until(lambda: bool(stack.reader.announced))
             await stack.reader.submit(stack.reader.spec("a", answer_tokens=150, max_tokens=200))
             await until(lambda: worker.fake.used_blocks > 4)
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
             process = await asyncio.create_subprocess_exec(*command)
-            await until(lambda: "a" in stack.reader.ended, limit_s=30.0)
+            await until(lambda: "a" in stack.reader.ended)
             assert stack.reader.ended == {"a": 1}
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 8.0) == 0

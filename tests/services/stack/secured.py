@@ -13,6 +13,7 @@ from services.stack.config import StackConfig
 from services.stack.probes import TcpProbe
 from services.stack.process import ChildProcess
 from services.stack.rundir import RunDirectory
+from tests.patience import PATIENCE_S
 
 
 @asynccontextmanager
@@ -32,7 +33,7 @@ async def secured_server(
     log = run.path / "nats.log"
     server = ChildProcess.start([nats_server.binary(), "-c", str(path)], os.environ, directory, log)
     try:
-        async with asyncio.timeout(15.0):
+        async with asyncio.timeout(PATIENCE_S):
             while await TcpProbe(access.port).obstacle(0.0):
                 await asyncio.sleep(0.01)
         run.write_state({**access.state(), "children": [{"name": "nats", "pid": server.pid}]})

@@ -35,6 +35,7 @@ from shared.errors import BusUnavailable, ConfigError, MessageTooLarge, NoRespon
 from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus
 from shared.subjects import LEASE_BUCKET, OPERATOR, SCHEDULER_ANNOUNCED, permissions_of
+from tests.patience import PATIENCE_S, until
 from tests.services.stack.secured import secured_server
 
 
@@ -108,7 +109,7 @@ async def test_limits_are_those_of_the_settings(tmp_path: Path) -> None:
 async def test_the_lease_is_the_only_stream(tmp_path: Path) -> None:
     async with secured_server(tmp_path) as access:
         bus = await connect(access.config("scheduler-0"), "scheduler-0")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await bus.acquire_lease("scheduler", ttl_s=1.0)
         context = bus._link.client.jetstream(timeout=0.5)
         with pytest.raises((nats.errors.TimeoutError, nats.js.errors.APIError)):
@@ -249,7 +250,7 @@ async def test_what_is_sent_arrives_at_all_who_may_hear_it(connect_user: Connect
             await buses[hearer].attach([listener], ear)
         for sender in (user for user in USERS if allowed(PERMISSIONS[user].publish, subject)):
             await buses[sender].publish(subject, Empty())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 for ear in ears:
                     await ear.heard.wait()
                     ear.heard.clear()
@@ -261,7 +262,7 @@ async def test_the_lease_is_the_schedulers(connect_user: ConnectUser, user: str)
     if user != "scheduler-0":
         assert not await outcome(bus.acquire_lease("scheduler", ttl_s=1.0))
         return
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         lease = await bus.acquire_lease("scheduler", ttl_s=1.0)
         await lease.renew()
         await lease.release()
@@ -300,16 +301,15 @@ async def test_the_asked_may_answer_once_and_nobody_else_at_all(access: BusAcces
     await scheduler.subscribe(subjects.scheduler_submit("gateway-0"), cb=on_question)
     await scheduler.flush()
     await gateway.publish(subjects.scheduler_submit("gateway-0"), b"?", reply=inbox)
-    async with asyncio.timeout(5):
-        reply = await asked
+    await until(lambda: asked.done() or bool(errors))
+    assert not errors
+    reply = asked.result()
     for client, answer in ((worker, b"forged"), (scheduler, b"true"), (scheduler, b"again")):
         await client.publish(reply, answer)
         await client.flush()
     await gateway.flush()
     assert answers == [b"true"]
-    async with asyncio.timeout(5):
-        while len(errors) < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(errors) >= 2)
     assert len(errors) == 2
     for client in (gateway, scheduler, worker):
         await client.close()
@@ -334,9 +334,7 @@ async def test_the_operator_finds_services_with_micro_discovery(
     inbox = f"{subjects.inbox_prefix(OPERATOR)}.1"
     await operator.subscribe(inbox, cb=on_pong)
     await operator.publish("$SRV.PING", b"", reply=inbox)
-    async with asyncio.timeout(5):
-        while found != set(subjects.SERVICES):
-            await asyncio.sleep(0.01)
+    await until(lambda: found == set(subjects.SERVICES))
     assert errors == []
     await operator.close()
 

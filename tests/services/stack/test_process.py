@@ -13,11 +13,13 @@ import pytest
 
 from services.stack.leftovers import is_alive as alive
 from services.stack.process import ChildProcess, describe_exit
+from tests.patience import PATIENCE_S
 from tests.services.stack.standin import DEAF, PARENT, PYTHON
 
 PARENT_OF_ONE = """
 import os, pathlib, sys, time
 from services.stack.process import ChildProcess
+from tests.patience import PATIENCE_S
 here = pathlib.Path(sys.argv[1])
 print(ChildProcess.start(["sleep", "1000"], os.environ, here, here / "log").pid, flush=True)
 time.sleep(1000)
@@ -29,7 +31,7 @@ def child(argv: tuple[str, ...], here: Path) -> ChildProcess:
 
 
 async def until_gone(*pids: int) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         for pid in pids:
             while alive(pid):
                 await asyncio.sleep(0.01)
@@ -39,7 +41,7 @@ async def test_tells_how_it_ended_and_logs_what_it_said(tmp_path: Path) -> None:
     running = child(
         (*PYTHON, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"), tmp_path
     )
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         assert await running.wait() == 7
     assert sorted((tmp_path / "child.log").read_text().split()) == ["err", "out"]
 
@@ -48,7 +50,7 @@ async def test_leads_a_session_of_its_own(tmp_path: Path) -> None:
     running = child(("sleep", "1000"), tmp_path)
     assert os.getsid(running.pid) == running.pid
     running.terminate()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         assert await running.wait() == -signal.SIGTERM
 
 
@@ -56,24 +58,24 @@ async def test_a_stopped_child_is_woken_to_end(tmp_path: Path) -> None:
     running = child(("sleep", "1000"), tmp_path)
     os.kill(running.pid, signal.SIGSTOP)
     running.terminate()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         assert await running.wait() == -signal.SIGTERM
 
 
 async def test_kill_ends_the_deaf(tmp_path: Path) -> None:
     running = child((*PYTHON, DEAF), tmp_path)
     running.kill()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         assert await running.wait() == -signal.SIGKILL
 
 
 async def test_what_a_child_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     running = child((*PYTHON, PARENT), tmp_path)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_S):
         while not (grandchildren := psutil.Process(running.pid).children()):
             await asyncio.sleep(0.01)
     os.kill(running.pid, signal.SIGKILL)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         await running.wait()
     await until_gone(grandchildren[0].pid)
 

@@ -17,6 +17,7 @@ from services.stack.leftovers import is_alive as alive
 from services.stack.process import ChildProcess
 from services.stack.rundir import RunDirectory
 from shared.subjects import OPERATOR
+from tests.patience import PATIENCE_S
 from tests.services.stack.standin import PARENT, PYTHON
 
 
@@ -101,7 +102,7 @@ async def test_ends_groups_and_spares_who_has_the_pid_now(tmp_path: Path) -> Non
     left = ChildProcess.start((*PYTHON, PARENT), os.environ, tmp_path, tmp_path / "log")
     other = ChildProcess.start(("sleep", "1000"), os.environ, tmp_path, tmp_path / "log")
     now_s = time.time()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         while not psutil.Process(left.pid).children():
             await asyncio.sleep(0.01)
     state = {

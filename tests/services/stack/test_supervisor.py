@@ -20,6 +20,7 @@ from services.stack.launch import SeedLauncher
 from services.stack.leftovers import is_alive as alive
 from services.stack.probes import HttpProbe
 from services.stack.supervisor import StartFailed, Supervisor, tail
+from tests.patience import until
 from tests.services.stack.standin import DEAF, FRONT, PYTHON
 
 ENV = dict(os.environ)
@@ -44,11 +45,6 @@ class Stage:
         process = self.supervisor.children[name].process
         assert process is not None, f"{name} does not run"
         return process.pid
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10.0):
-            while not condition():
-                await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
@@ -93,8 +89,8 @@ async def test_a_killed_child_is_back_fast_and_becomes_ready_again(tmp_path: Pat
         first = stage.pid("front")
         os.kill(first, signal.SIGKILL)
         child = stage.supervisor.children["front"]
-        await stage.until(lambda: child.process is not None and child.process.pid != first)
-        await stage.until(lambda: child.state is ChildState.READY)
+        await until(lambda: child.process is not None and child.process.pid != first)
+        await until(lambda: child.state is ChildState.READY)
         assert child.restarts == 1
         assert child.last_exit == "killed by SIGKILL"
         assert "killed by SIGKILL); starting it again in 0.1 s" in stage.said[0]
@@ -110,8 +106,8 @@ async def test_waits_grow_while_a_child_keeps_dying_and_it_says_why_once(tmp_pat
         (tmp_path / "a.log").write_text("the cause\n")
         for deaths in range(1, 8):
             os.kill(stage.pid("a"), signal.SIGKILL)
-            await stage.until(lambda deaths=deaths: child.restarts == deaths)  # type: ignore[misc]
-            await stage.until(lambda: child.process is not None)
+            await until(lambda deaths=deaths: child.restarts == deaths)  # type: ignore[misc]
+            await until(lambda: child.process is not None)
     delays = [line.rsplit("again in ", 1)[1] for line in stage.said if "again in" in line]
     assert delays == ["0.01 s", "0.02 s", "0.04 s", "0.05 s", "0.05 s", "0.05 s", "0.05 s"]
     assert [line for line in stage.said if "keeps ending" in line and "the cause" in line]
@@ -153,7 +149,7 @@ async def test_stages_end_in_order_and_the_deaf_are_killed(tmp_path: Path) -> No
     deaf = ChildSpec("deaf", (*PYTHON, DEAF + "; print()"), ENV, stage=1)
     async with staged(tmp_path, sleeper("bus"), deaf, sleeper("front", stage=2)) as stage:
         await stage.supervisor.until_ready(10.0)
-        await stage.until(lambda: _ignores_sigterm(stage.pid("deaf")))
+        await until(lambda: _ignores_sigterm(stage.pid("deaf")))
         pids = [stage.pid(name) for name in ("bus", "deaf", "front")]
         await stage.supervisor.stop(0.2)
         assert not any(map(alive, pids))
@@ -197,20 +193,20 @@ async def test_a_parked_child_stays_ended_until_it_is_needed(tmp_path: Path) -> 
         first, child = stage.pid("a"), stage.supervisor.children["a"]
         stage.supervisor.park("a")
         stage.supervisor.park("a")
-        await stage.until(lambda: child.state is ChildState.PARKED)
+        await until(lambda: child.state is ChildState.PARKED)
         assert not alive(first) and child.restarts == 0
         await asyncio.sleep(0.1)
         assert child.process is None, "it is not restarted"
         stage.supervisor.unpark("a")
         stage.supervisor.unpark("a")
-        await stage.until(lambda: child.state is ChildState.READY)
+        await until(lambda: child.state is ChildState.READY)
         assert stage.pid("a") != first
         assert [line for line in stage.said if "needed" in line] == [
             "a is not needed; stopping it",
             "a is needed; starting it",
         ]
         stage.supervisor.park("b")
-        await stage.until(lambda: stage.supervisor.children["b"].state is ChildState.PARKED)
+        await until(lambda: stage.supervisor.children["b"].state is ChildState.PARKED)
     assert sorted(stage.ends) == ["a", "b"], "a parked one stops with the rest"
 
 

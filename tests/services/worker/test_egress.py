@@ -21,9 +21,7 @@ from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
-from tests.shared.bus.desk import until
-
-DEADLINE_S = 10.0
+from tests.patience import PATIENCE_S, until
 
 
 def effects(number: int, finish_reason: FinishReason | None = None) -> StepEffects:
@@ -51,7 +49,7 @@ class Reader:
         self.seqs.append(stepped.seq)
 
     async def until_seq(self, seq: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENCE_S):
             while seq not in self.seqs:
                 await asyncio.sleep(0.005)
 

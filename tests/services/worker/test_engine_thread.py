@@ -22,11 +22,9 @@ from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
+from tests.patience import PATIENCE_S
 from tests.services.worker.builders import LIMITS
 from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
-
-DEADLINE_S = 10.0
-
 
 POISON = 66
 
@@ -55,7 +53,7 @@ class CountingEngine:
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         self.inside.set()
-        assert self.gate.wait(DEADLINE_S)
+        assert self.gate.wait(PATIENCE_S)
         if self.broken or any(POISON in row.tokens for row in rows):
             raise RuntimeError("as told")
         away = [row for row in rows if AWAY in row.tokens]
@@ -101,7 +99,7 @@ class Harness:
         return {end.ref.request_id: end.finish_reason for end in ended}
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline_s
             time.sleep(0.002)
@@ -113,7 +111,7 @@ def harness() -> Iterator[Harness]:
     harness.runner.start()
     yield harness
     harness.engine.gate.set()
-    assert harness.runner.stop(DEADLINE_S)
+    assert harness.runner.stop(PATIENCE_S)
 
 
 def start_plan(seq: int, name: str, prompt: list[int], steps: int = 1) -> BatchPlan:
@@ -135,7 +133,7 @@ def test_a_plan_is_run_and_its_effects_delivered(harness: Harness) -> None:
 def test_a_cancel_is_looked_at_between_the_steps_of_a_plan(harness: Harness) -> None:
     harness.engine.gate.clear()
     harness.send(start_plan(1, "a", [1, 2], steps=20))
-    assert harness.engine.inside.wait(DEADLINE_S)
+    assert harness.engine.inside.wait(PATIENCE_S)
     harness.runner.post(lambda core, now_s: core.on_cancel(CancelSequence(ref=ref("a")), now_s))
     harness.engine.gate.set()
     harness.until(lambda: "a" in harness.ends())
@@ -198,10 +196,10 @@ def test_an_engine_that_computes_nothing_any_more_is_given_up(harness: Harness) 
 def test_an_error_of_a_question_reaches_whoever_asked(harness: Harness) -> None:
     snapshot = TakeSnapshot(epoch=4)
     first = harness.runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
-    assert first.result(DEADLINE_S).epoch == 4
+    assert first.result(PATIENCE_S).epoch == 4
     stale = harness.runner.ask(lambda core, now_s: core.on_snapshot(TakeSnapshot(epoch=3), now_s))
     with pytest.raises(StaleEpoch):
-        stale.result(DEADLINE_S)
+        stale.result(PATIENCE_S)
     assert harness.broken == []
 
 
@@ -215,8 +213,8 @@ def test_the_thread_and_no_other_runs_on_its_cores() -> None:
     core = max(here)
     bound = Harness(cores=(core,))
     bound.runner.start()
-    seen = bound.runner.ask(lambda _core, _now_s: os.sched_getaffinity(0)).result(DEADLINE_S)
-    assert bound.runner.stop(DEADLINE_S)
+    seen = bound.runner.ask(lambda _core, _now_s: os.sched_getaffinity(0)).result(PATIENCE_S)
+    assert bound.runner.stop(PATIENCE_S)
     assert seen == {core} and os.sched_getaffinity(0) == here and not bound.broken
 
 

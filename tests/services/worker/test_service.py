@@ -29,10 +29,10 @@ from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
+from tests.patience import PATIENCE_S
 from tests.services.worker.conftest import MAX_POSITIONS
 from tests.shared.messages.builders import ref
 
-DEADLINE_S = 10.0
 T = TypeVar("T")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -98,11 +98,11 @@ class Peers:
     async def fetch(self, ref: SequenceRef, first_index: int) -> TokenDelta | None:
         request = FetchTokens(ref=ref, first_index=first_index)
         subject = subjects.worker_fetch("worker-0")
-        return (await self.bus.request(subject, request, FetchedTokens, deadline_s=DEADLINE_S)).delta
+        return (await self.bus.request(subject, request, FetchedTokens, deadline_s=PATIENCE_S)).delta
 
     async def until(self, find: Callable[[], T | None]) -> T:
         """What `find` finds, as soon as it finds something."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 found = find()
                 if found:
@@ -163,7 +163,7 @@ class serving:
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
-        await asyncio.wait({self._task}, timeout=DEADLINE_S)
+        await asyncio.wait({self._task}, timeout=PATIENCE_S)
         assert self._task.cancelled()
 
 
@@ -260,7 +260,7 @@ async def test_a_replaced_scheduler_is_refused(worker_bus: Bus, peers: Peers) ->
     assert (refused.outcome, refused.plan_over) == (StepOutcome.STALE_EPOCH, True)
     with pytest.raises(StaleEpoch):
         await peers.bus.request(
-            subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=2), WorkerReported, deadline_s=DEADLINE_S
+            subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=2), WorkerReported, deadline_s=PATIENCE_S
         )
 
 
@@ -269,7 +269,7 @@ async def test_a_snapshot_gives_up_all_plans(worker_bus: Bus, peers: Peers) -> N
         await peers.start(f"req_{number}", steps=60)
     await peers.until(lambda: len(peers.deltas) >= 2)
     snapshot = await peers.bus.request(
-        subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=9), WorkerReported, deadline_s=DEADLINE_S
+        subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=9), WorkerReported, deadline_s=PATIENCE_S
     )
     held = snapshot.sequences[0]
     assert snapshot.epoch == 9 and snapshot.plan_seq == 0
@@ -331,13 +331,13 @@ async def test_a_broken_engine_ends_the_worker(
         await peers.until(partial(_longer, peers, before))
     await peers.start("req_2", steps=1)
     with pytest.raises(InternalError, match="failed altogether"):
-        await asyncio.wait_for(serving_task, DEADLINE_S)
+        await asyncio.wait_for(serving_task, PATIENCE_S)
     assert [delta.finish_reason for delta in peers.deltas] == [FinishReason.ERROR] * 2
 
 
 async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
     answers = await peers.bus.gather(
-        subjects.status("worker"), Empty(), ServiceStatus, deadline_s=DEADLINE_S, expected=1
+        subjects.status("worker"), Empty(), ServiceStatus, deadline_s=PATIENCE_S, expected=1
     )
     assert answers[0].instance == "worker-0" and answers[0].details["total_blocks"] == 60
 
@@ -349,7 +349,7 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
     assert told.seq == 1 and told.added.startswith(b"".join(names)) and set(told.tiers) == {0}
     question = FindPrefixes(incarnation=told.incarnation)
     answer = await peers.bus.request(
-        subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=DEADLINE_S
+        subjects.worker_prefixes("worker-0"), question, WorkerPrefixes, deadline_s=PATIENCE_S
     )
     assert answer.added.startswith(told.added) and answer.seq >= 1
 
@@ -363,7 +363,7 @@ async def test_under_pie_the_prefix_cache_is_left_out_and_it_says_so(
         async with serving(bus, config.model_copy(update={"pie": pie}), peers):
             await peers.start("a", steps=3, max_tokens=3)
             answers = await peers.bus.gather(
-                subjects.status("worker"), Empty(), ServiceStatus, deadline_s=DEADLINE_S, expected=1
+                subjects.status("worker"), Empty(), ServiceStatus, deadline_s=PATIENCE_S, expected=1
             )
             report = await peers.fresh_report()
     assert "prefix cache left out" in caplog.text
@@ -393,7 +393,7 @@ async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(
                         debtor_id="worker-1", debtor_incarnation=1, request=number, blocks=2, fingerprint=each
                     ),
                     BorrowReply,
-                    deadline_s=DEADLINE_S,
+                    deadline_s=PATIENCE_S,
                 )
             ).refusal
             for number, each in enumerate(prints)

@@ -3,8 +3,6 @@ told to.
 """
 
 import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -99,14 +97,6 @@ CENSUS_GATHERABLE = Gatherable(CENSUS, Question, "census")
 NOTE_LISTENER = Listener(NOTED, Note, "note")
 FILE_LISTENER = Listener(FILED, Note, "file", pending_limit=50)
 HANDLERS = (ASK_ENDPOINT, CENSUS_GATHERABLE, NOTE_LISTENER, FILE_LISTENER)
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:
-    """Returns when the condition holds; fails the test when it does not in time."""
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.005)
 
 
 def metric(registry: CollectorRegistry, name: str, **labels: Any) -> float:

@@ -11,7 +11,8 @@ from shared.config import BusConfig
 from shared.errors import PermissionRefused
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
-from tests.shared.bus.desk import FILE_LISTENER, FILED, NOTED, Desk, Note, until
+from tests.patience import PATIENCE_S, until
+from tests.shared.bus.desk import FILE_LISTENER, FILED, NOTED, Desk, Note
 
 CAPITALS = "kvasir.v1.tok.Gateway-A"
 
@@ -53,14 +54,14 @@ async def test_permissions_that_change_are_noticed(make_server: MakeServer) -> N
     bus, desk = await desk_with(server)
     await bus.publish(FILED, Note(number=1))
     server.reload(only(NOTED))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(PermissionRefused):
             while True:
                 await bus.publish(FILED, Note(number=2))
                 await asyncio.sleep(0.01)
     await bus.publish(NOTED, Note())
     server.reload(only(FILED))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while 3 not in desk.filed:
             try:
                 await bus.publish(FILED, Note(number=3))

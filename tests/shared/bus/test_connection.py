@@ -18,6 +18,7 @@ from shared.config import BusConfig
 from shared.messages.base import Empty
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
+from tests.patience import PATIENCE_S, until
 from tests.shared.bus.desk import (
     ASK,
     ASK_ENDPOINT,
@@ -32,10 +33,7 @@ from tests.shared.bus.desk import (
     Note,
     Question,
     metric,
-    until,
 )
-
-DEADLINE_S = 10.0
 
 
 async def desk_on(connect_bus: ConnectBus, registry: CollectorRegistry | None = None) -> tuple[Bus, Desk]:
@@ -47,7 +45,7 @@ async def desk_on(connect_bus: ConnectBus, registry: CollectorRegistry | None = 
 async def test_request_and_reply(connect_bus: ConnectBus) -> None:
     await desk_on(connect_bus)
     caller = await connect_bus()
-    answer = await caller.request(ASK, Question(text="hi", number=3), Answer, deadline_s=DEADLINE_S)
+    answer = await caller.request(ASK, Question(text="hi", number=3), Answer, deadline_s=PATIENCE_S)
     assert (answer.text, answer.number) == ("hi", 3)
 
 
@@ -84,14 +82,14 @@ async def test_a_late_answer_is_deadline_exceeded(connect_bus: ConnectBus) -> No
         await caller.request(ASK, Question(), Answer, deadline_s=0.05)
     desk.gate.set()
     assert metric(registry, "kvasir_bus_errors_total", side="caller", code="deadline_exceeded") == 1
-    assert (await caller.request(ASK, Question(number=2), Answer, deadline_s=DEADLINE_S)).number == 2
+    assert (await caller.request(ASK, Question(number=2), Answer, deadline_s=PATIENCE_S)).number == 2
 
 
 async def test_errors_keep_their_type_and_fields(connect_bus: ConnectBus) -> None:
     await desk_on(connect_bus)
     caller = await connect_bus()
     with pytest.raises(errors.ContextOverflow) as raised:
-        await caller.request(ASK, Question(text="typed"), Answer, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(text="typed"), Answer, deadline_s=PATIENCE_S)
     assert (raised.value.message, raised.value.param, raised.value.retry_after_s) == (
         "too long",
         "prompt",
@@ -103,7 +101,7 @@ async def test_a_reply_of_another_type_is_an_invalid_message(connect_bus: Connec
     await desk_on(connect_bus)
     caller = await connect_bus()
     with pytest.raises(errors.InvalidMessage, match="Note"):
-        await caller.request(ASK, Question(text="x"), NumberedNote, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(text="x"), NumberedNote, deadline_s=PATIENCE_S)
 
 
 class NumberedNote(Note, frozen=True, kw_only=True):
@@ -115,7 +113,7 @@ async def test_an_oversize_message_is_refused_before_it_is_sent(connect_bus: Con
     caller = await connect_bus()
     huge = "x" * (1024 * 1024 - 100)  # fits the server's limit of 1 MiB, but not with headers
     with pytest.raises(errors.MessageTooLarge):
-        await caller.request(ASK, Question(text=huge), Answer, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(text=huge), Answer, deadline_s=PATIENCE_S)
     with pytest.raises(errors.MessageTooLarge):
         await caller.publish(NOTED, Note(text=2 * huge))
     await caller.publish(NOTED, Note(text=huge, number=1))
@@ -133,7 +131,7 @@ async def test_an_oversize_reply_is_an_error_at_the_caller_not_a_timeout(connect
     await desk_on(connect_bus)
     caller = await connect_bus()
     with pytest.raises(errors.MessageTooLarge, match="the reply on"):
-        await caller.request(ASK, Question(reply_bytes=1024 * 1024), Answer, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(reply_bytes=1024 * 1024), Answer, deadline_s=PATIENCE_S)
 
 
 async def test_gather_hears_every_instance_and_leaves_errors_out(connect_bus: ConnectBus) -> None:
@@ -164,7 +162,7 @@ async def test_instance_subjects_and_queue_groups(connect_bus: ConnectBus) -> No
         desks.append(desk)
     caller = await connect_bus()
     for index in (0, 1):
-        answer = await caller.request(f"{CENSUS}.desk-{index}", Question(), Answer, deadline_s=DEADLINE_S)
+        answer = await caller.request(f"{CENSUS}.desk-{index}", Question(), Answer, deadline_s=PATIENCE_S)
         assert answer.text == f"desk-{index}"
     for number in range(20):
         await caller.publish(NOTED, Note(number=number))
@@ -176,10 +174,10 @@ async def test_detach_leaves_the_rest_served(connect_bus: ConnectBus) -> None:
     caller = await connect_bus()
     await bus.detach([ASK_ENDPOINT])
     with pytest.raises(errors.NoResponder):
-        await caller.request(ASK, Question(), Answer, deadline_s=DEADLINE_S)
-    assert len(await caller.gather(CENSUS, Question(), Answer, deadline_s=DEADLINE_S, expected=1)) == 1
+        await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
+    assert len(await caller.gather(CENSUS, Question(), Answer, deadline_s=PATIENCE_S, expected=1)) == 1
     await bus.attach([ASK_ENDPOINT], desk)
-    assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=DEADLINE_S)).number == 1
+    assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=PATIENCE_S)).number == 1
 
 
 async def test_nats_micro_discovery_lists_the_endpoints(
@@ -188,17 +186,17 @@ async def test_nats_micro_discovery_lists_the_endpoints(
     bus, _ = await desk_on(connect_bus)
     caller = await connect_bus()
     with pytest.raises(errors.InternalError):
-        await caller.request(ASK, Question(text="foreign"), Answer, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(text="foreign"), Answer, deadline_s=PATIENCE_S)
     tool = await nats.connect(nats_server.url)
-    info = json.loads((await tool.request("$SRV.INFO.kvasir-desk", timeout=DEADLINE_S)).data)
+    info = json.loads((await tool.request("$SRV.INFO.kvasir-desk", timeout=PATIENCE_S)).data)
     assert info["metadata"]["instance"] == "desk-0"
     assert {endpoint["subject"] for endpoint in info["endpoints"]} == {ASK, CENSUS}
-    stats = json.loads((await tool.request("$SRV.STATS.kvasir-desk", timeout=DEADLINE_S)).data)
+    stats = json.loads((await tool.request("$SRV.STATS.kvasir-desk", timeout=PATIENCE_S)).data)
     counted = {endpoint["subject"]: endpoint for endpoint in stats["endpoints"]}[ASK]
     assert (counted["num_requests"], counted["num_errors"]) == (1, 1)
     assert counted["processing_time"] > 0 and "combination" not in json.dumps(stats)
     await bus.detach([ASK_ENDPOINT])
-    info = json.loads((await tool.request("$SRV.INFO.kvasir-desk", timeout=DEADLINE_S)).data)
+    info = json.loads((await tool.request("$SRV.INFO.kvasir-desk", timeout=PATIENCE_S)).data)
     assert {endpoint["subject"] for endpoint in info["endpoints"]} == {CENSUS}
     await tool.close()
 
@@ -207,10 +205,10 @@ async def test_an_independent_client_can_ask(connect_bus: ConnectBus, nats_serve
     await desk_on(connect_bus)
     tool = await nats.connect(nats_server.url)
     reply = await tool.request(
-        ASK, msgpack.packb({"text": "hello", "from_the_future": 1}), timeout=DEADLINE_S
+        ASK, msgpack.packb({"text": "hello", "from_the_future": 1}), timeout=PATIENCE_S
     )
     assert msgpack.unpackb(reply.data) == {"text": "hello"}
-    reply = await tool.request(ASK, msgpack.packb({"text": "typed"}), timeout=DEADLINE_S)
+    reply = await tool.request(ASK, msgpack.packb({"text": "typed"}), timeout=PATIENCE_S)
     assert reply.headers == {
         "Nats-Service-Error": "context_length_exceeded",
         "Nats-Service-Error-Code": "400",
@@ -229,12 +227,12 @@ async def test_trace_context_travels_with_commands_only(
     await tool.flush()
     span = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
     token = context.attach(trace.set_span_in_context(trace.NonRecordingSpan(span)))
-    answer = await caller.request(ASK, Question(), Answer, deadline_s=DEADLINE_S)
+    answer = await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
     await caller.publish(NOTED, Note())
     context.detach(token)
     assert answer.trace_id == f"{0xABC:032x}"
-    assert (await events.next_msg(timeout=DEADLINE_S)).headers is None
-    assert (await caller.request(ASK, Question(), Answer, deadline_s=DEADLINE_S)).trace_id is None
+    assert (await events.next_msg(timeout=PATIENCE_S)).headers is None
+    assert (await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)).trace_id is None
     await tool.close()
 
 
@@ -242,7 +240,7 @@ async def test_close_lets_running_handlers_answer(connect_bus: ConnectBus) -> No
     bus, desk = await desk_on(connect_bus)
     caller = await connect_bus()
     desk.gate.clear()
-    asking = asyncio.create_task(caller.request(ASK, Question(number=7), Answer, deadline_s=DEADLINE_S))
+    asking = asyncio.create_task(caller.request(ASK, Question(number=7), Answer, deadline_s=PATIENCE_S))
     await until(lambda: desk.running == 1)
     asyncio.get_running_loop().call_later(0.05, desk.gate.set)
     await bus.close()
@@ -252,7 +250,7 @@ async def test_close_lets_running_handlers_answer(connect_bus: ConnectBus) -> No
     with pytest.raises(errors.BusUnavailable, match="closed"):
         await bus.publish(NOTED, Note())
     with pytest.raises(errors.BusUnavailable, match="closed"):
-        await bus.request(ASK, Question(), Answer, deadline_s=DEADLINE_S)
+        await bus.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
 
 
 async def test_close_gives_a_stuck_handler_up_and_says_so(connect_bus: ConnectBus) -> None:
@@ -260,7 +258,7 @@ async def test_close_gives_a_stuck_handler_up_and_says_so(connect_bus: ConnectBu
     await bus.attach([ASK_ENDPOINT], desk)
     caller = await connect_bus()
     desk.gate.clear()
-    asking = asyncio.create_task(caller.request(ASK, Question(), Answer, deadline_s=DEADLINE_S))
+    asking = asyncio.create_task(caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S))
     await until(lambda: desk.running == 1)
     async with asyncio.timeout(5):
         await bus.close()
@@ -272,14 +270,14 @@ async def test_a_cancelled_request_is_forgotten(connect_bus: ConnectBus) -> None
     _, desk = await desk_on(connect_bus)
     caller = await connect_bus()
     desk.gate.clear()
-    asking = asyncio.create_task(caller.request(ASK, Question(), Answer, deadline_s=DEADLINE_S))
+    asking = asyncio.create_task(caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S))
     await until(lambda: desk.running == 1)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert not caller._inbox._waiting
     desk.gate.set()
-    assert (await caller.request(ASK, Question(number=5), Answer, deadline_s=DEADLINE_S)).number == 5
+    assert (await caller.request(ASK, Question(number=5), Answer, deadline_s=PATIENCE_S)).number == 5
 
 
 async def test_a_permission_violation_is_not_a_timeout(make_server: MakeServer) -> None:
@@ -304,7 +302,7 @@ async def test_a_permission_violation_is_not_a_timeout(make_server: MakeServer) 
     refusals = metric(registry, "kvasir_bus_errors_total", side="connection", code="permission_refused")
     assert refusals == 4
     await bus.attach([ASK_ENDPOINT], Desk())
-    assert (await bus.request(ASK, Question(number=9), Answer, deadline_s=DEADLINE_S)).number == 9
+    assert (await bus.request(ASK, Question(number=9), Answer, deadline_s=PATIENCE_S)).number == 9
     await bus.close()
 
 
@@ -312,7 +310,7 @@ async def test_messages_are_counted_by_kind(connect_bus: ConnectBus) -> None:
     here, there = CollectorRegistry(), CollectorRegistry()
     _, desk = await desk_on(connect_bus, there)
     caller = await connect_bus(registry=here)
-    await caller.request(ASK, Question(), Answer, deadline_s=DEADLINE_S)
+    await caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S)
     await caller.publish(FILED, Note(number=1))
     await until(lambda: desk.filed == [1])
     assert metric(here, "kvasir_bus_messages_total", direction="out", kind="Question") == 1

@@ -14,7 +14,7 @@ from shared.errors import BusUnavailable
 from shared.messages.base import Message
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
-from tests.shared.bus.desk import until
+from tests.patience import until
 
 SUBJECT = "kvasir.test.express"
 LIMITED = """

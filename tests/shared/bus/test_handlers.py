@@ -17,7 +17,7 @@ from shared.bus import Listener, tracing
 from shared.bus.handlers import Lanes, handle_inline, subject_for
 from shared.messages.base import Message, encode
 from tests.conftest import ConnectBus
-from tests.shared.bus.desk import until
+from tests.patience import until
 
 
 def test_a_subject_may_depend_on_the_instance() -> None:

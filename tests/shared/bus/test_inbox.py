@@ -8,6 +8,7 @@ import pytest
 from shared.bus.inbox import Inbox
 from shared.errors import BusUnavailable
 from tests.nats_server import NatsServer
+from tests.patience import PATIENCE_S
 
 
 async def test_answers_find_their_question(nats_server: NatsServer) -> None:
@@ -20,7 +21,7 @@ async def test_answers_find_their_question(nats_server: NatsServer) -> None:
     inbox.close(closed_subject)
     for subject in (second_subject, first_subject, closed_subject, second_subject):
         await client.publish(subject, subject.encode())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await first).data == first_subject.encode()
         assert (await second).data == second_subject.encode()
     await client.flush()

@@ -14,7 +14,7 @@ from shared.bus.lease import LeaseHolder, Silence, _is_takeable
 from shared.config import BusConfig
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
-from tests.shared.bus.desk import until
+from tests.patience import until
 
 ROLE = "scheduler"
 

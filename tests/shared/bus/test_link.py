@@ -27,6 +27,7 @@ from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
+from tests.patience import PATIENCE_S, until
 from tests.shared.bus.desk import (
     ASK,
     FILE_LISTENER,
@@ -39,11 +40,7 @@ from tests.shared.bus.desk import (
     Note,
     Question,
     metric,
-    until,
 )
-
-DEADLINE_S = 15.0
-
 
 RESUME_S = 5.0
 
@@ -69,7 +66,7 @@ async def test_no_server_is_bus_unavailable_after_the_connect_timeout() -> None:
 async def test_a_server_that_comes_up_late_is_waited_for(make_server: MakeServer) -> None:
     server = make_server(jetstream=False)
     server.port = unused_port()
-    config = BusConfig(url=server.url, connect_timeout_s=DEADLINE_S)
+    config = BusConfig(url=server.url, connect_timeout_s=PATIENCE_S)
     connecting = asyncio.create_task(
         Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())
     )
@@ -171,7 +168,7 @@ async def test_a_frozen_server_is_noticed_and_comes_back(
         await bus.request(ASK, Question(), Answer, deadline_s=0.1)
     await until(lambda: not bus.connected)
     nats_server.thaw()
-    assert (await bus.request(ASK, Question(number=4), Answer, deadline_s=DEADLINE_S)).number == 4
+    assert (await bus.request(ASK, Question(number=4), Answer, deadline_s=PATIENCE_S)).number == 4
 
 
 async def test_when_nats_py_gives_up_the_bus_dials_anew(connect_bus: ConnectBus) -> None:
@@ -187,7 +184,7 @@ async def test_when_nats_py_gives_up_the_bus_dials_anew(connect_bus: ConnectBus)
     client = bus._link.client
     await bus.publish("kvasir." + "x" * 5000, Note())  # longer than a line of the protocol may be
     await until(lambda: client.is_closed)
-    assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=DEADLINE_S)).number == 6
+    assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=PATIENCE_S)).number == 6
     await bus.publish(NOTED, Note(number=1))
     await until(lambda: desk.noted == [1] and regained == [True])
     assert bus._link.client is not client
@@ -205,7 +202,7 @@ async def test_revoked_credentials_that_are_restored(make_server: MakeServer) ->
     await asyncio.sleep(0.7)  # a whole attempt to connect fails
     assert not bus.connected
     server.reload(right)
-    assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=DEADLINE_S)).number == 6
+    assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=PATIENCE_S)).number == 6
     await bus.close()
 
 
@@ -236,7 +233,7 @@ async def test_a_failing_reconnection_callback_does_not_stop_the_next(
     bus.on_reconnected(sound)
     nats_server.kill()
     nats_server.start()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         await ran.wait()
     assert "a reconnection callback failed" in caplog.text
 

@@ -12,9 +12,8 @@ from shared.bus import Bus, Endpoint, Listener
 from shared.messages.base import decode
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
-from tests.shared.bus.desk import ASK, FILED, HANDLERS, NOTED, Answer, Desk, Note, Question, metric, until
-
-DEADLINE_S = 10.0
+from tests.patience import PATIENCE_S, until
+from tests.shared.bus.desk import ASK, FILED, HANDLERS, NOTED, Answer, Desk, Note, Question, metric
 
 
 async def served(connect_bus: ConnectBus) -> tuple[Desk, Bus, CollectorRegistry]:
@@ -28,10 +27,10 @@ async def test_a_handler_that_raises_cancelled_error_goes_on_serving(connect_bus
     desk, caller, _ = await served(connect_bus)
     for _ in range(6):  # more often than there are lanes
         with pytest.raises(errors.InternalError, match="CancelledError in the handler"):
-            await caller.request(ASK, Question(text="cancelled"), Answer, deadline_s=DEADLINE_S)
+            await caller.request(ASK, Question(text="cancelled"), Answer, deadline_s=PATIENCE_S)
         await caller.publish(NOTED, Note(text="cancelled"))
         await caller.publish(FILED, Note(text="cancelled"))
-    assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=DEADLINE_S)).number == 1
+    assert (await caller.request(ASK, Question(number=1), Answer, deadline_s=PATIENCE_S)).number == 1
     await caller.publish(NOTED, Note(number=2))
     await caller.publish(FILED, Note(number=3))
     await until(lambda: desk.noted == [2] and desk.filed == [3])
@@ -42,9 +41,9 @@ async def test_the_text_of_a_foreign_exception_stays_here(
 ) -> None:
     _, caller, registry = await served(connect_bus)
     with pytest.raises(errors.InternalError, match="ValueError in the handler"):
-        await caller.request(ASK, Question(text="foreign"), Answer, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(text="foreign"), Answer, deadline_s=PATIENCE_S)
     tool = await nats.connect(nats_server.url)
-    raw = await tool.request(ASK, b"\x81\xa4text\xa7foreign", timeout=DEADLINE_S)
+    raw = await tool.request(ASK, b"\x81\xa4text\xa7foreign", timeout=PATIENCE_S)
     assert b"1234" not in raw.data and "1234" not in str(raw.headers)
     await tool.close()
     assert "the safe's combination is 1234" in caplog.text  # for the operator, with the traceback
@@ -68,7 +67,7 @@ async def test_invalid_bytes_are_the_senders_fault(
 ) -> None:
     desk, caller, registry = await served(connect_bus)
     tool = await nats.connect(nats_server.url)
-    reply = await tool.request(ASK, data, timeout=DEADLINE_S)
+    reply = await tool.request(ASK, data, timeout=PATIENCE_S)
     with pytest.raises(errors.InvalidMessage):
         raise errors.from_wire(decode(reply.data, dict))
     await tool.publish(NOTED, data)
@@ -88,10 +87,10 @@ async def test_concurrency_is_bounded_and_what_exceeds_the_queue_is_overloaded(
     desk, caller, _ = await served(connect_bus)
     desk.gate.clear()
     asking = [
-        asyncio.create_task(caller.request(ASK, Question(number=number), Answer, deadline_s=DEADLINE_S))
+        asyncio.create_task(caller.request(ASK, Question(number=number), Answer, deadline_s=PATIENCE_S))
         for number in range(9)
     ]
-    done, _ = await asyncio.wait(asking, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait(asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
     await until(lambda: sum(task.done() for task in asking) == 2)  # 4 run, 3 wait, 2 are refused
     for task in done:
         with pytest.raises(errors.Overloaded) as raised:
@@ -151,7 +150,7 @@ async def test_a_refusal_on_purpose_is_not_logged_with_a_traceback(
 ) -> None:
     _, caller, _ = await served(connect_bus)
     with caplog.at_level(logging.INFO), pytest.raises(errors.ContextOverflow):
-        await caller.request(ASK, Question(text="typed"), Answer, deadline_s=DEADLINE_S)
+        await caller.request(ASK, Question(text="typed"), Answer, deadline_s=PATIENCE_S)
     record = next(record for record in caplog.records if "context_length_exceeded" in record.getMessage())
     assert record.exc_info is None
 
@@ -174,6 +173,6 @@ async def test_nobody_speaks_in_another_s_name(connect_bus: ConnectBus) -> None:
     assert metric(registry, "kvasir_bus_errors_total", side="handler", code="invalid_message") == 2
     question = Question(text="worker-0")
     with pytest.raises(errors.InvalidMessage, match="calls itself 'worker-0'"):
-        await caller.request("kvasir.v1.cmd.desk.ask.worker-1", question, Answer, deadline_s=DEADLINE_S)
-    answer = await caller.request("kvasir.v1.cmd.desk.ask.worker-0", question, Answer, deadline_s=DEADLINE_S)
+        await caller.request("kvasir.v1.cmd.desk.ask.worker-1", question, Answer, deadline_s=PATIENCE_S)
+    answer = await caller.request("kvasir.v1.cmd.desk.ask.worker-0", question, Answer, deadline_s=PATIENCE_S)
     assert answer.text == "worker-0"

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from services.gateway.http.completion_response import SALT_BYTES, salt_of
+from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, Stack
-from tests.services.gateway.fakes import MODEL, until
+from tests.services.gateway.fakes import MODEL
 
 
 def events_of(text: str) -> list[str]:
@@ -116,8 +117,8 @@ async def test_a_client_that_leaves_frees_its_sequence_at_once(stack: Stack, str
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-    await until(lambda: not any(worker.held for worker in stack.workers), timeout_s=1.0)
-    await until(lambda: bool(stack.scheduler.cancelled), timeout_s=1.0)
+    await until(lambda: not any(worker.held for worker in stack.workers), within_s=5.0)
+    await until(lambda: bool(stack.scheduler.cancelled), within_s=5.0)
     assert len(set(stack.scheduler.cancelled)) == 1, "said again only to a heartbeat that overtook it"
     assert stack.scheduler.finished == []
 

@@ -21,8 +21,9 @@ from services.gateway.http.request_log import RequestRecord
 from services.gateway.http.routes import Shortcut
 from shared.errors import InvalidRequest, NoResponder, Overloaded
 from tests.conformance.schemas import violations
+from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
-from tests.services.gateway.fakes import MODEL, FakeScheduler, until
+from tests.services.gateway.fakes import MODEL, FakeScheduler
 
 CHAT = "/v1/chat/completions"
 

@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.http.server import bind, url_of
 from shared.errors import ConfigError
+from tests.patience import PATIENCE_S
 from tests.services.gateway.conftest import MakeStack
 
 
@@ -38,7 +39,7 @@ async def test_clients_who_take_every_connection_do_not_shut_the_operator_out(ma
             )
             for _ in range(4)
         ]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(stack.scheduler.submits) < 4:
                 await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)

@@ -30,8 +30,9 @@ from services.gateway.text.vocabulary import Vocabulary
 from shared.errors import Overloaded
 from shared.messages.tokens import TokenLogprobs
 from tests.conformance.schemas import violations
+from tests.patience import until
 from tests.services.gateway.conftest import ANSWER, Stack
-from tests.services.gateway.fakes import MODEL, until
+from tests.services.gateway.fakes import MODEL
 
 CHAT = Letterhead("chat", "chatcmpl-1", 1_700_000_000, "m")
 

@@ -6,7 +6,7 @@ What heartbeats and status say of loans, by tier.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from shared.messages.commands import CreditorCandidate, CreditorCandidates, Find
 from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, LeasesRenewed, Refusal
 from shared.messages.reports import Capacity
 from tests.conftest import ConnectBus
+from tests.patience import until
 from tests.services.ledger.builders import report
 from tests.services.worker.peers.lending.builders import BLOCKS, PlainVault, grant, renew
 from tests.shared.messages.builders import worker_report
@@ -83,14 +84,6 @@ class Worker:
         self.lending.table.check_integrity()
         self.lending.grants.check_integrity()
         self.lending.debts.check_integrity()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to that within 10 s")
 
 
 async def make_ledger(connect_bus: ConnectBus) -> None:

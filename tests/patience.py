@@ -1,0 +1,20 @@
+"""How long a test waits for what has to come.
+
+It comes within milliseconds. The deadline is for a machine that is busy with other things: it is long, and it
+is the same everywhere. A shorter one is written only where the time itself is what the test is about.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+PATIENCE_S = 30.0
+
+
+async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Returns as soon as it holds; fails the test when it does not within the seconds given."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"it did not come to that within {within_s:g} s") from None
