@@ -1,6 +1,7 @@
 """A worker on a real nats-server: what schedulers and gateways see of it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest_asyncio
 from services.worker.assembly import fingerprint_of, make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
-from services.worker.engine.engine import Row
+from services.worker.engine.engine import Row, TorchEngine
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.pie.settings import PieSettings
 from services.worker.service import Worker
@@ -238,7 +239,16 @@ async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers
     assert chosen == pytest.approx([each.chosen for each in logprobs[11:]], abs=1e-4)
 
 
-async def test_a_cancel_frees_blocks_within_a_step(worker_bus: Bus, peers: Peers) -> None:
+async def test_a_cancel_frees_blocks_within_a_step(
+    worker_bus: Bus, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = TorchEngine.step
+
+    def slowly(engine: TorchEngine, rows: Sequence[Row]) -> list[Sampled | None]:
+        time.sleep(0.05)  # the answer is not over before the cancel is there
+        return compute(engine, rows)
+
+    monkeypatch.setattr(TorchEngine, "step", slowly)
     ref = await peers.start("req_1", steps=70)
     await peers.until(lambda: len(peers.deltas) >= 2)
     await peers.bus.publish(subjects.worker_cancel("worker-0"), CancelSequence(ref=ref))
