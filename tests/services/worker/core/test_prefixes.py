@@ -2,7 +2,7 @@
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,15 +12,16 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.sampling import SamplePoint
 from services.worker.core.sequence import HeldSequence
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.core.step_work import StepWork
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
 from services.worker.kv.core.settings import PrefixCacheConfig
-from shared.messages.plans import Preemption, PreemptMode, SkipReason
+from shared.messages.plans import BatchPlan, Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
 from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY
+from tests.services.worker.kv.rig import flip_byte
 from tests.services.worker.prefix_rig import BLOCK_TOKENS, DEVICE_BLOCKS, PrefixRig, make_engine
 from tests.shared.messages.builders import plan, prefill, ref, spec
 
@@ -33,6 +34,14 @@ Waves = list[list[list[int]]]
 @pytest.fixture(scope="module")
 def engine() -> TorchEngine:
     return make_engine()
+
+
+@pytest.fixture
+def rig(engine: TorchEngine) -> Iterator[PrefixRig]:
+    """A worker that caches on its device alone."""
+    made = PrefixRig(engine, DEVICE_ONLY)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +72,7 @@ prompts = st.builds(prompt_of, st.lists(st.integers(0, 3), max_size=3), st.integ
 waves_of = st.lists(st.lists(prompts, min_size=1, max_size=2), min_size=1, max_size=10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     waves=waves_of,
     host_blocks=st.integers(0, 12),
@@ -106,18 +115,13 @@ def flip_a_byte(rig: PrefixRig, folder: Path, on_disk: bool, at: int) -> None:
     assert rig.store is not None
     if on_disk:
         for path in folder.glob("*.kv"):
-            with path.open("r+b") as file:
-                file.seek(at % path.stat().st_size)
-                byte = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte[0] ^ 0x40]))
+            flip_byte(path, at % path.stat().st_size, 0x40)
     elif rig.store.host.slots:
         row = rig.store.host.row(at % rig.store.host.slots)
         row[at % len(row)] ^= 0x40
 
 
-def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(engine: TorchEngine) -> None:
-    rig = PrefixRig(engine, DEVICE_ONLY)
+def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(rig: PrefixRig) -> None:
     prompt = prompt_of([0, 1, 2], 1)
     first = rig.serve([prompt])
     assert rig.prefilled_tokens == 25 and rig.hits == []
@@ -128,19 +132,15 @@ def test_a_prompt_asked_again_leaves_its_last_block_to_be_computed(engine: Torch
     (held,) = [one for one in rig.table.reports(0.0) if one.ref.request_id == "r2"]
     sequence = rig.table.find(held.ref)
     assert sequence is not None and sequence.cached_tokens == 24
-    rig.close()
 
 
-def test_a_whole_number_of_blocks_is_never_found_whole(engine: TorchEngine) -> None:
-    rig = PrefixRig(engine, DEVICE_ONLY)
+def test_a_whole_number_of_blocks_is_never_found_whole(rig: PrefixRig) -> None:
     prompt = prompt_of([0, 1], 0)
     assert rig.serve([prompt]) == rig.serve([prompt])
     assert rig.prefilled_tokens == 16 + BLOCK_TOKENS
-    rig.close()
 
 
-def test_the_next_turn_of_a_chat_computes_what_is_new(engine: TorchEngine, answers: Answers) -> None:
-    rig = PrefixRig(engine, DEVICE_ONLY)
+def test_the_next_turn_of_a_chat_computes_what_is_new(rig: PrefixRig, answers: Answers) -> None:
     chat = prompt_of([0, 1], 3)
     new: list[int] = []
     for turn in range(4):
@@ -151,37 +151,37 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(engine: TorchEngine, answe
             assert rig.prefilled_tokens - before <= len(new) + 1 + 2 * BLOCK_TOKENS
         new = [60 + turn, 70 + turn, 80 + turn]
         chat = chat + answer + new
-    rig.close()
 
 
-def test_another_salt_finds_nothing(engine: TorchEngine) -> None:
-    rig = PrefixRig(engine, DEVICE_ONLY)
+def test_another_salt_finds_nothing(rig: PrefixRig) -> None:
     prompt = prompt_of([0, 1, 2], 1)
     first = rig.serve([prompt], salt=b"a")
     assert rig.serve([prompt], salt=b"b") == first
     assert rig.hits == [] and rig.prefilled_tokens == 50
-    rig.close()
 
 
-def test_a_preempted_sequence_finds_what_it_had(engine: TorchEngine) -> None:
-    rig = PrefixRig(engine, DEVICE_ONLY)
-    tokens = prompt_of([0, 1], 2)
-    rig.core.on_plan(plan(1, starts=(spec(ref(), tokens),), prefills=(prefill(ref(), 0, 18),)), 0.0)
+def computed(rig: PrefixRig, message: BatchPlan) -> StepWork:
+    """The one step of a plan."""
+    rig.core.on_plan(message, 0.0)
     work, _ = rig.core.begin_step(0.0)
     assert work is not None
-    rig.core.finish_step(work, rig.engine.step([_row_of(rig)]), 0.0, 0.01)
-    rig.core.on_plan(plan(2, preempt=(ref(),), prefills=(prefill(ref(), 0, 19),)), 0.0)
-    work, _ = rig.core.begin_step(0.0)
-    assert work is not None and [item.first_token for item in work.items] == [16]
+    rig.core.finish_step(work, rig.engine.step([row_of(item) for item in work.items]), 0.0, 0.01)
+    return work
+
+
+def test_a_preempted_sequence_finds_what_it_had(rig: PrefixRig) -> None:
+    tokens = prompt_of([0, 1], 2)
+    computed(rig, plan(1, starts=(spec(ref(), tokens),), prefills=(prefill(ref(), 0, 18),)))
+    work = computed(rig, plan(2, preempt=(ref(),), prefills=(prefill(ref(), 0, 19),)))
+    assert [item.first_token for item in work.items] == [16]
     assert work.hits[0].cached_tokens == 16
     rig.core.check_integrity()
-    rig.close()
 
 
 SWAPS = PrefixCacheConfig(host_mb=0, host_blocks=24, swap_share=0.5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     waves=st.lists(st.lists(prompts, min_size=1, max_size=2), min_size=1, max_size=4),
     host_blocks=st.integers(0, 24),
@@ -213,11 +213,9 @@ def test_a_swapped_sequence_comes_back_after_a_storm(engine: TorchEngine) -> Non
     for at in range(4):
         rig.serve([[5 + at] * 27])
     rig.hits.clear()
-    rig.core.on_plan(plan(100, prefills=(prefill(ref("x"), 0, 19),)), 0.0)
-    work, _ = rig.core.begin_step(0.0)
-    assert work is not None and [item.first_token for item in work.items] == [16]
+    work = computed(rig, plan(100, prefills=(prefill(ref("x"), 0, 19),)))
+    assert [item.first_token for item in work.items] == [16]
     assert work.hits[0].blocks == (0, 4, 0)
-    rig.core.finish_step(work, rig.engine.step([row_of(item) for item in work.items]), 0.0, 0.01)
     assert held.kept == [] and rig.prefixes is not None and rig.prefixes.cache.kept_blocks == 0
     rig.core.check_integrity()
     rig.close()
@@ -244,10 +242,7 @@ def _swapped(engine: TorchEngine) -> tuple[PrefixRig, HeldSequence]:
     rig = PrefixRig(engine, SWAPS)
     rig.plans = 1
     sequence = spec(ref("x"), prompt_of([0, 1], 2))
-    rig.core.on_plan(plan(1, starts=(sequence,), prefills=(prefill(ref("x"), 0, 18),)), 0.0)
-    work, _ = rig.core.begin_step(0.0)
-    assert work is not None
-    rig.core.finish_step(work, rig.engine.step([row_of(item) for item in work.items]), 0.0, 0.01)
+    computed(rig, plan(1, starts=(sequence,), prefills=(prefill(ref("x"), 0, 18),)))
     swap = Preemption(ref=ref("x"), mode=PreemptMode.SWAP)
     assert rig.table.apply_plan(msgspec.structs.replace(plan(2), preemptions=(swap,)), 0.0) == []
     held = rig.table.find(ref("x"))
@@ -258,17 +253,7 @@ def _swapped(engine: TorchEngine) -> tuple[PrefixRig, HeldSequence]:
     return rig, held
 
 
-def _row_of(rig: PrefixRig) -> Row:
-    sequence = rig.table.find(ref())
-    assert sequence is not None
-    point = SamplePoint(sequence.sampling, 0, 0, sequence.tokens)
-    return Row(sequence.tokens, 0, sequence.blocks, point)
-
-
-def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stands(
-    engine: TorchEngine,
-) -> None:
-    rig = PrefixRig(engine, DEVICE_ONLY)
+def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stands(rig: PrefixRig) -> None:
     prompt = prompt_of([0, 1, 2], 1)
     rig.serve([prompt])
     sequence = spec(ref("x"), prompt)
@@ -282,7 +267,6 @@ def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stand
     assert not isinstance(prepared, SkipReason) and prepared is not None
     assert (prepared.first_token, prepared.end_token) == (8, 25)
     assert rig.table.prepare(prefill(ref("x"), 25, 25), held) is SkipReason.MISALIGNED
-    rig.close()
 
 
 def test_a_disk_tier_of_another_configuration_is_not_served(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
@@ -11,9 +12,24 @@ from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import BlockHash, chain, root
 
 BLOCK_TOKENS = 2
-
-
 ROOT = root(b"fingerprint")
+
+
+def tokens_of(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little") for value in values)
+
+
+def names_of(tokens: bytes) -> list[BlockHash]:
+    return chain(ROOT, tokens, BLOCK_TOKENS)
+
+
+def flip_byte(path: Path, at: int, mask: int = 1) -> None:
+    """Changes one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
 
 
 @dataclass
@@ -78,7 +94,7 @@ class Rig:
 
     def run(self, tokens: bytes) -> None:
         """A sequence: hit, compute the rest, publish; it ends at once if there is no room."""
-        names = chain(ROOT, tokens, BLOCK_TOKENS)
+        names = names_of(tokens)
         hit = self.cache.acquire(names, len(names))
         for block, name in zip(hit.blocks, names, strict=False):
             assert self.mover.device[block] == name, "a hit holds other bytes"
@@ -91,6 +107,12 @@ class Rig:
                 self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
         self.held.append(blocks)
         self.names.append(names[: len(blocks)])
+
+    def serve(self, *prompts: bytes) -> None:
+        """Sequences one after the other, from beginning to end."""
+        for prompt in prompts:
+            self.run(prompt)
+            self.cache.release(self.held.pop())
 
     def end(self, at: int, *, is_kept: bool = False) -> None:
         """One of those that run gives its blocks back; kept on the host, if it will return."""

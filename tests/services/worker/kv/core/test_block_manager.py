@@ -1,7 +1,6 @@
-"""The books: what hangs on what goes with it, and what is used stays.
+"""The books: what hangs on what goes with it, what is used stays, and slots are conserved."""
 
-Slots are conserved.
-"""
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +12,13 @@ from services.worker.kv.core.radix_tree import Node, Tier
 
 def books_of(device: int = 4, host: int = 2, disk: int = 2) -> Inventory:
     return Inventory(BlockPool(device, 2), host, disk, order_maker("lru"))
+
+
+@pytest.fixture
+def books() -> Iterator[Inventory]:
+    made = books_of()
+    yield made
+    made.check_integrity([])
 
 
 def grown(books: Inventory, tier: Tier, *names: bytes) -> list[Node]:
@@ -27,8 +33,7 @@ def grown(books: Inventory, tier: Tier, *names: bytes) -> list[Node]:
     return nodes
 
 
-def test_a_used_block_keeps_its_beginning() -> None:
-    books = books_of()
+def test_a_used_block_keeps_its_beginning(books: Inventory) -> None:
     first, second, third = grown(books, Tier.DEVICE, b"a", b"b", b"c")
     books.hold(second)
     assert books.evictable == 1
@@ -37,30 +42,24 @@ def test_a_used_block_keeps_its_beginning() -> None:
     books.remove(third, Tier.DEVICE)
     books.let_go(second)
     assert (first.busy, books.evictable) == (0, 2)
-    books.check_integrity([])
 
 
-def test_what_nobody_holds_cannot_be_let_go() -> None:
-    books = books_of()
+def test_what_nobody_holds_cannot_be_let_go(books: Inventory) -> None:
     (node,) = grown(books, Tier.DEVICE, b"a")
     with pytest.raises(ValueError, match="nobody held"):
         books.let_go(node)
-    books.check_integrity([])
 
 
-def test_a_block_without_copies_takes_along_what_hangs_on_it() -> None:
-    books = books_of()
+def test_a_block_without_copies_takes_along_what_hangs_on_it(books: Inventory) -> None:
     first, second = grown(books, Tier.DISK, b"a", b"b")
     books.remove(first, Tier.DISK)
     assert len(books.tree) == 0
     assert books.counts["dropped"] == 2
     assert books.disk.free == 2
     assert not second.stored
-    books.check_integrity([])
 
 
-def test_a_used_block_that_lost_its_copies_goes_when_its_user_does() -> None:
-    books = books_of()
+def test_a_used_block_that_lost_its_copies_goes_when_its_user_does(books: Inventory) -> None:
     first, second = grown(books, Tier.DISK, b"a", b"b")
     books.hold(first)
     books.remove(first, Tier.DISK)
@@ -68,7 +67,6 @@ def test_a_used_block_that_lost_its_copies_goes_when_its_user_does() -> None:
     assert books.tree.find(b"b") is second
     books.let_go(first)
     assert len(books.tree) == 0
-    books.check_integrity([])
 
 
 def test_copies_that_the_device_has_as_well_go_first() -> None:
@@ -84,8 +82,7 @@ def test_copies_that_the_device_has_as_well_go_first() -> None:
     assert alone.places[Tier.HOST] is not None
 
 
-def test_what_is_needed_is_not_given_up() -> None:
-    books = books_of()
+def test_what_is_needed_is_not_given_up(books: Inventory) -> None:
     grown(books, Tier.HOST, b"a")
     grown(books, Tier.HOST, b"b")
     assert books.slot(Tier.HOST, {b"a", b"b"}) is None
@@ -94,7 +91,6 @@ def test_what_is_needed_is_not_given_up() -> None:
     assert books.tree.find(b"b") is None
     assert books.counts["lost_unsaved"] == 1
     books.host.give(place)
-    books.check_integrity([])
 
 
 def test_a_tier_that_is_not_there_has_no_slot() -> None:

@@ -1,7 +1,4 @@
-"""Every order gives up each node once, whole chains deepest first, and in the order its name promises.
-
-Gaps are averaged, dropped blocks remembered up to a bound.
-"""
+"""Every order gives up each node once, whole chains deepest first, and in the order its name promises."""
 
 import pytest
 from hypothesis import given, settings
@@ -93,7 +90,7 @@ class Order(RuleBasedStateMachine):
 def test_nodes_are_conserved(name: str) -> None:
     machine = type(f"Order_{name}", (Order,), {"kind": name})
     case = machine.TestCase  # type: ignore[attr-defined]
-    case.settings = settings(max_examples=20, deadline=None)
+    case.settings = settings(max_examples=20)
     case("runTest").runTest()
 
 

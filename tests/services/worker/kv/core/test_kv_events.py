@@ -78,7 +78,7 @@ def test_more_than_one_message_holds_is_told_nearest_first(monkeypatch: pytest.M
     assert news.added == name_of(4) + name_of(5) + name_of(1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), loss=st.sampled_from([0.0, 0.2, 0.7]))
 def test_a_reader_catches_up_whatever_is_lost(seed: int, loss: float) -> None:
     rng = random.Random(seed)

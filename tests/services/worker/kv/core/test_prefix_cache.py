@@ -6,12 +6,10 @@ from hypothesis import strategies as st
 
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import StoredBlock
-from shared.blocks import chain
-from tests.services.worker.kv.rig import BLOCK_TOKENS, ROOT, Rig
+from shared.blocks import BlockHash
+from tests.services.worker.kv.rig import Rig, names_of, tokens_of
 
-TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(
-    lambda tokens: b"".join(token.to_bytes(4, "little") for token in tokens)
-)
+TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(lambda tokens: tokens_of(*tokens))
 STEP = st.one_of(
     st.tuples(st.just("run"), TOKENS),
     st.tuples(st.just("end"), st.integers(0, 5)),
@@ -26,7 +24,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(1, 8),
     st.integers(0, 6),
@@ -46,7 +44,7 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             rig.run(value)
         elif kind == "prefetch":
             assert isinstance(value, bytes)
-            rig.cache.prefetch(chain(ROOT, value, BLOCK_TOKENS), 2)
+            rig.cache.prefetch(names_of(value), 2)
         elif kind == "settle":
             rig.settle(ok=bool(value))
         else:
@@ -80,38 +78,33 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
     assert rig.cache.free_blocks + rig.cache.evictable_blocks == device
 
 
-def _tokens(*values: int) -> bytes:
-    return b"".join(value.to_bytes(4, "little") for value in values)
-
-
 def test_what_a_sequence_leaves_is_found_by_the_next() -> None:
     rig = Rig(8, 0, 0, "lru")
-    rig.run(_tokens(1, 2, 3, 4))
-    rig.cache.release(rig.held.pop())
-    hit = rig.cache.acquire(chain(ROOT, _tokens(1, 2, 3, 4, 5, 6), BLOCK_TOKENS), 3)
-    assert hit.loaded == (2, 0, 0)
+    rig.serve(tokens_of(1, 2, 3, 4))
+    assert rig.cache.acquire(names_of(tokens_of(1, 2, 3, 4, 5, 6)), 3).loaded == (2, 0, 0)
 
 
-def test_an_evicted_block_comes_back_from_the_host_and_from_disk() -> None:
+@pytest.fixture
+def pushed_down() -> tuple[Rig, list[BlockHash]]:
+    """A cache that has a prompt of two blocks on disk alone, and the names of those."""
     rig = Rig(2, 2, 4, "lru")
     for first in (0, 10, 20):
-        rig.run(_tokens(first, 1, 2, 3))
-        rig.cache.release(rig.held.pop())
+        rig.serve(tokens_of(first, 1, 2, 3))
         rig.cache.save(4)
         rig.settle(ok=True)
-    names = chain(ROOT, _tokens(0, 1, 2, 3), BLOCK_TOKENS)
+    return rig, names_of(tokens_of(0, 1, 2, 3))
+
+
+def test_an_evicted_block_comes_back_from_disk(pushed_down: tuple[Rig, list[BlockHash]]) -> None:
+    rig, names = pushed_down
     assert rig.cache.acquire(names, 2).loaded == (0, 0, 2)
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_prefetched_block_is_read_once_for_two_requests(ok: bool) -> None:
-    rig = Rig(2, 2, 4, "lru")
-    for first in (0, 10, 20):
-        rig.run(_tokens(first, 1, 2, 3))
-        rig.cache.release(rig.held.pop())
-        rig.cache.save(4)
-        rig.settle(ok=True)
-    names = chain(ROOT, _tokens(0, 1, 2, 3), BLOCK_TOKENS)
+def test_a_prefetched_block_is_read_once_for_two_requests(
+    pushed_down: tuple[Rig, list[BlockHash]], ok: bool
+) -> None:
+    rig, names = pushed_down
     assert rig.cache.prefetch(names, 2) == 2
     assert rig.cache.prefetch(names, 2) == 0
     rig.settle(ok=ok)
@@ -121,7 +114,7 @@ def test_a_prefetched_block_is_read_once_for_two_requests(ok: bool) -> None:
 def _on_disk(rig: Rig, *prompts: bytes) -> None:
     """Prompts whose blocks are on disk alone."""
     for index, prompt in enumerate(prompts):
-        names = chain(ROOT, prompt, BLOCK_TOKENS)
+        names = names_of(prompt)
         parents = [b"", *names[:-1]]
         stored = [
             StoredBlock(name, parent, depth, 4 * index + depth)
@@ -132,16 +125,15 @@ def _on_disk(rig: Rig, *prompts: bytes) -> None:
 
 def test_a_block_that_is_lost_while_it_is_read_ahead_is_a_miss_for_all() -> None:
     rig = Rig(4, 4, 4, "lru")
-    prompt = _tokens(1, 2, 3, 4)
+    prompt = tokens_of(1, 2, 3, 4)
     _on_disk(rig, prompt)
     assert rig.cache.restore(rig.mover.disk.values()) == 2
-    names = chain(ROOT, prompt, BLOCK_TOKENS)
+    names = names_of(prompt)
     assert rig.cache.prefetch(names, 1) == 1
     rig.mover.lost_disk.add(0)
     assert rig.cache.acquire(names, 2).blocks == ()
     assert rig.cache.acquire(names, 2).blocks == ()
-    rig.run(prompt)
-    rig.cache.release(rig.held.pop())
+    rig.serve(prompt)
     rig.check()
     assert rig.cache.acquire(names, 2).loaded == (2, 0, 0)
 
@@ -149,9 +141,7 @@ def test_a_block_that_is_lost_while_it_is_read_ahead_is_a_miss_for_all() -> None
 def test_what_cannot_be_saved_now_is_saved_later() -> None:
     rig = Rig(2, 4, 4, "lru")
     rig.mover.most_open = 0
-    for first in (0, 10):
-        rig.run(_tokens(first, 1, 2, 3))
-        rig.cache.release(rig.held.pop())
+    rig.serve(tokens_of(0, 1, 2, 3), tokens_of(10, 1, 2, 3))
     assert rig.cache.save(4) == 0
     rig.mover.most_open = 3
     assert rig.cache.save(4) == 2
@@ -161,22 +151,20 @@ def test_what_cannot_be_saved_now_is_saved_later() -> None:
 def test_a_host_block_is_not_written_at_its_own_cost() -> None:
     """Its beginning is on disk alone, and the only copy there that may go."""
     rig = Rig(2, 2, 1, "lru")
-    prompt = _tokens(1, 2, 3, 4)
-    names = chain(ROOT, prompt, BLOCK_TOKENS)
+    prompt = tokens_of(1, 2, 3, 4)
+    names = names_of(prompt)
     rig.mover.disk[0] = StoredBlock(names[0], b"", 0, 0)
     assert rig.cache.restore(rig.mover.disk.values()) == 1
-    rig.run(prompt)
-    rig.cache.release(rig.held.pop())
+    rig.serve(prompt)
     for first in (10, 20):
-        rig.run(_tokens(first, 1, 2, 3))
-        rig.cache.release(rig.held.pop())
+        rig.serve(tokens_of(first, 1, 2, 3))
         rig.cache.save(4)
         rig.check()
 
 
 def test_a_restart_takes_over_whole_beginnings_only() -> None:
     rig = Rig(2, 2, 6, "lru")
-    first, second, third = chain(ROOT, _tokens(1, 2, 3, 4, 5, 6), BLOCK_TOKENS)
+    first, second, third = names_of(tokens_of(1, 2, 3, 4, 5, 6))
     stored = [
         StoredBlock(third, second, 2, 0),
         StoredBlock(first, b"", 0, 1),
@@ -194,11 +182,11 @@ def test_a_restart_takes_over_whole_beginnings_only() -> None:
 
 def test_a_load_that_lags_teaches_the_gate() -> None:
     rig = Rig(4, 0, 8, "lru")
-    _on_disk(rig, _tokens(1, 2, 3, 4, 5, 6))
+    _on_disk(rig, tokens_of(1, 2, 3, 4, 5, 6))
     rig.cache.restore(rig.mover.disk.values())
     rig.cache.gate.on_prefilled(1, 0.001)
     rig.mover.abandon_after = 1
-    names = chain(ROOT, _tokens(1, 2, 3, 4, 5, 6), BLOCK_TOKENS)
+    names = names_of(tokens_of(1, 2, 3, 4, 5, 6))
     hit = rig.cache.acquire(names, 3)
     assert hit.loaded == (0, 0, 1)
     assert rig.cache.counts["loads_abandoned"] == 1
@@ -209,7 +197,7 @@ def test_a_load_that_lags_teaches_the_gate() -> None:
 
 def test_a_block_is_given_back_once() -> None:
     rig = Rig(4, 0, 0, "lru")
-    rig.run(_tokens(1, 2))
+    rig.run(tokens_of(1, 2))
     blocks = rig.held.pop()
     rig.cache.release(blocks)
     with pytest.raises(ValueError, match="nobody held"):
@@ -219,10 +207,10 @@ def test_a_block_is_given_back_once() -> None:
 
 def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
     rig = Rig(2, 2, 8, "lru")
-    wanted, other = _tokens(1, 2, 3, 4), _tokens(5, 6, 7, 8)
+    wanted, other = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     _on_disk(rig, wanted, other)
     assert rig.cache.restore(rig.mover.disk.values()) == 4
-    names = [chain(ROOT, prompt, BLOCK_TOKENS) for prompt in (wanted, other)]
+    names = [names_of(prompt) for prompt in (wanted, other)]
     assert rig.cache.prefetch(names[0], 4) == 2
     rig.check()
     needed = {name for chained in names for name in chained}
@@ -233,14 +221,12 @@ def test_nothing_that_is_needed_is_given_up_for_reading_ahead() -> None:
 
 def test_what_is_kept_outlives_a_storm_on_device_and_host() -> None:
     rig = Rig(3, 4, 0, "lru", kept=2)
-    rig.run(_tokens(1, 2, 3, 4, 5, 6))
+    rig.run(tokens_of(1, 2, 3, 4, 5, 6))
     kept = rig.cache.keep(rig.names[0])
     assert len(kept) == 2, "as much as there is room for"
     rig.cache.release(rig.held.pop())
     assert rig.mover.host == {}, "nothing is copied before it has to be"
-    for first in range(10, 40, 10):
-        rig.run(_tokens(first, 1, 2, 3, 4, 5))
-        rig.cache.release(rig.held.pop())
+    rig.serve(*(tokens_of(first, 1, 2, 3, 4, 5) for first in range(10, 40, 10)))
     assert rig.cache.acquire(rig.names[0], 3).loaded == (0, 2, 0)
     rig.cache.unkeep(kept)
     assert rig.cache.keepable_blocks == 2
@@ -248,6 +234,6 @@ def test_what_is_kept_outlives_a_storm_on_device_and_host() -> None:
 
 def test_without_a_host_nothing_is_kept() -> None:
     rig = Rig(3, 0, 0, "lru", kept=2)
-    rig.run(_tokens(1, 2))
+    rig.run(tokens_of(1, 2))
     assert rig.cache.keep(rig.names[0]) == [] and rig.cache.keepable_blocks == 0
     rig.check()

@@ -5,6 +5,8 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from services.worker.kv.core.tier_copier import StoredBlock
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.records import RecordRow, checksum
 from services.worker.kv.tiers.slotfile import Geometry
+from tests.services.worker.kv.rig import flip_byte
 
 GEOMETRY = Geometry(b"fingerprint 0001", 10_000, 4)
 OTHERS = {
@@ -64,12 +67,15 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def damage(path: Path, offset: int, flip: int = 1) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ flip]))
+@contextmanager
+def files_up_to(size_bytes: int) -> Iterator[None]:
+    """As where a disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_restart_finds_what_was_written(path: Path) -> None:
@@ -81,7 +87,7 @@ def test_a_restart_finds_what_was_written(path: Path) -> None:
 
 @pytest.mark.parametrize("offset", [0, 4_321, GEOMETRY.record_bytes - 1])
 def test_a_flipped_byte_of_a_record_is_a_miss(path: Path, offset: int) -> None:
-    damage(path, GEOMETRY.record_at(1) + offset)
+    flip_byte(path, GEOMETRY.record_at(1) + offset)
     tier = opened(path)
     assert [read(tier, number) for number in range(3)] == [True, False, True]
     assert tier.counts["checksum_failures"] == 1
@@ -90,14 +96,14 @@ def test_a_flipped_byte_of_a_record_is_a_miss(path: Path, offset: int) -> None:
 
 def test_a_flipped_byte_while_the_file_is_open_is_a_miss(path: Path) -> None:
     tier = opened(path)
-    damage(path, GEOMETRY.record_at(2) + 7, 0x80)
+    flip_byte(path, GEOMETRY.record_at(2) + 7, 0x80)
     assert not read(tier, 2)
     tier.close()
 
 
 @pytest.mark.parametrize("offset", range(0, 56, 5))
 def test_a_flipped_byte_of_a_header_empties_the_slot(path: Path, offset: int) -> None:
-    damage(path, GEOMETRY.header_at(0) + offset)
+    flip_byte(path, GEOMETRY.header_at(0) + offset)
     tier = opened(path)
     assert [read(tier, number) for number in range(3)] == [False, True, True]
     assert [block.depth for block in tier.stored()] == [1, 2]
@@ -142,22 +148,15 @@ def test_another_models_file_is_started_afresh(path: Path, other: str) -> None:
     tier.close()
 
 
-def test_a_file_that_is_no_cache_is_kept_aside(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    path.write_text("a thesis")
-    tier = opened(path)
-    assert tier.counts["set_aside"] == 1
-    assert (tmp_path / "kv.aside").read_text() == "a thesis"
-    write(tier, 0)
-    assert read(tier, 0)
-    tier.close()
-
-
-def test_what_was_kept_aside_stays_when_another_file_joins_it(tmp_path: Path) -> None:
+def test_a_file_that_is_no_cache_is_kept_aside_beside_those_that_were_before(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     for text in ("a thesis", "its second edition", "its third"):
         path.write_text(text)
-        opened(path).close()
+        tier = opened(path)
+        assert tier.counts["set_aside"] == 1
+        write(tier, 0)
+        assert read(tier, 0)
+        tier.close()
     kept = {each.name: each.read_text() for each in tmp_path.glob("kv.aside*")}
     assert kept == {"kv.aside": "a thesis", "kv.aside-2": "its second edition", "kv.aside-3": "its third"}
 
@@ -171,12 +170,8 @@ def test_two_workers_do_not_share_a_file(path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_no_room_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
+    with files_up_to(20_000):
         assert open_disk(tmp_path / "kv", GEOMETRY) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "no room" in caplog.text
     assert (tmp_path / "kv").stat().st_size == 0
 
@@ -189,13 +184,9 @@ def test_a_folder_that_cannot_be_made_is_no_tier(tmp_path: Path, caplog: pytest.
 
 def test_a_write_that_fails_is_counted_and_leaves_the_slot_empty(path: Path) -> None:
     tier = opened(path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     node, row = record(1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (GEOMETRY.record_at(1) + 100, hard))
-    try:
+    with files_up_to(GEOMETRY.record_at(1) + 100):
         assert not tier.write(node, row, 0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert tier.counts["write_errors"] == 1
     tier.close()
     tier = opened(path)

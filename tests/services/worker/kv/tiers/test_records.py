@@ -1,7 +1,4 @@
-"""A block comes back from its record as it was, whatever the shapes and the dtype.
-
-The right bytes of another block, or of another model, do not pass.
-"""
+"""A block comes back from its record as it was; the right bytes of another block or model do not pass."""
 
 import numpy as np
 import pytest
