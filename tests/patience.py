@@ -5,6 +5,7 @@ is the same everywhere. A shorter one is written only where the time itself is w
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 PATIENCE_S = 30.0
@@ -18,3 +19,11 @@ async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"it did not come to that within {within_s:g} s") from None
+
+
+def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """The same without an event loop."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"it did not come to that within {within_s:g} s"
+        time.sleep(0.005)

@@ -1,12 +1,9 @@
-"""The engine's thread: messages between the steps, errors contained, a broken engine given up.
-
-Gaps count only while there is something to compute.
-"""
+"""The engine's thread: messages between the steps, errors contained, a broken engine given up."""
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -22,16 +19,12 @@ from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 from tests.services.worker.builders import LIMITS
 from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
 
 POISON = 66
-
-
 AWAY = 67
-
-
 """A token whose row needs a worker that lends KV, and fails."""
 
 
@@ -98,11 +91,13 @@ class Harness:
         ended = [end for e in list(self.effects) for s in e.stepped for end in s.ended]
         return {end.ref.request_id: end.finish_reason for end in ended}
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.002)
+    def compute_together(self, **prompts: list[int]) -> None:
+        """The first token of each, in one step."""
+        plans = [start_plan(1, name, prompt) for name, prompt in prompts.items()]
+        starts = tuple(start for each in plans for start in each.starts)
+        chunks = tuple(chunk for each in plans for chunk in each.prefills)
+        self.send(plan(1, starts=starts, prefills=chunks))
+        wait_until(lambda: len(self.ends()) == len(prompts))
 
 
 @pytest.fixture
@@ -126,7 +121,7 @@ def start_plan(seq: int, name: str, prompt: list[int], steps: int = 1) -> BatchP
 
 def test_a_plan_is_run_and_its_effects_delivered(harness: Harness) -> None:
     harness.send(start_plan(1, "a", [1, 2], steps=4))
-    harness.until(lambda: "a" in harness.ends())
+    wait_until(lambda: "a" in harness.ends())
     assert harness.tokens("a") == [1, 2, 3, 4] and harness.ends() == {"a": FinishReason.LENGTH}
 
 
@@ -136,29 +131,18 @@ def test_a_cancel_is_looked_at_between_the_steps_of_a_plan(harness: Harness) -> 
     assert harness.engine.inside.wait(PATIENCE_S)
     harness.runner.post(lambda core, now_s: core.on_cancel(CancelSequence(ref=ref("a")), now_s))
     harness.engine.gate.set()
-    harness.until(lambda: "a" in harness.ends())
+    wait_until(lambda: "a" in harness.ends())
     assert harness.ends() == {"a": FinishReason.CANCELLED} and harness.tokens("a") == [1]
 
 
 def test_a_row_that_fails_ends_its_sequence_only(harness: Harness) -> None:
-    good, bad = start_plan(1, "good", [1, 2]), start_plan(1, "bad", [3, POISON])
-    harness.send(plan(1, starts=(*good.starts, *bad.starts), prefills=(*good.prefills, *bad.prefills)))
-    harness.until(lambda: len(harness.ends()) == 2)
+    harness.compute_together(good=[1, 2], bad=[3, POISON])
     assert harness.ends() == {"good": FinishReason.LENGTH, "bad": FinishReason.ERROR}
     assert harness.tokens("good") == [1] and harness.broken == []
 
 
 def test_rows_that_need_a_lost_creditor_end_and_the_others_are_computed(harness: Harness) -> None:
-    names = {"good": [1, 2], "bad": [3, AWAY], "worse": [AWAY, AWAY]}
-    plans = [start_plan(1, name, prompt) for name, prompt in names.items()]
-    harness.send(
-        plan(
-            1,
-            starts=tuple(start for each in plans for start in each.starts),
-            prefills=tuple(chunk for each in plans for chunk in each.prefills),
-        )
-    )
-    harness.until(lambda: len(harness.ends()) == 3)
+    harness.compute_together(good=[1, 2], bad=[3, AWAY], worse=[AWAY, AWAY])
     lost = FinishReason.KV_LOST
     assert harness.ends() == {"good": FinishReason.LENGTH, "bad": lost, "worse": lost}
     assert harness.tokens("good") == [1] and harness.broken == []
@@ -166,16 +150,7 @@ def test_rows_that_need_a_lost_creditor_end_and_the_others_are_computed(harness:
 
 def test_a_creditor_lost_while_rows_are_tried_alone_is_no_error_of_theirs(harness: Harness) -> None:
     """Their sequences ended with an error, as if they were at fault, instead of being computed elsewhere."""
-    names = {"away": [3, AWAY], "good": [1, 2], "bad": [4, POISON]}
-    plans = [start_plan(1, name, prompt) for name, prompt in names.items()]
-    harness.send(
-        plan(
-            1,
-            starts=tuple(start for each in plans for start in each.starts),
-            prefills=tuple(chunk for each in plans for chunk in each.prefills),
-        )
-    )
-    harness.until(lambda: len(harness.ends()) == 3)
+    harness.compute_together(away=[3, AWAY], good=[1, 2], bad=[4, POISON])
     assert harness.ends() == {
         "away": FinishReason.KV_LOST,
         "good": FinishReason.LENGTH,
@@ -188,7 +163,7 @@ def test_an_engine_that_computes_nothing_any_more_is_given_up(harness: Harness) 
     harness.engine.broken = True
     for seq, name in enumerate("abc", start=1):
         harness.send(start_plan(seq, name, [1, 2]))
-    harness.until(lambda: bool(harness.broken))
+    wait_until(lambda: bool(harness.broken))
     assert isinstance(harness.broken[0], InternalError)
     assert harness.ends() == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
 
@@ -205,7 +180,7 @@ def test_an_error_of_a_question_reaches_whoever_asked(harness: Harness) -> None:
 
 def test_time_passes_for_an_idle_worker(harness: Harness) -> None:
     harness.send(plan(1, valid_for_s=0.0))
-    harness.until(lambda: any(e.stepped for e in harness.effects))
+    wait_until(lambda: any(e.stepped for e in harness.effects))
 
 
 def test_the_thread_and_no_other_runs_on_its_cores() -> None:
@@ -221,17 +196,17 @@ def test_the_thread_and_no_other_runs_on_its_cores() -> None:
 def test_cores_that_cannot_be_had_break_the_engine() -> None:
     unbound = Harness(cores=(100_000,))
     unbound.runner.start()
-    unbound.until(lambda: bool(unbound.broken))
+    wait_until(lambda: bool(unbound.broken))
     assert isinstance(unbound.broken[0], ConfigError)
 
 
 def test_time_with_nothing_to_compute_is_no_gap(harness: Harness) -> None:
     harness.send(start_plan(1, "a", [1, 2], steps=4))
-    harness.until(lambda: "a" in harness.ends())
+    wait_until(lambda: "a" in harness.ends())
     before_s = harness.runner.occupancy.between_s
     time.sleep(0.05)
     harness.send(start_plan(2, "b", [1, 2], steps=1))
-    harness.until(lambda: "b" in harness.ends())
+    wait_until(lambda: "b" in harness.ends())
     assert harness.runner.occupancy.engine_s > 0
     assert harness.runner.occupancy.between_s - before_s < 0.05
 
@@ -242,7 +217,7 @@ def test_a_command_that_fails_does_not_end_the_worker(harness: Harness) -> None:
 
     harness.runner.post(fail)
     harness.send(start_plan(1, "a", [1, 2], steps=4))
-    harness.until(lambda: "a" in harness.ends())
+    wait_until(lambda: "a" in harness.ends())
     assert harness.runner.failed_commands == 1 and harness.broken == []
 
 

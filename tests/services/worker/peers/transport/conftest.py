@@ -14,9 +14,8 @@ from services.worker.peers.transport.base import (
 )
 from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import ConfigError
-from tests.services.worker.peers.transport.peer import Process
+from tests.services.worker.peers.transport.peer import TRANSPORTS, Process
 from tests.services.worker.peers.transport.receivers import Counts, furnish
-from tests.services.worker.peers.transport.transports import TRANSPORTS, make
 
 OWN = Peer("worker-own", 3)
 LIMITS = TransportLimits(header_bytes=1 << 16, buffers=4096, message_bytes=64 << 20, links=8, idle_s=30.0)
@@ -34,6 +33,11 @@ class End:
     def ticket(self, peer: Peer) -> bytes:
         return self.desk.issue(peer, valid_for_s=30.0)
 
+    def enter(self, peer: Peer, own: Peer = OWN, ticket: bytes | None = None) -> PeerLink:
+        """A link from `peer` to `own`, by a ticket of its own unless one is given."""
+        shown = self.ticket(peer) if ticket is None else ticket
+        return self.transport.dial(self.listener.address, peer, own, shown, deadline_s=5.0)
+
     def dial_in(self, process: Process) -> None:
         """Let the other process dial this one."""
         ticket = self.ticket(process.peer).hex()
@@ -43,7 +47,7 @@ class End:
 @pytest.fixture(params=list(TRANSPORTS))
 def transport(request: pytest.FixtureRequest) -> BulkTransport:
     try:
-        return make(request.param)
+        return TRANSPORTS[request.param]()
     except ConfigError as error:
         pytest.skip(error.message)
 

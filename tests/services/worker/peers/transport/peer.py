@@ -10,16 +10,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.worker.peers.transport.base import Buffer, Peer, PeerLink, TransportLimits
+from services.worker.peers.transport.base import Buffer, BulkTransport, Peer, PeerLink, TransportLimits
 from services.worker.peers.transport.digest import Digest
+from services.worker.peers.transport.shm import ShmTransport
+from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.tickets import WorkerDesk
+from services.worker.peers.transport.ucx import UcxTransport
 from shared.errors import KvasirError
 from tests.services.worker.peers.transport.receivers import furnish, pattern
-from tests.services.worker.peers.transport.transports import make
 
+TRANSPORTS: dict[str, Callable[[], BulkTransport]] = {
+    "tcp": TcpTransport,
+    "shm": ShmTransport,
+    "ucx": UcxTransport,
+}
+"""Those under test; one that is not installed raises ConfigError."""
 OWN = Peer("worker-peer", 7)
 _ANSWER_S = 60.0
 
@@ -77,7 +86,7 @@ class Commands:
     """What the process does on command."""
 
     def __init__(self, transport: str) -> None:
-        self._transport = make(transport)
+        self._transport = TRANSPORTS[transport]()
         self._desk = WorkerDesk(OWN, TransportLimits(links=8, idle_s=30.0))
         self._counts = furnish(self._desk)
         self._listener = self._transport.listen(self._desk)

@@ -23,6 +23,7 @@ from shared.errors import (
     StaleEpoch,
     Unauthorized,
 )
+from tests.patience import wait_until
 from tests.services.worker.peers.transport.conftest import LIMITS, OWN, Dial, End
 from tests.services.worker.peers.transport.peer import Process
 from tests.services.worker.peers.transport.receivers import Taken, pattern
@@ -44,13 +45,6 @@ SIZES: list[list[int]] = [
     [100] * 3000,
     [33_000] * 200,
 ]
-
-
-def _eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    until_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 def _rests(buffers: list[Buffer]) -> None:
@@ -187,7 +181,7 @@ class TestErrors:
         assert link.closed
         with pytest.raises(PeerLost):
             link.ask("echo", deadline_s=1.0)
-        _eventually(lambda: process.ask("links") == 0)
+        wait_until(lambda: process.ask("links") == 0)
         assert dial().ask("echo", b"again", deadline_s=5.0).header == b"again"
 
     def test_corrupted_data_is_never_committed(self, end: End, process: Process) -> None:
@@ -244,10 +238,10 @@ class TestDeaths:
         assert held.reached.wait(10.0)
         process.send_signal(signal.SIGKILL)
         held.go_on.set()
-        _eventually(lambda: end.counts.abandoned == 1)
+        wait_until(lambda: end.counts.abandoned == 1)
         assert end.counts.committed == 1
         _rests(end.counts.buffers)
-        _eventually(lambda: end.listener.links == 0)
+        wait_until(lambda: end.listener.links == 0)
 
 
 class TestStops:
@@ -261,7 +255,7 @@ class TestStops:
             link.ask("keep", b"", [pattern(LARGE_BYTES)], deadline_s=0.5)
         assert time.monotonic() - began_s < 1.5
         process.send_signal(signal.SIGCONT)
-        _eventually(lambda: process.ask("links") == 0)
+        wait_until(lambda: process.ask("links") == 0)
         assert process.ask("counts")["committed"] == 1
         assert dial().ask("echo", b"again", deadline_s=5.0).header == b"again"
 
@@ -271,7 +265,7 @@ class TestStops:
         with pytest.raises(DeadlineExceeded):
             link.ask("keep", b"", [pattern(8192)], deadline_s=0.3)
         process.send_signal(signal.SIGCONT)
-        _eventually(lambda: process.ask("links") == 0)
+        wait_until(lambda: process.ask("links") == 0)
         counts = process.ask("counts")
         assert counts["committed"] == 1
         assert counts["abandoned"] == counts["admitted"] - 1
@@ -286,7 +280,7 @@ class TestStops:
             call.finish()
         process.send_signal(signal.SIGCONT)
         _rests(into)
-        _eventually(lambda: process.ask("counts")["done"] == 1)
+        wait_until(lambda: process.ask("counts")["done"] == 1)
 
     def test_of_the_asking_peer_while_it_sends(self, end: End, process: Process) -> None:
         end.dial_in(process)
@@ -296,54 +290,45 @@ class TestStops:
         assert held.reached.wait(10.0)
         process.send_signal(signal.SIGSTOP)
         held.go_on.set()
-        _eventually(lambda: end.counts.abandoned == 1, within_s=4.0)
+        wait_until(lambda: end.counts.abandoned == 1, within_s=4.0)
         process.send_signal(signal.SIGCONT)
         _rests(end.counts.buffers)
         assert process.answer() in ("DeadlineExceeded", "PeerLost")
         assert end.counts.committed == 1
 
 
+ELSE = Peer("worker-else", 1)
+
+
 class TestEntry:
-    def test_takes_a_ticket_that_was_issued(self, transport: BulkTransport, end: End) -> None:
-        peer = Peer("worker-else", 1)
-        ticket = end.ticket(peer)
-        wrong: list[tuple[Peer, bytes]] = [
-            (peer, b"x" * 24),
-            (peer, b""),
-            (Peer("worker-third", 1), ticket),
-        ]
-        for who, shown in wrong:
+    def test_takes_a_ticket_that_was_issued(self, end: End) -> None:
+        ticket = end.ticket(ELSE)
+        for who, shown in ((ELSE, b"x" * 24), (ELSE, b""), (Peer("worker-third", 1), ticket)):
             with pytest.raises(Unauthorized):
-                transport.dial(end.listener.address, who, OWN, shown, deadline_s=5.0)
+                end.enter(who, ticket=shown)
 
-    def test_uses_the_ticket_up(self, transport: BulkTransport, end: End) -> None:
-        peer = Peer("worker-else", 1)
-        ticket = end.ticket(peer)
-        transport.dial(end.listener.address, peer, OWN, ticket, deadline_s=5.0).close()
+    def test_uses_the_ticket_up(self, end: End) -> None:
+        ticket = end.ticket(ELSE)
+        end.enter(ELSE, ticket=ticket).close()
         with pytest.raises(Unauthorized):
-            transport.dial(end.listener.address, peer, OWN, ticket, deadline_s=5.0)
+            end.enter(ELSE, ticket=ticket)
 
-    def test_is_to_the_incarnation_that_was_meant(self, transport: BulkTransport, end: End) -> None:
-        peer = Peer("worker-else", 1)
+    def test_is_to_the_incarnation_that_was_meant(self, end: End) -> None:
         with pytest.raises(StaleEpoch):
-            earlier = Peer(OWN.worker_id, OWN.incarnation - 1)
-            transport.dial(end.listener.address, peer, earlier, end.ticket(peer), deadline_s=5.0)
+            end.enter(ELSE, Peer(OWN.worker_id, OWN.incarnation - 1))
 
-    def test_of_a_later_incarnation_ends_the_links_of_the_earlier(
-        self, transport: BulkTransport, end: End
-    ) -> None:
-        old, new = Peer("worker-else", 1), Peer("worker-else", 2)
-        unused = end.ticket(old)
-        link = transport.dial(end.listener.address, old, OWN, end.ticket(old), deadline_s=5.0)
+    def test_of_a_later_incarnation_ends_the_links_of_the_earlier(self, end: End) -> None:
+        unused = end.ticket(ELSE)
+        link = end.enter(ELSE)
         assert link.ask("echo", b"1", deadline_s=5.0).header == b"1"
-        end.ticket(new)
+        end.ticket(Peer(ELSE.worker_id, 2))
         with pytest.raises((StaleEpoch, PeerLost)):
             link.ask("keep", b"", [pattern(3 * MIB)], deadline_s=5.0)
         assert end.counts.admitted == 1
-        _eventually(lambda: link.closed)
+        wait_until(lambda: link.closed)
         link.close()
         with pytest.raises(Unauthorized):
-            transport.dial(end.listener.address, old, OWN, unused, deadline_s=5.0)
+            end.enter(ELSE, ticket=unused)
 
     def test_after_a_death_is_a_new_link_to_a_new_process(
         self, transport: BulkTransport, process: Process, dial: Dial
@@ -359,17 +344,13 @@ class TestEntry:
 
 
 class TestBounds:
-    def test_of_links(self, transport: BulkTransport, end: End) -> None:
-        peer = Peer("worker-else", 1)
-        address = end.listener.address
-        links = [
-            transport.dial(address, peer, OWN, end.ticket(peer), deadline_s=5.0) for _ in range(LIMITS.links)
-        ]
+    def test_of_links(self, end: End) -> None:
+        links = [end.enter(ELSE) for _ in range(LIMITS.links)]
         with pytest.raises(Overloaded):
-            transport.dial(address, peer, OWN, end.ticket(peer), deadline_s=5.0)
+            end.enter(ELSE)
         links.pop().close()
-        _eventually(lambda: end.listener.links == LIMITS.links - 1)
-        links.append(transport.dial(address, peer, OWN, end.ticket(peer), deadline_s=5.0))
+        wait_until(lambda: end.listener.links == LIMITS.links - 1)
+        links.append(end.enter(ELSE))
         assert links[-1].ask("echo", b"in", deadline_s=5.0).header == b"in"
         for link in links:
             link.close()
@@ -377,11 +358,8 @@ class TestBounds:
     @pytest.mark.parametrize(
         ("header_bytes", "sizes"), [(LIMITS.header_bytes + 1, [1]), (1, [1] * 4097), (1, [40 * MIB] * 2)]
     )
-    def test_of_messages_are_the_receivers(
-        self, transport: BulkTransport, end: End, header_bytes: int, sizes: list[int]
-    ) -> None:
-        peer = Peer("worker-else", 1)
-        link = transport.dial(end.listener.address, peer, OWN, end.ticket(peer), deadline_s=5.0)
+    def test_of_messages_are_the_receivers(self, end: End, header_bytes: int, sizes: list[int]) -> None:
+        link = end.enter(ELSE)
         with pytest.raises((MessageTooLarge, PeerLost)):
             link.ask("keep", bytes(header_bytes), [pattern(size) for size in sizes], deadline_s=5.0)
         assert end.counts.admitted == 0

@@ -1,11 +1,9 @@
-"""Planes that connect by the transport that suits both ends, with tickets, and fall back.
-
-A link's speed, measured with bytes that nobody needs.
-"""
+"""Planes that connect by the transport that suits both ends, with tickets, and fall back."""
 
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -24,26 +22,31 @@ from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import ConfigError, KvasirError, MessageTooLarge, NoResponder, StaleEpoch, Unauthorized
+from tests.patience import until
 from tests.services.worker.peers.transport.receivers import furnish
 
 A, B = Peer("worker-a", 1), Peer("worker-b", 1)
 
 
-@pytest.fixture
-def a() -> Iterator[Plane]:
-    plane = Plane(A, "host-1", [TcpTransport(), ShmTransport()])
+@contextmanager
+def opened(peer: Peer) -> Iterator[Plane]:
+    plane = Plane(peer, "host-1", [TcpTransport(), ShmTransport()])
     plane.open()
     yield plane
     assert plane.close()
+
+
+@pytest.fixture
+def a() -> Iterator[Plane]:
+    with opened(A) as plane:
+        yield plane
 
 
 @pytest.fixture
 def b() -> Iterator[Plane]:
-    plane = Plane(B, "host-1", [TcpTransport(), ShmTransport()])
-    plane.open()
-    furnish(plane.desk)
-    yield plane
-    assert plane.close()
+    with opened(B) as plane:
+        furnish(plane.desk)
+        yield plane
 
 
 def _issue(plane: Plane, peer: Peer = A) -> Issue:
@@ -124,11 +127,7 @@ async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plan
     with pytest.raises(asyncio.CancelledError):
         await connecting
     slow.may_go_on.set()
-    for _ in range(500):
-        if slow.links and slow.links[0].closed:
-            break
-        await asyncio.sleep(0.01)
-    assert slow.links[0].closed
+    await until(lambda: slow.links and slow.links[0].closed)
 
 
 class SlowTransport(TcpTransport):

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +14,7 @@ from services.worker.peers.transport.digest import digest
 from services.worker.peers.transport.tcp import TcpTransport, split_address
 from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import Unauthorized
+from tests.patience import wait_until
 from tests.services.worker.peers.transport.receivers import Counts, furnish, pattern
 
 OWN, PEER = Peer("own", 1), Peer("peer", 1)
@@ -46,12 +47,6 @@ class Rig:
         assert heard(sock).type == wire.WELCOME
         return sock
 
-    def settled(self, condition: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + 10.0
-        while not condition():
-            assert time.monotonic() < until_s
-            time.sleep(0.002)
-
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
@@ -72,13 +67,17 @@ def test_a_message_written_by_hand_is_taken(rig: Rig) -> None:
     assert rig.counts.buffers == [pattern(SIZE)]
 
 
+def assert_nothing_was_taken(rig: Rig) -> None:
+    wait_until(lambda: rig.listener.links == 0)
+    assert rig.counts.committed == 0
+    assert rig.counts.abandoned == rig.counts.admitted
+
+
 @pytest.mark.parametrize("kept", [1, 15, 40, 100, SIZE, -9, -1])
 def test_a_truncated_one_is_not(rig: Rig, kept: int) -> None:
     with rig.greeted() as sock:
         sock.sendall(_message(pattern(SIZE))[:kept])
-    rig.settled(lambda: rig.listener.links == 0)
-    assert rig.counts.committed == 0
-    assert rig.counts.abandoned == rig.counts.admitted
+    assert_nothing_was_taken(rig)
 
 
 @pytest.mark.parametrize("place", [0, 5, 9, 20, 30, 100, SIZE // 2, SIZE, -1, -8])
@@ -90,9 +89,7 @@ def test_a_changed_one_is_not(rig: Rig, place: int) -> None:
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(4096):
             continue
-    rig.settled(lambda: rig.listener.links == 0)
-    assert rig.counts.committed == 0
-    assert rig.counts.abandoned == rig.counts.admitted
+    assert_nothing_was_taken(rig)
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"KVB2" + b"\xff" * 100])
@@ -101,7 +98,7 @@ def test_a_stranger_gets_nowhere(rig: Rig, greeting: bytes) -> None:
         sock.sendall(greeting)
         with contextlib.suppress(OSError):  # It may have been shown the door already.
             sock.shutdown(socket.SHUT_WR)
-        rig.settled(lambda: rig.listener.links == 0)
+        wait_until(lambda: rig.listener.links == 0)
     assert rig.counts.admitted == 0
 
 
@@ -132,7 +129,7 @@ def test_a_link_that_no_thread_can_be_had_for_is_dropped_and_later_ones_are_serv
     with socket.create_connection(split_address(rig.listener.address), timeout=5.0) as sock:
         assert sock.recv(1) == b"", "closed at once"
     monkeypatch.undo()
-    rig.settled(lambda: "can't start new thread" in caplog.text)
+    wait_until(lambda: "can't start new thread" in caplog.text)
     assert rig.listener.links == 0
     with rig.greeted() as sock:
         sock.sendall(_message(pattern(SIZE)))

@@ -1,7 +1,4 @@
-"""Rings whose memory could vanish are refused: touching it would kill the process.
-
-Addresses of TCP listeners.
-"""
+"""Rings whose memory could vanish are refused: touching it would kill the process. Addresses of listeners."""
 
 import fcntl
 import os
