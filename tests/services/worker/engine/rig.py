@@ -6,8 +6,6 @@ from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.sequence import Sampling
 
 BLOCK_TOKENS = 4
-
-
 GREEDY = Sampling(seed=0, max_tokens=64, temperature=0.0)
 
 

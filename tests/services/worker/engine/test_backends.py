@@ -9,7 +9,8 @@ from services.worker.engine import paged
 from services.worker.engine.attention import LayerShape, PagedAttention
 from services.worker.engine.layout import Span
 from services.worker.engine.native import build
-from tests.rounding import assert_within, attention_bounds
+from tests.rounding import assert_within
+from tests.services.worker.engine.reference import step_bounds
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
 BFLOAT16 = 2e-2
@@ -17,7 +18,7 @@ BFLOAT16 = 2e-2
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 90), max_size=5),
     st.lists(st.tuples(st.integers(0, 60), st.integers(2, 40)), max_size=3),
@@ -71,11 +72,8 @@ def test_both_agree(
     assert outputs[0].dtype is dtype
     if dtype is torch.float32:
         most = max((first + count for first, count in spans), default=1)
-        keys, values = (
-            torch.cat([k.transpose(2, 3).flatten(0, 2), key.flatten(0, 1)]),
-            torch.cat([v.flatten(0, 2), value.flatten(0, 1)]),
-        )
-        bound, _ = attention_bounds(query, keys, values, 0.2, most_keys=most, softcap=softcap, parts=2)
+        shape = paged.Shape(0.2, softcap)
+        bound, _ = step_bounds((k, v), (query, key, value), shape, most_keys=most, parts=2)
         assert_within(outputs[0], outputs[1], 2 * bound)  # Both are rounded.
     else:
         torch.testing.assert_close(*outputs, rtol=BFLOAT16, atol=BFLOAT16)

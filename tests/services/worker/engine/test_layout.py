@@ -16,10 +16,6 @@ def test_slots_follow_the_blocks() -> None:
     assert pack(spans, 4).slots.tolist() == [2 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 3 * 4, 3 * 4 + 1]
 
 
-def test_slots_of_single_tokens() -> None:
-    assert pack([Span(5, 1, [9, 2]), Span(0, 1, [7])], 4).slots.tolist() == [2 * 4 + 1, 7 * 4]
-
-
 def test_spans_are_packed_one_after_the_other() -> None:
     packed = pack([Span(5, 1, [9, 2]), Span(2, 4, [7, 3, 8])], 4)
     assert packed.first_row.tolist() == [0, 1, 5]

@@ -1,7 +1,4 @@
-"""Any decoder folder loads; what cannot be computed here is refused with a reason.
-
-KV is exchanged between equal models only: class, configuration, weights, dtype, layout, block size.
-"""
+"""Any decoder folder loads or is refused with a reason; KV is exchanged between equal models only."""
 
 import copy
 from pathlib import Path
@@ -52,15 +49,13 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path), dtype="float32", device="cpu")
 
 
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
 def test_layers_without_attention_are_refused() -> None:
     config = transformers.Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
+        **SMALL,
         layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2,
         linear_num_value_heads=2,
@@ -76,17 +71,7 @@ def test_layers_without_attention_are_refused() -> None:
 
 
 def test_attention_sinks_are_refused() -> None:
-    config = transformers.GptOssConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
+    config = transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(ConfigError, match="s_aux"):
         describe(transformers.GptOssForCausalLM(config))
 
@@ -127,8 +112,6 @@ OTHER_KV: list[dict[str, Any]] = [
     {"rms_norm_eps": 0.1},
     {"hidden_act": "gelu"},
 ]
-
-
 """Of a configuration: what changes KV and no weight."""
 
 

@@ -11,7 +11,8 @@ from services.worker.engine.layout import Span, pack
 from services.worker.engine.merging import merge_into
 from services.worker.engine.native import library as native
 from services.worker.engine.partition import ELSEWHERE, OWN, Homes, split
-from tests.rounding import assert_within, attention_bounds
+from tests.rounding import assert_within
+from tests.services.worker.engine.reference import step_bounds
 
 BLOCK, Q_HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 SHAPE = paged.Shape(DIM**-0.5)
@@ -37,7 +38,7 @@ def backend(pool: tuple[torch.Tensor, torch.Tensor], kind: str) -> PartialBacken
 
 
 @pytest.mark.parametrize("kind", ["native", "torch"])
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(steps())
 def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> None:
     spans, holders = step
@@ -71,15 +72,8 @@ def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> N
         result, result_lse = here.attend_part(0, part.spans, query[index], SHAPE)
         merge_into(output, lse, result, result_lse, index)
     assert kept.tolist() == [1] * rows, "each row's K and V are kept once"
-    bounds = attention_bounds(
-        query,
-        torch.cat([pool[0].transpose(2, 3).flatten(0, 2), keys.flatten(0, 1)]),
-        torch.cat([pool[1].flatten(0, 2), values.flatten(0, 1)]),
-        SHAPE.scaling,
-        most_keys=max(span.first_position + span.count for span in spans),
-        softcap=SHAPE.softcap,
-        parts=HOLDERS + 1,
-    )
+    most_keys = max(span.first_position + span.count for span in spans)
+    bounds = step_bounds(pool, (query, keys, values), SHAPE, most_keys=most_keys, parts=HOLDERS + 1)
     for mine, theirs, bound in zip((output, lse), (expected, expected_lse), bounds, strict=True):
         assert_within(mine, theirs, 2 * bound)  # Both are rounded.
 

@@ -59,7 +59,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ROWS)
 def test_logits_are_those_of_the_definition(rows: list[tuple[SamplePoint, list[float]]]) -> None:
     logits = torch.tensor([values for _, values in rows])
@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_definition(rows: list[tuple[SamplePoint, list[f
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ROWS)
 def test_a_row_is_the_same_alone_and_among_others(rows: list[tuple[SamplePoint, list[float]]]) -> None:
     together = torch.tensor([values for _, values in rows])
@@ -79,7 +79,7 @@ def test_a_row_is_the_same_alone_and_among_others(rows: list[tuple[SamplePoint, 
     assert torch.equal(together, alone)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(TEXTS, st.sampled_from([0.6, 1.2, 3.0]), st.integers(0, 2**31))
 def test_repetition_is_what_transformers_does(tokens: list[int], penalty: float, seed: int) -> None:
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(seed))
@@ -89,7 +89,7 @@ def test_repetition_is_what_transformers_does(tokens: list[int], penalty: float,
     torch.testing.assert_close(logits, expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(TEXTS, st.integers(0, 20), st.integers(0, 20))
 def test_min_tokens_is_what_transformers_does(tokens: list[int], answered: int, min_tokens: int) -> None:
     answered = min(answered, len(tokens) - 1)

@@ -1,7 +1,4 @@
-"""Sampling against its definition; repeatable, and independent of everything it should be independent of.
-
-Log-probabilities are the log-softmax of the model's own logits.
-"""
+"""Sampling against its definition; repeatable, and independent of everything it should be independent of."""
 
 import math
 from collections import Counter
@@ -37,13 +34,13 @@ def point(
     return SamplePoint(sampling, choice, index)
 
 
+_LIBRARY: list[CDLL | None] = [None]
+
+
 @pytest.fixture(params=["torch", "native"], autouse=True, scope="module")
 def sampler(request: pytest.FixtureRequest) -> None:
     """Everything holds for both."""
     _LIBRARY[:] = [load() if request.param == "native" else None]
-
-
-_LIBRARY: list[CDLL | None] = [None]
 
 
 def sample(logits: torch.Tensor, points: list[SamplePoint]) -> list[Sampled | None]:
@@ -82,7 +79,7 @@ def reference(logits: list[float], drawn: SamplePoint) -> int:
     return max(nucleus)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(-600, 600).map(lambda n: n / 100), min_size=1, max_size=30, unique=True),
     st.lists(
@@ -176,7 +173,7 @@ def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
     assert set(draw(logits, [point(index, top_k=2) for index in range(400)])) == {0, 1, 2}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from([0.013, 0.17, 0.6]), st.sampled_from([0.4, 1.0, 1.9]))
 def test_min_p_leaves_what_transformers_leaves(seed: int, min_p: float, temperature: float) -> None:
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) * 2
@@ -200,7 +197,7 @@ REQUESTS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=8))
 def test_mixed_batches_are_their_rows(seed: int, chosen: list[int]) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -242,7 +239,7 @@ def test_a_row_without_finite_logits_has_no_logprobs_and_spoils_no_other() -> No
     assert second.logprobs.chosen == pytest.approx(-math.log(5))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(1, 40))
 def test_values_are_those_of_the_definition(seed: int, tops: list[int], vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(seed)

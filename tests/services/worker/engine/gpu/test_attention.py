@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.rounding import assert_within, attention_bounds
-from tests.services.worker.engine.gpu.reference import Problem, expected, problem
+from tests.rounding import assert_within
+from tests.services.worker.engine.reference import Problem, expected, problem
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 
@@ -22,7 +22,7 @@ from services.worker.engine.paged import merge
 
 ONE, MANY = 1, 1 << 16
 """Multiprocessors: no splitting, and as much as the context allows."""
-SOME = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOME = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def packed(made: Problem, multiprocessors: int = ONE, **partial: list[int]) -> DeviceSpans:
@@ -45,15 +45,7 @@ def check(
     """Against the definition, to what rounding may do; `parts`: that were merged here. The kernel may have
     merged some itself."""
     wanted = expected(made, scaling, softcap, window_tokens, seen=seen)
-    bounds = attention_bounds(
-        made.query,
-        made.k_pool.transpose(2, 3),
-        made.v_pool,
-        scaling,
-        most_keys=max(span.first_position + span.count for span in made.spans),
-        softcap=softcap,
-        parts=parts + 1,
-    )
+    bounds = made.bounds(scaling, softcap, parts + 1)
     for mine, theirs, bound in zip(actual, wanted, bounds, strict=True):
         assert_within(mine, theirs, bound)
 

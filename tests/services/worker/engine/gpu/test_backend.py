@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.services.worker.engine.gpu.reference import Problem, expected
+from tests.services.worker.engine.reference import Problem, expected
 
 pytest.importorskip("triton", reason="Triton is not installed (make setup-gpu)")
 

@@ -85,7 +85,7 @@ def spans_of(lengths: list[int], extra: int = 1) -> list[Span]:
     return [Span(length, extra, list(range(4 * row, 4 * row + 4))) for row, length in enumerate(lengths)]
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, 14), min_size=1, max_size=6), min_size=1, max_size=3))
 def test_replayed_decodes_are_the_decodes(device: torch.device, steps: list[list[int]]) -> None:
     engine = Engine(device)

@@ -1,13 +1,12 @@
-"""Random steps over paged KV, and attention by its definition for them: in double, key by key."""
+"""Random calls of the native operator, whole and over parts of the blocks, and what they should give."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from services.worker.engine.layout import PackedSpans
-from tests.rounding import attention_bounds
+from tests.services.worker.engine.reference import Attended, expected, problem
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,16 @@ class World:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        generator = torch.Generator().manual_seed(case.seed)
-        lengths = [first + count for first, count in case.rows]
-        needed = [-(-length // case.block_tokens) for length in lengths]
-        blocks = sum(needed) + 2
-        self.k = torch.full((blocks, case.kv_heads, case.head_dim, case.block_tokens), math.nan)
-        self.v = torch.full((blocks, case.kv_heads, case.block_tokens, case.value_dim), math.nan)
-        order = torch.randperm(blocks, generator=generator).tolist()
-        self.tables = [[order.pop() for _ in range(count)] for count in needed]
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        for table, length in zip(self.tables, lengths, strict=True):
-            key = (
-                torch.randn(length, case.kv_heads, case.head_dim, generator=generator).to(case.dtype).float()
-            )
-            value = torch.randn(length, case.kv_heads, case.value_dim, generator=generator)
-            value = value.to(case.dtype).float()
-            for position in range(length):
-                block, slot = table[position // case.block_tokens], position % case.block_tokens
-                self.k[block, :, :, slot], self.v[block, :, slot] = key[position], value[position]
-            self.keys.append(key)
-            self.values.append(value)
-        self.k, self.v = self.k.to(case.dtype), self.v.to(case.dtype)
-        rows = sum(count for _, count in case.rows)
-        self.query = torch.randn(rows, case.q_heads, case.head_dim, generator=generator)
+        made = problem(
+            case.rows,
+            heads=(case.q_heads, case.kv_heads),
+            dims=(case.head_dim, case.value_dim),
+            block_tokens=case.block_tokens,
+            seed=case.seed,
+        )
+        self.k, self.v, self.query = made.k_pool.to(case.dtype), made.v_pool.to(case.dtype), made.query
+        self.made = replace(made, k_pool=self.k, v_pool=self.v)
+        self.tables = [list(span.blocks) for span in made.spans]
 
     def packed(self, part: int = 0) -> PackedSpans:
         """The step over the `part`-th piece of every table."""
@@ -90,37 +75,10 @@ class World:
         )
 
     def bounds(self) -> tuple[float, float]:
-        """What rounding allows an output and a log-sum-exp to be off, whatever the order of the sums."""
-        case = self.case
-        return attention_bounds(
-            self.query,
-            torch.cat(self.keys),
-            torch.cat(self.values),
-            case.scaling,
-            most_keys=max(first + count for first, count in case.rows),
-            softcap=case.softcap,
-            parts=len(case.parts) + 1,
-        )
+        return self.made.bounds(self.case.scaling, self.case.softcap, len(self.case.parts) + 1)
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `[rows, q_heads, value_dim]` and log-sum-exp `[rows, q_heads]`."""
-        case = self.case
-        outputs, lses, row = [], [], 0
-        for key, value, (first, count) in zip(self.keys, self.values, case.rows, strict=True):
-            query = self.query[row : row + count].double()
-            row += count
-            scores = torch.einsum("nhd,mhd->nhm", query, key.double().repeat_interleave(case.group, 1))
-            scores *= case.scaling
-            if case.softcap is not None:
-                scores = case.softcap * torch.tanh(scores / case.softcap)
-            position = torch.arange(first, first + count)[:, None]
-            column = torch.arange(first + count)
-            hidden = (column > position) | (column <= position - (case.window_tokens or first + count))
-            scores = scores.masked_fill(hidden[:, None], -math.inf)
-            values = value.double().repeat_interleave(case.group, 1)
-            outputs.append(torch.einsum("nhm,mhd->nhd", scores.softmax(-1), values))
-            lses.append(scores.logsumexp(-1))
-        return torch.cat(outputs).float(), torch.cat(lses).float()
+    def expected(self) -> Attended:
+        return expected(self.made, self.case.scaling, self.case.softcap, self.case.window_tokens)
 
 
 def _starts(lengths: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":

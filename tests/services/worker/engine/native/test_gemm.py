@@ -26,7 +26,7 @@ def packed(*weights: torch.Tensor) -> torch.Tensor:
     return GEMM.pack(weights, Arena(GEMM.packed_floats(outputs, weights[0].shape[1])))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(rows, outputs, inputs, st.booleans(), st.integers(0, 5), st.integers(0, 2**31))
 def test_the_product_is_torchs(rows: int, outputs: int, inputs: int, add: bool, gap: int, seed: int) -> None:
     a = random(rows, inputs + gap, seed=seed)[:, :inputs]
@@ -40,7 +40,7 @@ def test_the_product_is_torchs(rows: int, outputs: int, inputs: int, add: bool, 
     assert torch.equal(c[:, outputs:], beside)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows, outputs, inputs, st.integers(0, 2**31))
 @example(385, 160, 1100, 28)  # With AVX-512 off by 0.0056: much, and no more than so long a sum may be.
 def test_a_pair_is_multiplied_through_silu(rows: int, outputs: int, inputs: int, seed: int) -> None:
@@ -54,7 +54,7 @@ def test_a_pair_is_multiplied_through_silu(rows: int, outputs: int, inputs: int,
     assert_within(c, exact, gated_bound(a, gate, up))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 230), outputs, inputs, st.integers(1, 3), st.data())
 def test_a_row_is_the_same_to_the_bit_in_any_company(
     rows: int, outputs: int, inputs: int, threads: int, data: st.DataObject

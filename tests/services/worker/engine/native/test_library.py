@@ -1,9 +1,4 @@
-"""The C++ operator against attention's definition: any shape, block size, window, dtype and partition.
-
-Tensors out of one mapping.
-
-A timing is of real steps.
-"""
+"""The C++ operator against attention's definition: any shape, block size, window, dtype and partition."""
 
 import dataclasses
 import logging
@@ -23,11 +18,7 @@ from tests.rounding import assert_within
 from tests.services.worker.engine.native.cases import Case, World
 
 CPU = torch.device("cpu")
-
-
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
-
-
 cases = st.builds(
     Case,
     block_tokens=st.sampled_from([1, 3, 4, 8, 16, 24, 32, 64]),
@@ -69,7 +60,7 @@ def assert_close(actual: tuple[torch.Tensor, torch.Tensor], world: World) -> Non
 
 
 @needs_compiler
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases)
 @example(Case(16, 2, 2, 64, 64, ((499, 1), (99, 1))))
 @example(Case(16, 2, 1, 64, 64, ((0, 300),), window_tokens=100))
@@ -81,7 +72,7 @@ def test_it_is_attention_over_what_each_row_sees(case: Case) -> None:
 
 
 @needs_compiler
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases)
 def test_any_partition_of_the_blocks_merges_to_the_whole(case: Case) -> None:
     world = World(case)
@@ -91,7 +82,7 @@ def test_any_partition_of_the_blocks_merges_to_the_whole(case: Case) -> None:
 
 
 @needs_compiler
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases)
 def test_threads_change_nothing(case: Case) -> None:
     world = World(dataclasses.replace(case, parts=()))
@@ -232,7 +223,7 @@ def test_no_more_is_given_than_there_is() -> None:
     assert len(arena.take(4)) == 4
 
 
-@pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+@needs_compiler
 def test_a_measurement_is_of_a_step_and_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "_ROUNDS", 2)
     step_ms, read_ms = timings._measure((2, 2, 4, 64), 2, 40, "native")
