@@ -57,6 +57,11 @@ def make_model() -> ModelFactory:
 
 
 @pytest.fixture
+def llama() -> Any:
+    return build_model("llama")
+
+
+@pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """A Hugging Face folder (config and safetensors) of the Llama above."""
     folder = tmp_path / "random_llama"

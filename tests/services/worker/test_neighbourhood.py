@@ -1,10 +1,8 @@
-"""What a worker sets aside for its neighbours' blocks. The rest is seen live (`tests/stack`).
-
-The context announced: own KV and what others lend at most, steady while workers come and go.
-"""
+"""What a worker sets aside for its neighbours' blocks, and the context that it announces with theirs. The
+rest is seen live (`tests/stack`)."""
 
 from collections import OrderedDict
-from typing import cast
+from typing import Any, cast
 
 from services.worker.config import WorkerConfig
 from services.worker.engine_thread import Runner
@@ -15,7 +13,6 @@ from shared.clock import monotonic_s
 from shared.messages.lending import KvTier
 from shared.messages.reports import WorkerReported
 from tests.conftest import ConnectBus
-from tests.services.worker.conftest import ModelFactory
 from tests.services.worker.peers.attention.rig import make_engine
 from tests.shared.messages.builders import worker_report
 
@@ -28,11 +25,11 @@ def test_stagings_are_paid_for_in_own_blocks() -> None:
 
 
 async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_next_heartbeat(
-    connect_bus: ConnectBus, make_model: ModelFactory
+    connect_bus: ConnectBus, llama: Any
 ) -> None:
     """Nobody called for it: a creditor kept the steps of every life of every debtor."""
     bus = await connect_bus("worker", "w")
-    engine = make_engine(make_model("llama"), 8)
+    engine = make_engine(llama, 8)
     here = Neighbourhood(bus, WorkerConfig(model="m"), engine, engine.make_pool(), monotonic_s)
     here.attach(cast(Runner, None), engine.make_pool(), engine.fingerprint)
     creditor = here._creditor

@@ -4,13 +4,13 @@ It prints its address and ticket as one JSON line, serves until its standard inp
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.worker.peers.transport.base import Peer, PeerLink
 from services.worker.peers.transport.tcp import TcpTransport
@@ -35,24 +35,10 @@ class CreditorProcess:
 @contextmanager
 def creditor_processes(architecture: str, blocks: int, names: list[str]) -> Iterator[list[CreditorProcess]]:
     """Started together; what still runs is ended."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.services.worker.peers.attention.process",
-        architecture,
-        str(blocks),
-    ]
-    started = [
-        subprocess.Popen(
-            [*command, name],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ,
-        )
-        for name in names
-    ]
+    module = "tests.services.worker.peers.attention.process"
+    command = [sys.executable, "-m", module, architecture, str(blocks)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*command, name], cwd=ROOT, **pipes) for name in names]
     try:
         running = []
         for name, process in zip(names, started, strict=True):

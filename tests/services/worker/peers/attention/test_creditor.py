@@ -1,9 +1,5 @@
-"""What a creditor refuses, before anything is written.
-
-Lent blocks are touched under what holds now: each layer is checked, whatever was described before.
-
-A creditor with the lending table of a worker, asked over real links, or by its receivers alone.
-"""
+"""What a creditor refuses before anything is written; each layer is checked under what holds now, whatever
+was described before."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,7 +12,7 @@ import pytest
 import torch
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row
+from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.layout import Span
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
@@ -34,14 +30,13 @@ from services.worker.peers.attention.messages import (
 )
 from services.worker.peers.lending.core.grants import Freed, Terms
 from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.base import Peer, PeerLink, Reception
 from services.worker.peers.transport.buffers import bytes_of
 from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import CreditorLost, InvalidMessage, StaleEpoch
-from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
+from shared.messages.lending import KvTier
 from shared.messages.sequence import Sampling
-from tests.services.worker.conftest import ModelFactory
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
     DEBTOR,
@@ -53,6 +48,7 @@ from tests.services.worker.peers.attention.rig import (
     lender,
     make_engine,
 )
+from tests.services.worker.peers.lending.builders import borrow, give_back
 
 HEADS, KV_HEADS, DIM, ROWS = 4, 2, 16, 5
 
@@ -69,8 +65,33 @@ def request(**changes: object) -> bytes:
 SIZES = [4 * ROWS * HEADS * DIM, 4 * ROWS * KV_HEADS * DIM, 4 * ROWS * KV_HEADS * DIM]
 
 
-def offer(owner: Lender, header: bytes, sizes: list[int], kind: str = ATTEND, peer: Peer = DEBTOR) -> None:
-    owner.creditor.receivers[kind].admit(peer, header, sizes)
+@pytest.fixture
+def owner(llama: Any) -> Iterator[Lender]:
+    with lender(llama, 6, host_blocks=4) as made:
+        yield made
+
+
+def offer(
+    owner: Lender, header: bytes, sizes: list[int], kind: str = ATTEND, peer: Peer = DEBTOR
+) -> Reception:
+    return owner.creditor.receivers[kind].admit(peer, header, sizes)
+
+
+def fill(reception: Reception, value: float) -> None:
+    for buffer in reception.buffers:
+        buffer[:] = bytes_of(torch.full((len(buffer) // 4,), value))
+
+
+def content(engine: TorchEngine) -> list[torch.Tensor]:
+    return [pool.clone() for pools in engine.pools for pool in pools]
+
+
+def is_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def indices(*numbers: int) -> bytes:
+    return np.array(numbers, dtype=np.int32).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -87,104 +108,84 @@ def offer(owner: Lender, header: bytes, sizes: list[int], kind: str = ATTEND, pe
         ({}, []),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    changes: dict[str, object], sizes: list[int], make_model: ModelFactory
-) -> None:
-    with lender(make_model("llama"), 6) as owner:
-        before = [pool.clone() for pools in owner.engine.pools for pool in pools]
+def test_what_does_not_fit_is_refused(owner: Lender, changes: dict[str, object], sizes: list[int]) -> None:
+    before = content(owner.engine)
+    with pytest.raises(InvalidMessage):
+        offer(owner, request(**changes), sizes)
+    assert is_equal(before, content(owner.engine))
+
+
+def test_grants_of_others_and_earlier_generations_are_refused(owner: Lender) -> None:
+    for grants in ((GrantRef(9, 1),), (GrantRef(1, 0),), ()):
+        with pytest.raises(StaleEpoch):
+            offer(owner, request(grants=grants), SIZES)
+    with pytest.raises(StaleEpoch):
+        offer(owner, request(), SIZES, peer=Peer("somebody-else", 1))
+
+
+def test_a_fetch_names_blocks_of_its_part(owner: Lender) -> None:
+    for named in (indices(2), indices(-1), indices(), b"odd", bytes(5)):
         with pytest.raises(InvalidMessage):
-            offer(owner, request(**changes), sizes)
-        after = [pool for pools in owner.engine.pools for pool in pools]
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+            offer(owner, request(indices=named), [], FETCH)
+    found = offer(owner, request(indices=indices(1)), [], FETCH).commit().buffers
+    assert bytes(found[0]) == bytes(bytes_of(owner.engine.pools[0][0][1]))
 
 
-def test_grants_of_others_and_earlier_generations_are_refused(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 6) as owner:
-        for grants in ((GrantRef(9, 1),), (GrantRef(1, 0),), ()):
-            with pytest.raises(StaleEpoch):
-                offer(owner, request(grants=grants), SIZES)
-        with pytest.raises(StaleEpoch):
-            offer(owner, request(), SIZES, peer=Peer("somebody-else", 1))
+def test_a_fetch_may_bring_keys_and_values_of_another_layer(owner: Lender) -> None:
+    reception = offer(owner, request(indices=indices(0), layer=1, write_layer=0), SIZES[1:], FETCH)
+    fill(reception, 1.0)
+    assert len(reception.commit().buffers) == 2
+    k_pool, _ = owner.engine.pools[0]
+    assert k_pool[3, :, :, 2:].eq(1).all() and k_pool[1, :, :, :3].eq(1).all()
+    assert int(k_pool.count_nonzero()) == ROWS * KV_HEADS * DIM
+    for write_layer in (-1, 2):
+        with pytest.raises(InvalidMessage):
+            offer(owner, request(indices=indices(0), write_layer=write_layer), SIZES[1:], FETCH)
 
 
-def test_a_fetch_names_blocks_of_its_part(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 6) as owner:
-        named = [np.array(indices, dtype=np.int32).tobytes() for indices in ([2], [-1], [])]
-        for indices in (*named, b"odd", bytes(5)):
-            header = request(indices=indices)
-            with pytest.raises(InvalidMessage):
-                offer(owner, header, [], FETCH)
-        reception = owner.creditor.receivers[FETCH].admit(
-            DEBTOR, request(indices=np.array([1], dtype=np.int32).tobytes()), []
-        )
-        found = reception.commit().buffers
-        assert bytes(found[0]) == bytes(bytes_of(owner.engine.pools[0][0][1]))
+def test_a_step_is_described_once_and_forgotten_with_its_debtor(owner: Lender) -> None:
+    writes = SIZES[1:]
+    offer(owner, request(q_heads=0), writes, WRITE)
+    offer(owner, request(q_heads=0, part=None, layer=1), writes, WRITE)
+    owner.creditor.keep({DEBTOR.worker_id, "another"})
+    offer(owner, request(part=None), SIZES)
+    owner.creditor.keep({"another"})
+    with pytest.raises(InvalidMessage, match="never described"):
+        offer(owner, request(q_heads=0, part=None), writes, WRITE)
 
 
-def test_a_fetch_may_bring_keys_and_values_of_another_layer(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 6) as owner:
-        one = np.array([0], dtype=np.int32).tobytes()
-        header = request(indices=one, layer=1, write_layer=0)
-        reception = owner.creditor.receivers[FETCH].admit(DEBTOR, header, SIZES[1:])
-        for buffer in reception.buffers:
-            buffer[:] = np.ones(buffer.nbytes // 4, dtype=np.float32).tobytes()
-        assert len(reception.commit().buffers) == 2
-        k_pool, _ = owner.engine.pools[0]
-        assert k_pool[3, :, :, 2:].eq(1).all() and k_pool[1, :, :, :3].eq(1).all()
-        assert int(k_pool.count_nonzero()) == ROWS * KV_HEADS * DIM
-        for write_layer in (-1, 2):
-            with pytest.raises(InvalidMessage):
-                offer(owner, request(indices=one, write_layer=write_layer), SIZES[1:], FETCH)
-
-
-def test_a_step_is_described_once_and_forgotten_with_its_debtor(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 6) as owner:
-        writes = SIZES[1:]
-        offer(owner, request(q_heads=0), writes, WRITE)
-        offer(owner, request(q_heads=0, part=None, layer=1), writes, WRITE)
-        owner.creditor.keep({DEBTOR.worker_id, "another"})
-        offer(owner, request(part=None), SIZES)
-        owner.creditor.keep({"another"})
-        with pytest.raises(InvalidMessage, match="never described"):
-            offer(owner, request(q_heads=0, part=None), writes, WRITE)
-
-
-def test_host_memory_is_refused_where_none_is_lent_and_described_by_itself(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 6) as owner, pytest.raises(InvalidMessage, match="no host memory"):
+def test_host_memory_is_refused_where_none_is_lent(llama: Any) -> None:
+    with lender(llama, 6) as owner, pytest.raises(InvalidMessage, match="no host memory"):
         offer(owner, request(tier=KvTier.HOST), SIZES)
-    with lender(make_model("llama"), 6, host_blocks=4) as owner:
-        with pytest.raises(StaleEpoch):
-            offer(owner, request(tier=KvTier.HOST), SIZES)
-        offer(owner, request(), SIZES)
-        with pytest.raises(InvalidMessage, match="never described"):
-            offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,), part=None), SIZES)
-        offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
+
+
+def test_host_memory_is_described_by_itself(owner: Lender) -> None:
+    with pytest.raises(StaleEpoch):
+        offer(owner, request(tier=KvTier.HOST), SIZES)
+    offer(owner, request(), SIZES)
+    with pytest.raises(InvalidMessage, match="never described"):
+        offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,), part=None), SIZES)
+    offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
 
 
 @pytest.mark.parametrize("attends", [True, False])
-def test_host_memory_is_written_and_attended_to_where_that_is_agreed(
-    attends: bool, make_model: ModelFactory
-) -> None:
-    with lender(make_model("llama"), 6, host_blocks=4, host_attends=attends) as owner:
+def test_host_memory_is_written_and_attended_to_where_that_is_agreed(attends: bool, llama: Any) -> None:
+    with lender(llama, 6, host_blocks=4, host_attends=attends) as owner:
         assert owner.host is not None
-        header = request(tier=KvTier.HOST, grants=(HOST_GRANT,))
-        reception = owner.creditor.receivers[ATTEND].admit(DEBTOR, header, SIZES)
-        for buffer in reception.buffers:
-            buffer[:] = np.ones(buffer.nbytes // 4, dtype=np.float32).tobytes()
+        reception = offer(owner, request(tier=KvTier.HOST, grants=(HOST_GRANT,)), SIZES)
+        fill(reception, 1.0)
         reply = reception.commit()
         assert read_answer(reply.header).over_budget is not attends
         assert len(reply.buffers) == (2 if attends else 0)
         assert owner.host.pools[0][0][3, :, :, 2:].eq(1).all(), "written in any case"
-        assert not any(bool(pool.any()) for pools in owner.engine.pools for pool in pools)
+        assert not any(bool(pool.any()) for pool in content(owner.engine))
 
 
-def test_an_abandoned_question_writes_nothing(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 6) as owner:
-        reception = owner.creditor.receivers[ATTEND].admit(DEBTOR, request(), SIZES)
-        for buffer in reception.buffers:
-            buffer[:] = b"\x01" * buffer.nbytes
-        reception.abandon()
-        assert not any(bool(pool.any()) for pools in owner.engine.pools for pool in pools)
+def test_an_abandoned_question_writes_nothing(owner: Lender) -> None:
+    reception = offer(owner, request(), SIZES)
+    fill(reception, 1.0)
+    reception.abandon()
+    assert not any(bool(pool.any()) for pool in content(owner.engine))
 
 
 BLOCKS = 8
@@ -217,24 +218,14 @@ class World:
             self.lend(blocks)
 
     def lend(self, blocks: Sequence[int]) -> None:
-        asked = BorrowBlocks(
-            debtor_id=DEBTOR.worker_id,
-            debtor_incarnation=DEBTOR.incarnation,
-            request=len(self.refs) + 1,
-            blocks=len(blocks),
-        )
+        name, life = DEBTOR.worker_id, DEBTOR.incarnation
+        asked = borrow(name, incarnation=life, request=len(self.refs) + 1, blocks=len(blocks))
         grant = self.grants.lend(asked, blocks, self.now_s).grant
         assert grant is not None
         self.refs.append(GrantRef(grant.grant_id, grant.generation))
 
     def give_back(self, grant_id: int, *blocks: int) -> None:
-        asked = ReturnBlocks(
-            debtor_id=DEBTOR.worker_id,
-            debtor_incarnation=DEBTOR.incarnation,
-            creditor_incarnation=1,
-            grant_id=grant_id,
-            blocks=blocks,
-        )
+        asked = give_back(DEBTOR.worker_id, grant_id, *blocks, incarnation=DEBTOR.incarnation)
         freed = self.grants.give_back(asked)[1]
         self.freed += [] if freed is None else [freed]
 
@@ -252,40 +243,33 @@ class World:
             grants=tuple(self.refs),
             part=to_wire(part.spans) if described else None,
             q_heads=HEADS if kind == ATTEND else 0,
-            indices=np.zeros(1, dtype=np.int32).tobytes() if kind == FETCH else b"",
+            indices=indices(0) if kind == FETCH else b"",
         )
         _, kv_heads, dim, _ = self.engine.pools[0][0].shape
         sizes = {ATTEND: [4 * HEADS * dim] + [4 * kv_heads * dim] * 2, WRITE: [4 * kv_heads * dim] * 2}
-        reception = self.creditor.receivers[kind].admit(
-            DEBTOR, request_encoder.encode(asked), sizes.get(kind, [])
-        )
-        for buffer in reception.buffers:
-            buffer[:] = bytes_of(torch.full((len(buffer) // 4,), 9.0))
+        receiver = self.creditor.receivers[kind]
+        reception = receiver.admit(DEBTOR, request_encoder.encode(asked), sizes.get(kind, []))
+        fill(reception, 9.0)
         reception.commit()
-
-    def content(self) -> list[torch.Tensor]:
-        return [pool.clone() for pools in self.engine.pools for pool in pools]
 
 
 @pytest.mark.parametrize("kind", [ATTEND, WRITE, FETCH])
 @pytest.mark.parametrize("returned", [2, 5])
-def test_a_late_layer_touches_no_block_that_is_back(
-    kind: str, returned: int, make_model: ModelFactory
-) -> None:
+def test_a_late_layer_touches_no_block_that_is_back(kind: str, returned: int, llama: Any) -> None:
     """It named a step that was described while the block was lent, and wrote to it when it was another's."""
-    world = World(make_model("llama"), [2, 5])
+    world = World(llama, [2, 5])
     world.ask(kind, 0, [2, 5])
     world.give_back(1, returned)
     assert [part.blocks for part in world.freed] == [(returned,)]
-    before = world.content()
+    before = content(world.engine)
     with pytest.raises(StaleEpoch, match="borrow anew"):
         world.ask(kind, 1, [2, 5], described=False)
-    assert all(torch.equal(one, other) for one, other in zip(before, world.content(), strict=True))
+    assert is_equal(before, content(world.engine))
     world.grants.check_integrity()
 
 
-def test_a_refused_layer_leaves_nobody_inside(make_model: ModelFactory) -> None:
-    world = World(make_model("llama"), [2, 5])
+def test_a_refused_layer_leaves_nobody_inside(llama: Any) -> None:
+    world = World(llama, [2, 5])
     world.ask(WRITE, 0, [2, 5])
     world.give_back(1, 5)
     with pytest.raises(StaleEpoch):
@@ -294,17 +278,8 @@ def test_a_refused_layer_leaves_nobody_inside(make_model: ModelFactory) -> None:
     assert [part.blocks for part in world.freed] == [(5,), (2,)]
 
 
-def test_a_return_costs_the_other_blocks_of_the_step_nothing(make_model: ModelFactory) -> None:
-    """A debtor goes on with what it has while others of the grant are on their way back."""
-    world = World(make_model("llama"), [2, 5, 6], [1])
-    world.ask(WRITE, 0, [2, 1, 5])
-    world.give_back(1, 6)
-    world.ask(WRITE, 1, [2, 1, 5], described=False)
-    assert world.engine.pools[1][0][5].any()
-
-
-def test_blocks_are_looked_up_once_until_a_grant_changes(make_model: ModelFactory) -> None:
-    world = World(make_model("llama"), [2, 5, 6])
+def test_blocks_are_looked_up_once_until_a_grant_changes(llama: Any) -> None:
+    world = World(llama, [2, 5, 6])
     for layer in (0, 1, 0, 1):
         world.ask(WRITE, layer, [2, 5], described=layer == 0 and not world.lent.lookups)
     assert world.lent.lookups == 1
@@ -314,8 +289,8 @@ def test_blocks_are_looked_up_once_until_a_grant_changes(make_model: ModelFactor
     assert world.lent.lookups == 2
 
 
-def test_a_lease_that_runs_out_in_the_middle_of_a_step_ends_it(make_model: ModelFactory) -> None:
-    world = World(make_model("llama"), [2, 5])
+def test_a_lease_that_runs_out_in_the_middle_of_a_step_ends_it(llama: Any) -> None:
+    world = World(llama, [2, 5])
     world.ask(WRITE, 0, [2, 5])
     world.now_s = 4.6
     with pytest.raises(StaleEpoch):
@@ -323,10 +298,10 @@ def test_a_lease_that_runs_out_in_the_middle_of_a_step_ends_it(make_model: Model
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_only_what_is_lent_now_is_ever_written(seed: int, make_model: ModelFactory) -> None:
+def test_only_what_is_lent_now_is_ever_written(seed: int, llama: Any) -> None:
     """Grants, returns, ends of leases, and layers of the last steps, in any order."""
     dice = random.Random(seed)
-    world = World(make_model("llama"))
+    world = World(llama)
     free, held = list(range(BLOCKS)), dict[int, list[int]]()
     steps: dict[int, list[int]] = {}
     number = 0
@@ -355,14 +330,14 @@ def test_only_what_is_lent_now_is_ever_written(seed: int, make_model: ModelFacto
             world.ask(WRITE, 0, steps[number], step=number)
         elif event == "layer" and steps:
             step = dice.choice(list(steps)[-4:])
-            before = world.content()
+            before = content(world.engine)
             if set(steps[step]) <= set(lent) and world.refs:
                 world.ask(WRITE, 1, steps[step], step=step, described=False)
-                before = world.content()
+                before = content(world.engine)
             else:
                 with pytest.raises(StaleEpoch):
                     world.ask(WRITE, 1, steps[step], step=step, described=False)
-            assert all(torch.equal(one, other) for one, other in zip(before, world.content(), strict=True))
+            assert is_equal(before, content(world.engine))
         world.grants.check_integrity()
         world.table.check_integrity()
 
@@ -382,16 +357,15 @@ def listening(world: World) -> Iterator[PeerLink]:
 
 @pytest.mark.parametrize("mode", [ShipMode.SHIP, ShipMode.FETCH])
 def test_a_debtor_goes_on_while_it_returns_and_is_stopped_at_what_it_returned(
-    mode: ShipMode, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
+    mode: ShipMode, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a real link: a return between two layers of its step."""
-    model = make_model("llama")
     prompt = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
     point = SamplePoint(Sampling(seed=0, max_tokens=32, temperature=0.0), 0, 0, prompt)
-    expected = make_engine(model, 3).step([Row(prompt, 0, [0, 1, 2], point)])
-    world = World(model, [2, 5, 6])
+    expected = make_engine(llama, 3).step([Row(prompt, 0, [0, 1, 2], point)])
+    world = World(llama, [2, 5, 6])
     with listening(world) as link:
-        small = make_engine(model, 1)
+        small = make_engine(llama, 1)
         debtor = connect(small, [], 0, choose=always(mode))
         holder = debtor.add(link, [GrantRef(1, 1)])
         debtor.homes.place([1, 2, 3], holder, [2, 5, 6])

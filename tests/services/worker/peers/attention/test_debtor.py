@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.native.library import AttentionMode
+from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.attention.core.cost import ShipMode, choose_mode
 from services.worker.peers.attention.debtor import Chooser
-from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.transport.base import PeerLink
 from shared.errors import CreditorLost
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
+from tests.services.worker.engine.rig import Sequences
 from tests.services.worker.peers.attention.process import creditor_processes
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
@@ -43,32 +43,35 @@ CHOOSERS: dict[str, Chooser] = {
 
 
 def generate(
-    engine: TorchEngine, prompts: list[list[int]], blocks: list[list[int]], chunk: int, count: int
+    engine: TorchEngine,
+    prompts: list[list[int]],
+    blocks: list[list[int]],
+    chunk: int,
+    count: int,
+    computed: int = 0,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy answers and the log-probabilities of their tokens, all prompts in one batch."""
-    tokens = [list(prompt) for prompt in prompts]
-    done = [0] * len(prompts)
-    logprobs: list[list[float]] = [[] for _ in prompts]
-    while any(len(each) < len(prompt) + count for each, prompt in zip(tokens, prompts, strict=True)):
-        rows, running = [], []
-        for index, held in enumerate(tokens):
-            if len(held) == len(prompts[index]) + count:
-                continue
-            running.append(index)
-            end = min(len(held), done[index] + chunk)
-            point = None
-            if end == len(held):
-                point = SamplePoint(GREEDY, 0, end - len(prompts[index]), held)
-            rows.append(Row(held[done[index] : end], done[index], blocks[index], point))
-            done[index] = end
-        for index, sampled in zip(running, engine.step(rows), strict=True):
-            if sampled is not None:
-                tokens[index].append(sampled.token)
-                assert sampled.logprobs is not None
-                logprobs[index].append(sampled.logprobs.chosen)
-    return [each[len(prompt) :][:count] for each, prompt in zip(tokens, prompts, strict=True)], [
-        each[:count] for each in logprobs
-    ]
+    """Greedy answers and the log-probabilities of their tokens, all prompts in one batch. `computed`: so many
+    tokens of each have their KV in the blocks already."""
+    sequences = Sequences(engine, BlockPool(1, BLOCK_TOKENS), prompts, GREEDY)
+    sequences.blocks, sequences.computed = [list(each) for each in blocks], [computed] * len(prompts)
+    ends = [len(prompt) + count for prompt in prompts]
+    while running := [at for at, end in enumerate(ends) if len(sequences.tokens[at]) < end]:
+        sequences.step(running, chunk)
+    return [sequences.answer(at, count) for at in range(len(prompts))], sequences.logprobs
+
+
+def _long(dice_seed: int, tokens: int) -> list[int]:
+    dice = random.Random(dice_seed)
+    return [dice.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+def alone(
+    model: Any, prompt: list[int], count: int, chunk: int = 9, attention: AttentionMode = "auto"
+) -> tuple[list[list[int]], list[int]]:
+    """What an engine answers that has all the blocks there are for it, and these blocks."""
+    blocks = list(range(-(-(len(prompt) + count) // BLOCK_TOKENS)))
+    engine = make_engine(model, len(blocks), attention)
+    return generate(engine, [prompt], [blocks], chunk, count)[0], blocks
 
 
 @pytest.mark.parametrize("attention", ["native", "torch"])
@@ -103,25 +106,21 @@ def test_text_is_that_of_one_big_engine(
 @pytest.mark.parametrize("attention", ["native", "torch"])
 @pytest.mark.parametrize("way", ["ship", "fetch", "refused"])
 def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
-    way: str, attention: AttentionMode, make_model: ModelFactory
+    way: str, attention: AttentionMode, llama: Any
 ) -> None:
     """`refused`: the creditor keeps blocks in host memory and attends to none there."""
-    dice = random.Random(6)
-    model = make_model("llama")
-    prompt, count = [dice.randrange(VOCABULARY) for _ in range(70)], 12
-    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
-    own, device, host = 3, 6, needed - 9
-    expected, _ = generate(make_engine(model, needed, attention), [prompt], [list(range(needed))], 9, count)
+    prompt, count = _long(6, 70), 12
+    expected, ids = alone(llama, prompt, count, attention=attention)
+    own, device, host = 3, 6, len(ids) - 9
     attends = way != "refused"
-    lent = lender(model, device, host_blocks=host, host_attends=attends, attention=attention)
+    lent = lender(llama, device, host_blocks=host, host_attends=attends, attention=attention)
     with lent as owner, ExitStack() as stack:
-        small = make_engine(model, own, attention)
+        small = make_engine(llama, own, attention)
         choose = always(ShipMode.FETCH) if way == "fetch" else always(ShipMode.SHIP)
         debtor = make_debtor(small, [owner], device, choose=choose)
         stack.callback(debtor.close)
-        add_host(debtor, owner, range(own + device, needed), attends=attends)
-        ids = list(range(needed))
-        dice.shuffle(ids)
+        add_host(debtor, owner, range(own + device, len(ids)), attends=attends)
+        random.Random(6).shuffle(ids)
         answers, _ = generate(small, [prompt], [ids], 9, count)
         assert owner.host is not None and all(bool(pool.any()) for pool in owner.host.pools[0])
         assert (debtor.modes[ShipMode.FETCH] > 0) is (way != "ship")
@@ -131,9 +130,9 @@ def test_text_is_the_same_with_blocks_in_both_tiers_of_a_creditor(
     assert answers == expected
 
 
-def test_a_copy_comes_home_from_host_memory(make_model: ModelFactory) -> None:
-    with lender(make_model("llama"), 2, host_blocks=4) as owner:
-        small = make_engine(make_model("llama"), 3)
+def test_a_copy_comes_home_from_host_memory(llama: Any) -> None:
+    with lender(llama, 2, host_blocks=4) as owner:
+        small = make_engine(llama, 3)
         debtor = make_debtor(small, [owner], 2)
         add_host(debtor, owner, [5, 6], blocks=[3, 1])
         assert owner.host is not None
@@ -146,42 +145,30 @@ def test_a_copy_comes_home_from_host_memory(make_model: ModelFactory) -> None:
         debtor.close()
 
 
-def _long(dice_seed: int, tokens: int) -> list[int]:
-    dice = random.Random(dice_seed)
-    return [dice.randrange(VOCABULARY) for _ in range(tokens)]
-
-
 @pytest.mark.parametrize(("creditors", "way"), [(1, "ship"), (3, "measured")])
 def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
-    creditors: int, way: str, make_model: ModelFactory
+    creditors: int, way: str, llama: Any
 ) -> None:
-    model = make_model("llama")
     prompt, count, own = _long(11, 180), 16, 15
-    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
     assert len(prompt) >= 3 * own * BLOCK_TOKENS
-    big = make_engine(model, needed)
-    expected, _ = generate(big, [prompt], [list(range(needed))], 24, count)
-    each = -(-(needed - own) // creditors)
+    expected, blocks = alone(llama, prompt, count, chunk=24)
+    each = -(-(len(blocks) - own) // creditors)
     with creditor_processes("llama", each, [f"worker-{n}" for n in range(creditors)]) as running:
-        small = make_engine(model, own)
+        small = make_engine(llama, own)
         links = [process.dial(DEBTOR) for process in running]
         debtor = connect(small, links, each, choose=CHOOSERS[way])
-        answers, _ = generate(small, [prompt], [list(range(needed))], 24, count)
+        answers, _ = generate(small, [prompt], [blocks], 24, count)
         debtor.close()
     assert answers == expected
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
-    blow: signal.Signals, make_model: ModelFactory
-) -> None:
-    model = make_model("llama")
+def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(blow: signal.Signals, llama: Any) -> None:
     prompt, own, each = _long(12, 40), 4, 4
     other = _long(13, 30)
-    big = make_engine(model, 12)
-    expected, _ = generate(big, [other], [list(range(12))], 24, 8)
+    expected, _ = alone(llama, other, 8, chunk=24)
     with creditor_processes("llama", 16, ["worker-a", "worker-b"]) as running:
-        small = make_engine(model, own)
+        small = make_engine(llama, own)
         links: list[PeerLink] = [process.dial(DEBTOR) for process in running]
         debtor = connect(small, links, 16, deadline_s=1.0, choose=CHOOSERS["ship"])
         of_both = [*range(own), *range(own, own + each), *range(own + 16, own + 16 + each)]
@@ -202,16 +189,15 @@ def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(
 
 @pytest.mark.parametrize("way", ["ship", "fetch"])
 def test_a_step_that_fails_half_way_costs_no_loan(
-    way: str, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch
+    way: str, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers under way stayed on their links, which broke with the next step: every borrower ended."""
-    model = make_model("llama")
     prompts = [_long(16, 30), _long(17, 26)]
     needed = 10
     tables = [list(range(needed)), list(range(needed, 2 * needed))]
-    expected, _ = generate(make_engine(model, 2 * needed), prompts, tables, 9, 6)
-    with lender(model, 8) as one, lender(model, 8) as other:
-        small = make_engine(model, 4)
+    expected, _ = generate(make_engine(llama, 2 * needed), prompts, tables, 9, 6)
+    with lender(llama, 8) as one, lender(llama, 8) as other:
+        small = make_engine(llama, 4)
         debtor = connect(small, [one.dial(), other.dial()], 8, choose=CHOOSERS[way])
         borrowed = [[0, 1, *range(4, 12)], [2, 3, *range(12, 20)]]
         assert small.step([Row(prompts[0], 0, borrowed[0], None)]) == [None]
@@ -242,72 +228,41 @@ def failing_at(layer: int, backend: Any) -> Callable[..., Any]:
     return attend_part
 
 
-def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(make_model: ModelFactory) -> None:
-    model = make_model("llama")
+def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(llama: Any) -> None:
     prompt, count = _long(14, 40), 6
-    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
-    expected, _ = generate(make_engine(model, needed), [prompt], [list(range(needed))], 9, count)
-    with lender(model, needed, fraction=1e-6, is_busy=lambda: True) as stingy:
+    expected, blocks = alone(llama, prompt, count)
+    with lender(llama, len(blocks), fraction=1e-6, is_busy=lambda: True) as stingy:
         stingy.creditor.budget.on_computed(1.0, is_busy=True)
-        small = make_engine(model, 4)
-        debtor = make_debtor(small, [stingy], needed, choose=CHOOSERS["ship"])
-        answers, _ = generate(small, [prompt], [list(range(needed))], 9, count)
+        small = make_engine(llama, 4)
+        debtor = make_debtor(small, [stingy], len(blocks), choose=CHOOSERS["ship"])
+        answers, _ = generate(small, [prompt], [blocks], 9, count)
         debtor.close()
         assert stingy.creditor.budget.refusals > 0
         assert stingy.creditor.budget.lent_s == 1.0
     assert answers == expected
 
 
-def test_blocks_of_a_grant_that_was_granted_anew_are_not_touched(make_model: ModelFactory) -> None:
-    model = make_model("llama")
-    with lender(model, 8) as owner:
-        small = make_engine(model, 2)
-        debtor = make_debtor(small, [owner], 8)
-        row = Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)
-        assert small.step([row]) == [None]
-        before = [pool.clone() for pools in owner.engine.pools for pool in pools]
-        owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, GRANT.generation + 1), range(8))
-        with pytest.raises(CreditorLost, match="borrow anew"):
-            small.step([row])
-        after = [pool for pools in owner.engine.pools for pool in pools]
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-        debtor.close()
-
-
-def test_blocks_that_no_grant_covers_are_refused(make_model: ModelFactory) -> None:
-    model = make_model("llama")
-    with lender(model, 8) as owner:
+def test_blocks_that_no_grant_covers_are_refused(llama: Any) -> None:
+    with lender(llama, 8) as owner:
         owner.book.grant(DEBTOR.worker_id, GRANT, range(2))
-        small = make_engine(model, 2)
+        small = make_engine(llama, 2)
         debtor = make_debtor(small, [owner], 8)
         with pytest.raises(CreditorLost, match="none of these grants"):
             small.step([Row(_long(15, 20), 0, [0, 1, 2, 3, 4, 5, 6], None)])
         debtor.close()
 
 
-def test_blocks_come_home_whole(make_model: ModelFactory) -> None:
-    model = make_model("llama")
+def test_blocks_come_home_whole(llama: Any) -> None:
     prompt, count = _long(16, 40), 6
-    needed = -(-(len(prompt) + count) // BLOCK_TOKENS)
-    expected, _ = generate(make_engine(model, needed), [prompt], [list(range(needed))], 9, count)
-    with lender(model, 10) as one, lender(model, 10) as other:
-        engine = make_engine(model, needed)
+    expected, home = alone(llama, prompt, count)
+    needed = len(home)
+    with lender(llama, 10) as one, lender(llama, 10) as other:
+        engine = make_engine(llama, needed)
         debtor = make_debtor(engine, [one, other], 10)
-        theirs = [*range(needed, needed + 9), *range(needed + 10, needed + 13)][:needed]
-        tokens = generate(engine, [prompt[:36]], [theirs], 9, 1)
-        assert tokens
-        debtor.bring_home([(there, own) for own, there in enumerate(theirs[:9])])
+        theirs = [*range(needed, needed + 9), *range(needed + 10, needed + 13)]
+        generate(engine, [prompt[:36]], [theirs], 9, 1)
+        debtor.bring_home(list(zip(theirs[:9], home, strict=False)))
         debtor.homes.forget(theirs[:9])
-        sampled = None
-        answer: list[int] = []
-        home = [*range(9), *range(9, needed)]
-        row = Row(prompt[36:], 36, home, SamplePoint(GREEDY, 0, 0, prompt))
-        held = list(prompt)
-        while len(answer) < count:
-            (sampled,) = engine.step([row])
-            assert sampled is not None
-            answer.append(sampled.token)
-            held.append(sampled.token)
-            row = Row(held[-1:], len(held) - 1, home, SamplePoint(GREEDY, 0, len(answer), held))
+        answers, _ = generate(engine, [prompt], [home], 9, count, computed=36)
         debtor.close()
-    assert [answer] == expected
+    assert answers == expected

@@ -1,7 +1,4 @@
-"""Who may touch lent blocks, seen from the threads that serve links.
-
-Copies count until the step that writes to what they were made of.
-"""
+"""Who may touch lent blocks, and what still is a copy of one, seen from the threads that serve links."""
 
 import sys
 import threading
@@ -17,13 +14,12 @@ from services.worker.peers.lending.core.grants import Freed, Terms
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.lending.telling import loans
 from services.worker.peers.transport.base import Peer
-from shared.messages.lending import BorrowBlocks, KvTier, ReturnBlocks
-from tests.services.worker.peers.lending.builders import renew
+from shared.messages.lending import KvTier
+from tests.services.worker.peers.lending.builders import borrow, give_back, renew
 
 DEBTOR = Peer("debtor", 3)
-
-
 REF = GrantRef(1, 1)
+BLOCK_TOKENS = 4
 
 
 class World:
@@ -35,18 +31,14 @@ class World:
         self.table = RBlockTable("creditor", 8, 3)
         self.grants = SharedGrants(self.table, 1, Terms(8, 4.0, 0.5, most_host_blocks=3))
         self.lent = LentGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
-        asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=1, blocks=3)
-        reply = self.grants.lend(asked, [2, 5, 6], 0.0)
+        reply = self.grants.lend(borrow("debtor", incarnation=3, blocks=3), [2, 5, 6], 0.0)
         assert reply.grant is not None and reply.grant.grant_id == REF.grant_id
 
     def covers(self, *blocks: int) -> bool:
         return self.lent.covers(DEBTOR, [REF], KvTier.DEVICE, np.array(blocks, dtype=np.int32))
 
     def give_back(self, *blocks: int) -> Freed | None:
-        asked = ReturnBlocks(
-            debtor_id="debtor", debtor_incarnation=3, creditor_incarnation=1, grant_id=1, blocks=blocks
-        )
-        return self.grants.give_back(asked)[1]
+        return self.grants.give_back(give_back("debtor", 1, *blocks, incarnation=3))[1]
 
 
 def test_only_the_debtor_and_only_while_the_lease_lasts() -> None:
@@ -72,7 +64,7 @@ def test_blocks_of_the_grant_and_no_others() -> None:
 
 def test_a_number_is_of_one_tier() -> None:
     world = World()
-    asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=2, blocks=2, tier=KvTier.HOST)
+    asked = borrow("debtor", incarnation=3, request=2, blocks=2, tier=KvTier.HOST)
     world.grants.lend(asked, [0, 2], 0.0)
     both = [REF, GrantRef(2, 1)]
     for tier, blocks, is_covered in (
@@ -118,18 +110,12 @@ def test_loans_are_told_while_links_free_blocks() -> None:
     def serve_links() -> None:
         try:
             for number in range(300):
-                asked = BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=number, blocks=1500)
+                asked = borrow("debtor", incarnation=3, request=number, blocks=1500)
                 grant = world.grants.lend(asked, range(1500), 0.0).grant
                 assert grant is not None
                 ref = GrantRef(grant.grant_id, 1)
                 assert lent.enter(DEBTOR, [ref])
-                back = ReturnBlocks(
-                    debtor_id="debtor",
-                    debtor_incarnation=3,
-                    creditor_incarnation=1,
-                    grant_id=grant.grant_id,
-                    blocks=grant.blocks,
-                )
+                back = give_back("debtor", grant.grant_id, *grant.blocks, incarnation=3)
                 assert world.grants.give_back(back)[1] is None
                 lent.leave(DEBTOR, [ref])
         except BaseException as error:
@@ -144,25 +130,12 @@ def test_loans_are_told_while_links_free_blocks() -> None:
         thread.start()
         while not telling.is_set():
             assert loans(world.table)["lent_blocks"] in (0, 1500)
-            world.grants.answer(BorrowBlocks(debtor_id="debtor", debtor_incarnation=3, request=-1, blocks=1))
+            world.grants.answer(borrow("debtor", incarnation=3, request=-1, blocks=1))
             world.grants.renew(renew("debtor", 1, incarnation=3), 0.0)
     finally:
         sys.setswitchinterval(before_s)
         thread.join()
     assert not failures and sum(len(part.blocks) for part in freed) == 300 * 1500
-
-
-def test_what_ends_while_somebody_is_inside_is_freed_by_the_last_who_leaves() -> None:
-    world = World()
-    assert world.lent.enter(DEBTOR, [REF]) and world.lent.enter(DEBTOR, [REF])
-    assert world.grants.tick(5.0) == []
-    world.lent.leave(DEBTOR, [REF])
-    assert world.freed == []
-    world.lent.leave(DEBTOR, [REF])
-    assert [freed.blocks for freed in world.freed] == [(2, 5, 6)]
-
-
-BLOCK_TOKENS = 4
 
 
 def test_a_written_block_is_no_copy_any_more() -> None:

@@ -10,12 +10,11 @@ from services.worker.engine.backends import NativeBackend, TorchBackend
 from services.worker.peers.attention.memory import block_bytes, device_memory, host_blocks, host_memory
 from services.worker.peers.lending.core.settings import HostAttention, LendingConfig
 from shared.errors import ConfigError
-from tests.services.worker.conftest import ModelFactory
 from tests.services.worker.peers.attention.rig import make_engine
 
 
-def test_a_pool_of_its_own_of_the_same_layout(make_model: ModelFactory) -> None:
-    engine = make_engine(make_model("llama"), 6)
+def test_a_pool_of_its_own_of_the_same_layout(llama: Any) -> None:
+    engine = make_engine(llama, 6)
     device, host = device_memory(engine.attention), host_memory(engine.attention, 4)
     assert (device.blocks, host.blocks) == (6, 4)
     for (k_own, v_own), (k_host, v_host) in zip(device.pools, host.pools, strict=True):
@@ -39,8 +38,8 @@ def test_it_is_in_ram_where_the_engine_is_elsewhere(attends: bool) -> None:
     assert host.pools[0][0][1, :, :, 1].eq(1).all()
 
 
-def test_the_settings_grant_blocks_or_mebibytes(make_model: ModelFactory) -> None:
-    attention = make_engine(make_model("llama"), 2).attention
+def test_the_settings_grant_blocks_or_mebibytes(llama: Any) -> None:
+    attention = make_engine(llama, 2).attention
     assert host_blocks(LendingConfig(), attention) == 0
     assert host_blocks(LendingConfig(host_mb=1), attention) == (1 << 20) // block_bytes(attention)
     assert host_blocks(LendingConfig(host_mb=1, host_blocks=7), attention) == 7

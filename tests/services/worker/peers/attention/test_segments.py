@@ -11,7 +11,8 @@ from services.worker.engine.layout import PackedSpans, Span
 from services.worker.engine.merging import merge_into
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.segments import cut, pairs
-from tests.rounding import assert_within, attention_bounds
+from tests.rounding import assert_within
+from tests.services.worker.engine.reference import step_bounds
 
 BLOCK, HEADS, DIM = 4, 2, 3
 SHAPE = paged.Shape(DIM**-0.5)
@@ -36,7 +37,7 @@ def parts(draw: st.DrawFn) -> PackedSpans:
     return found[-1].spans
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(parts(), st.integers(1, 4), st.booleans())
 def test_segments_add_up(spans: PackedSpans, most_blocks: int, refetch: bool) -> None:
     blocks = int(spans.blocks.max(initial=0)) + 1
@@ -63,15 +64,8 @@ def test_segments_add_up(spans: PackedSpans, most_blocks: int, refetch: bool) ->
         backend.write(0, keys, values, torch.from_numpy(segment.spans.slots))
         part, part_lse = backend.attend_part(0, _without_nan(staging, segment.spans), query, SHAPE)
         merge_into(output, lse, part, part_lse, torch.arange(rows))
-    bounds = attention_bounds(
-        query,
-        torch.cat([pool[0].transpose(2, 3).flatten(0, 2), keys.flatten(0, 1)]),
-        torch.cat([pool[1].flatten(0, 2), values.flatten(0, 1)]),
-        SHAPE.scaling,
-        most_keys=blocks * BLOCK,
-        softcap=SHAPE.softcap,
-        parts=blocks + 1,
-    )
+    packed = (query, keys, values)
+    bounds = step_bounds(pool, packed, SHAPE, most_keys=blocks * BLOCK, parts=blocks + 1)
     for mine, theirs, bound in zip((output, lse), (expected, expected_lse), bounds, strict=True):
         assert_within(mine, theirs, 2 * bound)  # Both are rounded.
 
@@ -83,7 +77,7 @@ def _without_nan(staging: tuple[torch.Tensor, torch.Tensor], spans: PackedSpans)
     return spans
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(parts())
 def test_pairs_are_counted(spans: PackedSpans) -> None:
     counted = 0

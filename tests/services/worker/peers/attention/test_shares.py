@@ -1,6 +1,5 @@
 """What a step costs in messages: one per creditor and layer for the whole batch, described once."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,43 +7,27 @@ import pytest
 from services.worker.engine.engine import Row
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.messages import ATTEND, FETCH, WRITE, read_request
-from services.worker.peers.transport.base import Buffer, Call, Peer, PeerLink
-from tests.services.worker.conftest import VOCABULARY, ModelFactory
+from services.worker.peers.transport.base import Call, PeerLink
+from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.peers.attention.rig import always, connect, lender, make_engine
 
 LAYERS = 2
 
 
-class Noting:
-    """A link that remembers what was asked over it."""
+class Noted:
+    """What is asked over a link from now on."""
 
-    def __init__(self, link: PeerLink) -> None:
-        self._link = link
+    def __init__(self, link: PeerLink, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: list[str] = []
         self.described: list[bool] = []
+        begin = link.begin
 
-    @property
-    def peer(self) -> Peer:
-        return self._link.peer
+        def note(kind: str, header: bytes = b"", *given: Any, **how: Any) -> Call:
+            self.kinds.append(kind)
+            self.described.append(read_request(header).part is not None)
+            return begin(kind, header, *given, **how)
 
-    @property
-    def transport(self) -> str:
-        return self._link.transport
-
-    @property
-    def closed(self) -> bool:
-        return self._link.closed
-
-    def begin(self, kind: str, header: bytes = b"", buffers: Sequence[Buffer] = (), **how: Any) -> Call:
-        self.kinds.append(kind)
-        self.described.append(read_request(header).part is not None)
-        return self._link.begin(kind, header, buffers, **how)
-
-    def ask(self, kind: str, header: bytes = b"", buffers: Sequence[Buffer] = (), **how: Any) -> Any:
-        return self.begin(kind, header, buffers, **how).finish()
-
-    def close(self) -> None:
-        self._link.close()
+        monkeypatch.setattr(link, "begin", note)
 
 
 def rows(counts: list[tuple[int, int]]) -> list[Row]:
@@ -63,30 +46,36 @@ def rows(counts: list[tuple[int, int]]) -> list[Row]:
     ],
 )
 def test_one_message_a_layer_for_the_batch(
-    mode: ShipMode, first: list[str], later: list[str], make_model: ModelFactory
+    mode: ShipMode,
+    first: list[str],
+    later: list[str],
+    llama: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make_model("llama")
-    with lender(model, 20) as owner:
-        engine = make_engine(model, 4)
-        link = Noting(owner.dial())
+    with lender(llama, 20) as owner:
+        engine = make_engine(llama, 4)
+        link = owner.dial()
+        noted = Noted(link, monkeypatch)
         debtor = connect(engine, [link], 20, choose=always(mode), staging_blocks=20)
         engine.step(rows([(0, 9), (0, 17), (0, 5)]))
-        assert link.kinds == first
-        assert link.described == [True] + [False] * (len(first) - 1)
-        link.kinds.clear()
+        assert noted.kinds == first
+        assert noted.described == [True] + [False] * (len(first) - 1)
+        noted.kinds.clear()
         engine.step(rows([(9, 1), (17, 1), (5, 1)]))
-        assert link.kinds == later
+        assert noted.kinds == later
         debtor.close()
 
 
-def test_a_long_context_comes_in_segments_that_the_staging_holds(make_model: ModelFactory) -> None:
-    model = make_model("llama")
-    with lender(model, 5) as owner:
-        engine = make_engine(model, 4)
-        link = Noting(owner.dial())
+def test_a_long_context_comes_in_segments_that_the_staging_holds(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lender(llama, 5) as owner:
+        engine = make_engine(llama, 4)
+        link = owner.dial()
+        noted = Noted(link, monkeypatch)
         debtor = connect(engine, [link], 5, choose=always(ShipMode.FETCH), staging_blocks=2)
         engine.step(rows([(0, 17)]))
-        link.kinds.clear()
+        noted.kinds.clear()
         engine.step(rows([(17, 1)]))
-        assert link.kinds == [FETCH, FETCH, FETCH] * LAYERS + [WRITE]
+        assert noted.kinds == [FETCH, FETCH, FETCH] * LAYERS + [WRITE]
         debtor.close()

@@ -1,8 +1,6 @@
-"""Queries travel where that is cheaper, keys where that is; speeds follow what is measured.
+"""Queries travel where that is cheaper, keys where that is; and a creditor lends a share of its time."""
 
-A creditor lends a share of its time, not more, and all of it while it has nothing to do.
-"""
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +15,6 @@ from services.worker.peers.attention.core.cost import (
 )
 
 KV_BYTES, Q_BYTES = 2 * 8 * 128 * 4, 32 * (2 * 128 + 1) * 4
-
-
 """Of a token, in a layer of 8 KV and 32 query heads of 128."""
 
 
@@ -26,16 +22,16 @@ def work(rows: int, context_tokens: int) -> Work:
     return Work(rows * Q_BYTES, context_tokens * KV_BYTES, rows * context_tokens * 32)
 
 
-def test_a_decode_over_a_long_context_ships() -> None:
-    assert choose_mode(work(1, 8192), CreditorSpeeds()) is ShipMode.SHIP
-
-
-def test_a_long_chunk_over_a_short_context_fetches() -> None:
-    assert choose_mode(work(512, 64), CreditorSpeeds()) is ShipMode.FETCH
-
-
-def test_a_chunk_whose_context_is_all_its_own_is_computed_here() -> None:
-    assert choose_mode(work(256, 0), CreditorSpeeds()) is ShipMode.FETCH
+@pytest.mark.parametrize(
+    ("rows", "context_tokens", "mode"),
+    [
+        pytest.param(1, 8192, ShipMode.SHIP, id="a decode over a long context"),
+        pytest.param(512, 64, ShipMode.FETCH, id="a long chunk over a short context"),
+        pytest.param(256, 0, ShipMode.FETCH, id="a chunk whose context is all its own"),
+    ],
+)
+def test_the_cheaper_way_is_taken(rows: int, context_tokens: int, mode: ShipMode) -> None:
+    assert choose_mode(work(rows, context_tokens), CreditorSpeeds()) is mode
 
 
 def test_a_slow_creditor_is_not_asked_to_compute() -> None:
