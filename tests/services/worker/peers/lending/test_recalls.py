@@ -8,13 +8,12 @@ import pytest
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.debts import Debts, Repayment
 from services.worker.peers.lending.core.grants import Grants, Terms
-from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.repayment import CreditorPressure
 from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
 from services.worker.peers.lending.recalls import Recalls
 from shared.errors import CreditorLost, Overloaded
 from shared.messages.lending import BlocksReturned, Grant, Settle, SettlePhase
-from tests.services.worker.peers.lending.builders import borrow, grant
+from tests.services.worker.peers.lending.builders import PlainVault, borrow, grant
 
 OWN = 10
 
@@ -70,19 +69,6 @@ class Engine:
         return [number for number in logical if number not in self.unused][:most_blocks]
 
 
-class Memory:
-    """Own blocks."""
-
-    def __init__(self) -> None:
-        self.pool = BlockPool(OWN, 16)
-
-    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-        return lend(self.pool, most_blocks, least_blocks, keep_blocks)
-
-    async def readmit(self, blocks: Sequence[int]) -> None:
-        self.pool.readmit(blocks)
-
-
 class World:
     """A worker that owes `c` four blocks and is owed three by `d`."""
 
@@ -90,7 +76,7 @@ class World:
         self.now_s = 0.0
         self.table = RBlockTable("w", OWN)
         self.grants, self.debts = Grants(self.table, 1, Terms(most_blocks=5)), Debts(self.table, 1)
-        self.memory, self.engine = Memory(), Engine()
+        self.memory, self.engine = PlainVault(BlockPool(OWN, 16)), Engine()
         taken = self.memory.pool.allocate(3)
         self.memory.pool.withdraw(taken)
         self.grants.lend(borrow("d", blocks=3), taken, 0.0)
@@ -110,6 +96,11 @@ class World:
     async def ask(self, phase: SettlePhase, blocks: int = 2, round: int = 0) -> int:
         step = Settle(settlement="s", phase=phase, round=round, blocks=blocks, creditor_id="c", debtor_id="d")
         return (await self.recalls.settle(step)).blocks
+
+    async def freeze(self, blocks: int = 2) -> int:
+        """As soon as there is memory to copy into."""
+        await self.recalls.tick()
+        return await self.ask(SettlePhase.FREEZE, blocks)
 
     def bounce(self) -> object:
         return self.recalls.details()["bounce_blocks"]
@@ -154,8 +145,7 @@ async def test_a_settlement_waits_for_memory_and_for_a_recall_to_end() -> None:
 
 async def test_a_copy_waits_for_what_a_debtor_has_returned() -> None:
     world = World()
-    await world.recalls.tick()
-    await world.ask(SettlePhase.FREEZE, 3)
+    await world.freeze(3)
     await world.ask(SettlePhase.COPY)
     await world.ask(SettlePhase.COMMIT)
     assert world.bounce() == 0
@@ -168,8 +158,7 @@ async def test_a_copy_waits_for_what_a_debtor_has_returned() -> None:
 
 async def test_a_creditor_that_dies_before_the_commit_keeps_the_memory_whole() -> None:
     world = World()
-    await world.recalls.tick()
-    await world.ask(SettlePhase.FREEZE)
+    await world.freeze()
     world.engine.is_creditor_dead = True
     assert await world.ask(SettlePhase.COPY) == 0
     world.engine.is_creditor_dead = False
@@ -182,8 +171,7 @@ async def test_a_creditor_that_dies_before_the_commit_keeps_the_memory_whole() -
 
 async def test_an_unconfirmed_return_is_no_success() -> None:
     world = World()
-    await world.recalls.tick()
-    await world.ask(SettlePhase.FREEZE)
+    await world.freeze()
     await world.ask(SettlePhase.COPY)
     world.confirms = False
     with pytest.raises(CreditorLost, match="confirmed"):
@@ -193,8 +181,7 @@ async def test_an_unconfirmed_return_is_no_success() -> None:
 
 async def test_nobody_goes_on_with_it_and_it_is_over() -> None:
     world = World()
-    await world.recalls.tick()
-    await world.ask(SettlePhase.FREEZE)
+    await world.freeze()
     assert world.engine.apart
     world.now_s = 5.1
     await world.recalls.tick()
@@ -222,6 +209,5 @@ async def test_a_repayment_brings_home_what_sequences_use() -> None:
 
 async def test_no_repayment_during_a_settlement() -> None:
     world = World()
-    await world.recalls.tick()
-    await world.ask(SettlePhase.FREEZE)
+    await world.freeze()
     assert not world.recalls.may_recall()

@@ -1,16 +1,13 @@
-"""Workers that lend over a real bus: real subjects, a real ledger, pools without an engine.
-
-A search over a real bus: a ledger that knows a creditor, a creditor that grants a part.
-
-What heartbeats and status say of loans, by tier.
-"""
+"""Workers that lend over a real bus: real subjects, a real ledger, pools without an engine."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from services.ledger.config import LedgerConfig
 from services.ledger.service import HANDLERS as LEDGER_HANDLERS
@@ -33,7 +30,7 @@ from shared.messages.reports import Capacity
 from tests.conftest import ConnectBus
 from tests.patience import until
 from tests.services.ledger.builders import report
-from tests.services.worker.peers.lending.builders import BLOCKS, PlainVault, grant, renew
+from tests.services.worker.peers.lending.builders import BLOCKS, PlainVault, borrow, grant, renew
 from tests.shared.messages.builders import worker_report
 
 LENDS = LendingConfig(lease_s=2.0, grace_s=0.1, rest_s=0.05)
@@ -86,103 +83,89 @@ class Worker:
         self.lending.debts.check_integrity()
 
 
-async def make_ledger(connect_bus: ConnectBus) -> None:
-    bus = await connect_bus("ledger", "ledger-0")
-    await bus.attach(LEDGER_HANDLERS, Ledger(bus, LedgerConfig()))
+@dataclass
+class Pair:
+    """A ledger, and two workers of which one may borrow from the other."""
+
+    debtor: Worker
+    creditor: Worker
 
 
-@pytest.fixture
-def borrows() -> LendingConfig:
-    return LENDS.model_copy(update={"borrow": True, "low_fraction": 0.2, "high_fraction": 0.4})
-
-
-async def test_borrows_when_short_renews_and_returns(connect_bus: ConnectBus, borrows: LendingConfig) -> None:
-    await make_ledger(connect_bus)
+@pytest_asyncio.fixture
+async def pair(connect_bus: ConnectBus) -> AsyncIterator[Pair]:
+    ledger = await connect_bus("ledger", "ledger-0")
+    await ledger.attach(LEDGER_HANDLERS, Ledger(ledger, LedgerConfig()))
+    borrows = LENDS.model_copy(update={"borrow": True, "low_fraction": 0.2, "high_fraction": 0.4})
     debtor = Worker(await connect_bus("worker", "w0"), borrows)
     creditor = Worker(await connect_bus("worker", "w1"), LENDS)
-    try:
-        debtor.lending.want(0, may_borrow_ahead=False)
-        held = debtor.vault.pool.allocate(18)
-        await asyncio.sleep(0.5)
-        assert debtor.lending.debts.borrowed_blocks == 0, "something else is cheaper"
-        debtor.lending.want(0)
-        await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
-        assert creditor.vault.pool.total_blocks == BLOCKS - 4
-        used = debtor.lending.debts.take(4)
-        await asyncio.sleep(2.5)
-        assert debtor.lending.debts.borrowed_blocks >= 4, "renewed beyond the first lease"
-        assert debtor.lending.table.in_state(BlockState.USED) == used and not debtor.lost
-        debtor.lending.debts.release(used)
-        debtor.vault.pool.release(held)
-        await until(lambda: creditor.vault.pool.free_blocks == BLOCKS)
-        await until(lambda: debtor.lending.debts.borrowed_blocks == 0)
-        debtor.check()
-        creditor.check()
-    finally:
-        await debtor.stop()
-        await creditor.stop()
+    yield Pair(debtor, creditor)
+    await debtor.stop()
+    await creditor.stop()
 
 
-async def test_a_creditor_that_is_gone_takes_blocks_along_within_the_lease(
-    connect_bus: ConnectBus, borrows: LendingConfig
-) -> None:
-    await make_ledger(connect_bus)
-    debtor = Worker(await connect_bus("worker", "w0"), borrows)
-    creditor = Worker(await connect_bus("worker", "w1"), LENDS)
-    try:
-        debtor.vault.pool.allocate(18)
-        await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
-        used = debtor.lending.debts.take(4)
-        await creditor.stop()
-        await until(lambda: sorted(debtor.lost) == used)
-        debtor.check()
-    finally:
-        await debtor.stop()
-        await creditor.stop()
+async def test_borrows_when_short_renews_and_returns(pair: Pair) -> None:
+    debtor, creditor = pair.debtor, pair.creditor
+    debtor.lending.want(0, may_borrow_ahead=False)
+    held = debtor.vault.pool.allocate(18)
+    await asyncio.sleep(0.5)
+    assert debtor.lending.debts.borrowed_blocks == 0, "something else is cheaper"
+    debtor.lending.want(0)
+    await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
+    assert creditor.vault.pool.total_blocks == BLOCKS - 4
+    used = debtor.lending.debts.take(4)
+    await asyncio.sleep(2.5)
+    assert debtor.lending.debts.borrowed_blocks >= 4, "renewed beyond the first lease"
+    assert debtor.lending.table.in_state(BlockState.USED) == used and not debtor.lost
+    debtor.lending.debts.release(used)
+    debtor.vault.pool.release(held)
+    await until(lambda: creditor.vault.pool.free_blocks == BLOCKS)
+    await until(lambda: debtor.lending.debts.borrowed_blocks == 0)
+    debtor.check()
+    creditor.check()
 
 
-async def test_a_silent_debtors_blocks_come_back_even_if_the_engine_is_busy_then(
-    connect_bus: ConnectBus, borrows: LendingConfig
-) -> None:
-    await make_ledger(connect_bus)
-    debtor = Worker(await connect_bus("worker", "w0"), borrows)
-    creditor = Worker(await connect_bus("worker", "w1"), LENDS)
-    try:
-        debtor.vault.pool.allocate(18)
-        await until(lambda: creditor.vault.pool.withdrawn_blocks == 4)
-        creditor.vault.overloaded = True
-        await debtor.stop()
-        await until(lambda: creditor.lending.grants.lent_blocks == 0)
-        assert creditor.vault.pool.withdrawn_blocks == 4
-        creditor.vault.overloaded = False
-        await until(lambda: creditor.vault.pool.free_blocks == BLOCKS)
-    finally:
-        await debtor.stop()
-        await creditor.stop()
+async def test_a_creditor_that_is_gone_takes_blocks_along_within_the_lease(pair: Pair) -> None:
+    debtor = pair.debtor
+    debtor.vault.pool.allocate(18)
+    await until(lambda: debtor.lending.debts.borrowed_blocks == 4)
+    used = debtor.lending.debts.take(4)
+    await pair.creditor.stop()
+    await until(lambda: sorted(debtor.lost) == used)
+    debtor.check()
+
+
+async def test_a_silent_debtors_blocks_come_back_even_if_the_engine_is_busy_then(pair: Pair) -> None:
+    creditor = pair.creditor
+    pair.debtor.vault.pool.allocate(18)
+    await until(lambda: creditor.vault.pool.withdrawn_blocks == 4)
+    creditor.vault.overloaded = True
+    await pair.debtor.stop()
+    await until(lambda: creditor.lending.grants.lent_blocks == 0)
+    assert creditor.vault.pool.withdrawn_blocks == 4
+    creditor.vault.overloaded = False
+    await until(lambda: creditor.vault.pool.free_blocks == BLOCKS)
 
 
 async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: ConnectBus) -> None:
     creditor = Worker(await connect_bus("worker", "w1"), LendingConfig())
     client = await connect_bus("worker", "w0")
 
-    async def borrow(incarnation: int, blocks: int) -> BorrowReply:
-        question = BorrowBlocks(
-            debtor_id="w0", debtor_incarnation=incarnation, request=1, blocks=blocks, fingerprint=b"f"
-        )
-        subject = subjects.worker_borrow("w1", "w0")
+    async def ask(incarnation: int, blocks: int, debtor: str = "w0", kv: bytes = b"f") -> BorrowReply:
+        question = borrow(debtor, incarnation=incarnation, blocks=blocks, fingerprint=kv)
+        subject = subjects.worker_borrow("w1", debtor)
         return await client.request(subject, question, BorrowReply, deadline_s=5.0)
 
     try:
         while True:
             try:
-                first = await borrow(1, 9)
+                first = await ask(1, 9)
                 break
             except NoResponder:  # not attached yet
                 await asyncio.sleep(0.02)
         assert first.grant is not None and len(first.grant.blocks) == 9
-        second = await borrow(2, 9)
+        second = await ask(2, 9)
         assert second.grant is not None and len(second.grant.blocks) == 9, "the cap is 10"
-        third = await borrow(3, 99)
+        third = await ask(3, 99)
         assert third.grant is not None and len(third.grant.blocks) == 10
         renewed = await client.request(
             subjects.worker_renew("w1", "w0"),
@@ -191,10 +174,7 @@ async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: Conn
             deadline_s=5.0,
         )
         assert renewed.held == ()
-        question = BorrowBlocks(debtor_id="w9", debtor_incarnation=1, request=1, blocks=1, fingerprint=b"g")
-        subject = subjects.worker_borrow("w1", "w9")
-        other = await client.request(subject, question, BorrowReply, deadline_s=5.0)
-        assert other.refusal is Refusal.OTHER_KV
+        assert (await ask(1, 1, "w9", b"g")).refusal is Refusal.OTHER_KV
         creditor.check()
     finally:
         await creditor.stop()
@@ -316,7 +296,7 @@ async def test_blocks_lost_while_their_creditor_is_dialled_are_nobodys() -> None
 )
 def test_a_grant_of_something_else_is_none(granted: Grant) -> None:
     """One of the debtor's own memory ended the debtor; two numbers for one block are two sequences in it."""
-    asked = BorrowBlocks(debtor_id="w", debtor_incarnation=1, request=1, blocks=3)
+    asked = borrow("w", blocks=3)
     assert not is_answer(granted, AskCreditor("c1", asked))
     assert is_answer(grant("c1", 4, 5), AskCreditor("c1", asked))
 

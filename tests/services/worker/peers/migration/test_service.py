@@ -1,13 +1,14 @@
-"""Two workers on a real nats-server find each other, measure the way, and one fetches what the other has.
-
-The cache between two iterations, as transfers use it; nothing stays behind when one ends halfway.
-"""
+"""Two workers on a real nats-server find each other, measure the way, and one fetches what the other has."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
+from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.peers.migration.ledge import Ledge
 from services.worker.service import Worker
@@ -25,8 +26,6 @@ from tests.services.worker.prefix_rig import make_engine as make_prefix_engine
 from tests.shared.messages.builders import ref, spec
 
 TOKENS = list(range(2, 50))
-
-
 WITHIN_S = 30.0
 
 
@@ -79,11 +78,22 @@ async def test_blocks_go_over_and_the_way_is_measured(connect_bus: ConnectBus, m
 NAMES = chain(root(b"f"), pack_tokens(range(8 * BLOCK_TOKENS)), BLOCK_TOKENS)
 
 
-async def test_blocks_get_their_names_when_they_have_arrived() -> None:
+@pytest.fixture
+def cache() -> Iterator[PrefixCache]:
     rig = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0))
     assert rig.store is not None
-    cache = rig.store.cache
-    door = EngineDoor()
+    yield rig.store.cache
+    rig.store.close(5.0)
+
+
+@pytest.fixture
+def door() -> Iterator[EngineDoor]:
+    made = EngineDoor()
+    yield made
+    made.close()
+
+
+async def test_blocks_get_their_names_when_they_have_arrived(cache: PrefixCache, door: EngineDoor) -> None:
     ledge = Ledge(door, cache)
     blocks = await ledge.make_room(4)
     assert await asyncio.wrap_future(ledge.take_in(blocks, NAMES[:3], None)) == 3, "the fourth did not arrive"
@@ -98,15 +108,9 @@ async def test_blocks_get_their_names_when_they_have_arrived() -> None:
     door.close()
     assert cache.evictable_blocks == 3
     cache.check_integrity([])
-    rig.store.close(5.0)
 
 
-async def test_room_is_made_only_where_as_much_stays_free() -> None:
-    rig = PrefixRig(make_prefix_engine(), PrefixCacheConfig(host_mb=0))
-    assert rig.store is not None
-    door = EngineDoor()
-    ledge = Ledge(door, rig.store.cache)
+async def test_room_is_made_only_where_as_much_stays_free(cache: PrefixCache, door: EngineDoor) -> None:
+    ledge = Ledge(door, cache)
     assert await ledge.make_room(DEVICE_BLOCKS // 2 + 1) == []
     assert len(await ledge.make_room(DEVICE_BLOCKS // 2)) == DEVICE_BLOCKS // 2
-    door.close()
-    rig.store.close(5.0)

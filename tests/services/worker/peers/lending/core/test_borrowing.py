@@ -1,7 +1,7 @@
 """The search for a creditor, question by question."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.peers.lending.core.borrowing import (
@@ -92,7 +92,6 @@ def test_without_candidates_or_a_ledger_it_rests() -> None:
     assert search.may_start(2.5)
 
 
-@settings(deadline=None)
 @given(
     wanted=st.integers(1, 20),
     offers=st.lists(st.lists(st.sampled_from("abcdefgh"), max_size=3), min_size=1, max_size=6),

@@ -1,5 +1,7 @@
 """The debtor: leases from the time of sending, blocks in use, returns, losses."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from services.worker.peers.lending.core.debts import Debts
@@ -8,9 +10,18 @@ from shared.messages.lending import BlocksReturned, HeldGrant, KvTier, LeasesRen
 from tests.services.worker.peers.lending.builders import grant
 
 
-def debtor() -> tuple[Debts, RBlockTable]:
-    table = RBlockTable("d", 10)
-    return Debts(table, incarnation=1), table
+@pytest.fixture
+def table() -> Iterator[RBlockTable]:
+    made = RBlockTable("d", 10)
+    yield made
+    made.check_integrity()
+
+
+@pytest.fixture
+def debts(table: RBlockTable) -> Iterator[Debts]:
+    made = Debts(table, incarnation=1)
+    yield made
+    made.check_integrity()
 
 
 def renewed(*grants: int, incarnation: int = 1, wanted_back: int = 0) -> LeasesRenewed:
@@ -20,8 +31,7 @@ def renewed(*grants: int, incarnation: int = 1, wanted_back: int = 0) -> LeasesR
     )
 
 
-def test_blocks_are_taken_oldest_first_and_released() -> None:
-    debts, table = debtor()
+def test_blocks_are_taken_oldest_first_and_released(debts: Debts, table: RBlockTable) -> None:
     assert debts.on_granted(grant("c", 5, 6), 0.0) == [10, 11]
     assert debts.on_granted(grant("c", 5, 6), 0.0) == [], "known already"
     assert debts.take(1) == [10]
@@ -31,12 +41,9 @@ def test_blocks_are_taken_oldest_first_and_released() -> None:
     with pytest.raises(ValueError, match="not used"):
         debts.release([10])
     assert (debts.free_blocks, debts.borrowed_blocks) == (2, 2)
-    debts.check_integrity()
-    table.check_integrity()
 
 
-def test_leases_are_renewed_a_quarter_in_and_count_from_the_sending() -> None:
-    debts, table = debtor()
+def test_leases_are_renewed_a_quarter_in_and_count_from_the_sending(debts: Debts, table: RBlockTable) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("c", 6, grant_id=2), 0.5)
     assert debts.renewals(0.9) == []
@@ -47,11 +54,9 @@ def test_leases_are_renewed_a_quarter_in_and_count_from_the_sending() -> None:
     assert table.generation(table.grants()[0]) == 2
     assert debts.tick(4.9) == []
     assert sorted(debts.tick(5.0)) == [10, 11]
-    debts.check_integrity()
 
 
-def test_what_the_creditor_does_not_know_is_lost() -> None:
-    debts, _ = debtor()
+def test_what_the_creditor_does_not_know_is_lost(debts: Debts) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("c", 6, grant_id=2), 0.0)
     used = debts.take(2)
@@ -60,20 +65,16 @@ def test_what_the_creditor_does_not_know_is_lost() -> None:
     (due,) = debts.renewals(2.0)
     assert debts.on_renewed(due, renewed(2, incarnation=9), sent_s=2.0) == [used[1]]
     debts.release(used)
-    debts.check_integrity()
 
 
-def test_a_creditor_that_is_gone_takes_its_blocks_along() -> None:
-    debts, _ = debtor()
+def test_a_creditor_that_is_gone_takes_its_blocks_along(debts: Debts) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("e", 5), 0.0)
     assert debts.on_creditor_gone("c") == [10]
     assert debts.borrowed_blocks == 1
-    debts.check_integrity()
 
 
-def test_returns_go_to_creditors_in_need_first_and_are_retried() -> None:
-    debts, table = debtor()
+def test_returns_go_to_creditors_in_need_first_and_are_retried(debts: Debts, table: RBlockTable) -> None:
     debts.on_granted(grant("c", 5, 6), 0.0)
     debts.on_granted(grant("e", 3), 0.0)
     (_, at_e) = debts.renewals(1.0)
@@ -89,12 +90,11 @@ def test_returns_go_to_creditors_in_need_first_and_are_retried() -> None:
     debts.on_returned(to_c, BlocksReturned(generation=2, left_blocks=1))
     assert (debts.retries(), debts.wanted_back_blocks()) == ([], 0)
     assert table.borrowed_from() == {"c": 1}
-    debts.check_integrity()
-    table.check_integrity()
 
 
-def test_host_memory_goes_back_before_device_memory_that_nobody_is_short_of() -> None:
-    debts, table = debtor()
+def test_host_memory_goes_back_before_device_memory_that_nobody_is_short_of(
+    debts: Debts, table: RBlockTable
+) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.on_granted(grant("e", 3), 0.0)
     debts.on_granted(grant("c", 0, grant_id=2, tier=KvTier.HOST), 0.0)
@@ -110,18 +110,15 @@ def test_host_memory_goes_back_before_device_memory_that_nobody_is_short_of() ->
     assert debts.wanted_back_blocks() == 1, "host memory is no help"
     debts.on_returned(to_c, BlocksReturned(generation=2))
     assert debts.wanted_back_blocks() == 0
-    debts.check_integrity()
 
 
-def test_grants_that_are_only_on_the_way_back_are_not_renewed() -> None:
-    debts, _ = debtor()
+def test_grants_that_are_only_on_the_way_back_are_not_renewed(debts: Debts) -> None:
     debts.on_granted(grant("c", 5), 0.0)
     debts.give_back(1)
     assert debts.renewals(3.0) == []
 
 
-def test_frozen_blocks_stay_until_they_thaw_or_are_at_home() -> None:
-    debts, table = debtor()
+def test_frozen_blocks_stay_until_they_thaw_or_are_at_home(debts: Debts, table: RBlockTable) -> None:
     debts.on_granted(grant("c", 5, 6), 0.0)
     first, second = debts.take(2)
     debts.freeze([first, second])
@@ -134,5 +131,3 @@ def test_frozen_blocks_stay_until_they_thaw_or_are_at_home() -> None:
     debts.thaw([first, second])
     assert debts.free_blocks == 1
     assert table.in_state(BlockState.RETURNING) == [second]
-    debts.check_integrity()
-    table.check_integrity()

@@ -1,5 +1,6 @@
 """The creditor: caps, parts, leases by its own clock, fencing, users that delay the return."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ def creditor(terms: Terms = TERMS) -> Grants:
     return Grants(RBlockTable("c", 20), incarnation=1, terms=terms)
 
 
+@pytest.fixture
+def grants() -> Iterator[Grants]:
+    made = creditor()
+    yield made
+    made.check_integrity()
+
+
 def lent(grants: Grants, debtor: str, *blocks: int, request: int = 1, now_s: float = 0.0) -> Grant:
     asked = borrow(debtor, blocks=len(blocks), request=request)
     assert grants.answer(asked) == len(blocks)
@@ -34,8 +42,7 @@ def refusal(answer: BorrowReply | int) -> Refusal | None:
     return answer.refusal
 
 
-def test_the_cap_allows_a_part_and_then_nothing() -> None:
-    grants = creditor()
+def test_the_cap_allows_a_part_and_then_nothing(grants: Grants) -> None:
     lent(grants, "d", 0, 1, 2, 3)
     assert grants.answer(borrow("e", blocks=5)) == 2
     assert refusal(grants.answer(borrow("e", blocks=5, least=3))) is Refusal.AT_CAP
@@ -62,15 +69,13 @@ def test_kv_of_which_nothing_is_known_fits_nobodys() -> None:
     assert refusal(creditor().answer(borrow(fingerprint=b""))) is Refusal.OTHER_KV
 
 
-def test_the_same_request_gets_the_same_grant() -> None:
-    grants = creditor()
+def test_the_same_request_gets_the_same_grant(grants: Grants) -> None:
     first = lent(grants, "d", 0, 1)
     assert grants.answer(borrow("d", blocks=2, request=1)) == BorrowReply(grant=first)
     assert grants.answer(borrow("d", blocks=2, request=1, incarnation=2)) == 2
 
 
-def test_a_lease_lasts_a_grace_longer_than_told_and_as_long_as_it_is_renewed() -> None:
-    grants = creditor()
+def test_a_lease_lasts_a_grace_longer_than_told_and_as_long_as_it_is_renewed(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
     lent(grants, "e", 2)
     renewed = grants.renew(renew("d", 1), 4.4)
@@ -81,19 +86,16 @@ def test_a_lease_lasts_a_grace_longer_than_told_and_as_long_as_it_is_renewed() -
     assert grants.renew(renew("d", 1), 8.9).held == (), "over by the creditor's clock, ticked or not"
     assert grants.tick(8.9) == [Freed(KvTier.DEVICE, (0, 1))]
     assert (len(grants), grants.lent_blocks) == (0, 0)
-    grants.check_integrity()
 
 
-def test_leases_of_another_life_or_debtor_are_not_renewed() -> None:
-    grants = creditor()
+def test_leases_of_another_life_or_debtor_are_not_renewed(grants: Grants) -> None:
     lent(grants, "d", 0)
     assert grants.renew(renew("d", 1, creditor_incarnation=2), 1.0).held == ()
     assert grants.renew(renew("d", 1, incarnation=2), 1.0).held == ()
     assert grants.renew(renew("e", 1), 1.0).held == ()
 
 
-def test_returning_is_idempotent_and_raises_the_generation() -> None:
-    grants = creditor()
+def test_returning_is_idempotent_and_raises_the_generation(grants: Grants) -> None:
     lent(grants, "d", 0, 1, 2)
     reply, freed = grants.give_back(give_back("d", 1, 0, 1))
     assert (reply.generation, reply.left_blocks, freed) == (2, 1, Freed(KvTier.DEVICE, (0, 1)))
@@ -105,11 +107,9 @@ def test_returning_is_idempotent_and_raises_the_generation() -> None:
     assert grants.enter(1, 1, [2], 0.0), "the debtor may not know yet that the others are back"
     for generation in (1, 2):
         assert not grants.enter(1, generation, [0], 0.0), "not in the grant any more"
-    grants.check_integrity()
 
 
-def test_blocks_somebody_is_at_work_on_are_freed_when_the_last_has_left() -> None:
-    grants = creditor()
+def test_blocks_somebody_is_at_work_on_are_freed_when_the_last_has_left(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
     assert grants.enter(1, 1, [0], 1.0) and grants.enter(1, 1, [1], 1.0)
     assert grants.tick(9.0) == []
@@ -122,8 +122,7 @@ def test_blocks_somebody_is_at_work_on_are_freed_when_the_last_has_left() -> Non
         grants.leave(1)
 
 
-def test_a_debtors_new_life_ends_what_the_old_one_held() -> None:
-    grants = creditor()
+def test_a_debtors_new_life_ends_what_the_old_one_held(grants: Grants) -> None:
     lent(grants, "d", 0, 1)
     assert grants.on_incarnation("d", 1) == []
     assert grants.on_incarnation("d", 2) == [Freed(KvTier.DEVICE, (0, 1))]
@@ -220,7 +219,7 @@ class TwoPools:
             assert not any(self.table.lent_row(tier, number) for number in self.borrowed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(events, max_size=60))
 def test_neither_tier_is_over_committed_and_leases_free_both(events: list[tuple[Any, ...]]) -> None:
     world = TwoPools()
@@ -234,16 +233,14 @@ def test_neither_tier_is_over_committed_and_leases_free_both(events: list[tuple[
     assert {tier: pool.free_blocks for tier, pool in world.pools.items()} == {"device": 8, "host": 5}
 
 
-def test_a_creditor_in_need_tells_each_debtor_its_part() -> None:
-    grants = creditor()
+def test_a_creditor_in_need_tells_each_debtor_its_part(grants: Grants) -> None:
     lent(grants, "d", 0, 1, 2, 3)
     lent(grants, "e", 4, 5)
     assert grants.renew(renew("d", 1), 1.0, short_blocks=3).wanted_back_blocks == 2
     assert grants.renew(renew("e", 2), 1.0, short_blocks=99).wanted_back_blocks == 2
 
 
-def test_who_holds_something_is_a_debtor_until_the_last_of_it_is_back() -> None:
-    grants = creditor()
+def test_who_holds_something_is_a_debtor_until_the_last_of_it_is_back(grants: Grants) -> None:
     first, second = lent(grants, "d", 0, 1), lent(grants, "e", 2, request=2)
     grants.give_back(give_back("d", first.grant_id, 0))
     assert grants.debtors() == {"d", "e"}

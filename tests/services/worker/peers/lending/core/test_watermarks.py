@@ -1,10 +1,7 @@
-"""Two marks: no borrowing and returning in turn.
-
-What a debtor lacks or spares, by reports that are late.
-"""
+"""Two marks: no borrowing and returning in turn, although reports are late."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.peers.lending.core.watermarks import (
@@ -41,7 +38,6 @@ def test_marks_in_the_wrong_order() -> None:
         Marks(5, 4)
 
 
-@settings(deadline=None)
 @given(
     own=st.integers(0, 100),
     borrowed=st.integers(0, 100),
