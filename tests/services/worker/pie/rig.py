@@ -1,11 +1,12 @@
 """A small layer memory and a store over it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from services.worker.pie.copier import ThreadCopier
+from services.worker.pie.copier import InlineCopier, ThreadCopier
 from services.worker.pie.core.copies import Runs, runs_of, set_of
 from services.worker.pie.core.sizes import Partition, device_slots
 from services.worker.pie.core.swap import Direction, SwapController
@@ -15,8 +16,6 @@ from services.worker.pie.store import LayerStore
 from shared.clock import monotonic_s
 
 SHAPE = BlockShape(kv_heads=2, head_dim=3, value_dim=5, block_tokens=4, dtype=torch.float32)
-
-
 CPU = torch.device("cpu")
 
 
@@ -37,16 +36,32 @@ def runs(*blocks: int) -> Runs:
 LAYERS, BLOCKS = 6, 8
 
 
-def make_store(fifo_layers: int, bandwidth: float) -> LayerStore:
+def links(bandwidth: float = 0.0) -> dict[Direction, PacedLink]:
+    return {direction: PacedLink(bandwidth, monotonic_s, time.sleep) for direction in Direction}
+
+
+@contextmanager
+def make_store(
+    fifo_layers: int, bandwidth: float, kind: type[ThreadCopier] | type[InlineCopier] = ThreadCopier
+) -> Iterator[LayerStore]:
+    """Of which all blocks are in use; closed at the end."""
     layers = make_memory(LAYERS, BLOCKS, fifo_layers)
-    links = {direction: PacedLink(bandwidth, monotonic_s, time.sleep) for direction in Direction}
-    copier = ThreadCopier(layers, links, monotonic_s)
+    copier = kind(layers, links(bandwidth), monotonic_s)
     store = LayerStore(SwapController(LAYERS, fifo_layers), layers, copier, monotonic_s, wait_timeout_s=20.0)
     store.attach(lambda: list(range(BLOCKS)))
-    return store
+    try:
+        yield store
+    finally:
+        assert store.close(5.0)
 
 
-def step(store: LayerStore, compute_s: float, write: Callable[[int, torch.Tensor], None]) -> None:
+def nothing(layer: int, keys: torch.Tensor) -> None:
+    """A layer that writes nothing."""
+
+
+def step(
+    store: LayerStore, compute_s: float = 0.0, write: Callable[[int, torch.Tensor], None] = nothing
+) -> None:
     store.step_begins([])
     for layer in range(LAYERS):
         keys, _ = store.enter(layer)

@@ -76,14 +76,18 @@ def answers(engine: TorchEngine, pool: BlockPool, steps: int) -> list[list[int]]
     return [sequences.answer(index, 16) for index in range(4)]
 
 
+def plainly(model: Any, mode: AttentionMode, kv_blocks: int, steps: int) -> list[list[int]]:
+    """What is answered without Pie."""
+    with engine_of(model, mode, kv_blocks) as plain:
+        return answers(plain, plain.make_pool(), steps)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fifo_layers", [0, 3, 5])
 def test_the_text_is_the_same_with_a_fixed_queue(llama: Any, mode: AttentionMode, fifo_layers: int) -> None:
-    with engine_of(llama, mode, 64) as plain:
-        expected = answers(plain, plain.make_pool(), 34)
-    with engine_of(
-        llama, mode, 64, expansion="fixed", fifo_layers=fifo_layers, bandwidth_limit=BANDWIDTH
-    ) as swapped:
+    expected = plainly(llama, mode, 64, 34)
+    settings = {"expansion": "fixed", "fifo_layers": fifo_layers, "bandwidth_limit": BANDWIDTH}
+    with engine_of(llama, mode, 64, **settings) as swapped:
         assert swapped.pie is not None
         assert swapped.kv_blocks == {0: 64, 3: 76, 5: 128}[fifo_layers]
         assert answers(swapped, swapped.make_pool(), 34) == expected
@@ -96,8 +100,7 @@ def test_the_text_is_the_same_with_a_fixed_queue(llama: Any, mode: AttentionMode
 def test_the_text_is_the_same_where_the_host_has_room_for_the_queue_alone(
     llama: Any, host_mb: int, kept_layers: int
 ) -> None:
-    with engine_of(llama, "native", 256) as plain:
-        expected = answers(plain, plain.make_pool(), 34)
+    expected = plainly(llama, "native", 256, 34)
     settings = {"expansion": "fixed", "fifo_layers": 3, "bandwidth_limit": BANDWIDTH, "host_mb": host_mb}
     with engine_of(llama, "native", 256, **settings) as swapped:
         assert swapped.pie is not None
@@ -110,8 +113,7 @@ def test_the_text_is_the_same_where_the_host_has_room_for_the_queue_alone(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: AttentionMode) -> None:
-    with engine_of(llama, mode, 64) as plain:
-        expected = answers(plain, plain.make_pool(), 40)
+    expected = plainly(llama, mode, 64, 40)
     with engine_of(llama, mode, 64, expansion="fixed") as engine:
         pie = engine.pie
         assert pie is not None
@@ -131,23 +133,6 @@ def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: Atte
             sizes.add(pool.lasting_blocks)
         assert [sequences.answer(index, 16) for index in range(4)] == expected
         assert sizes == {64, 76, 96, 128}
-
-
-def test_the_expansion_is_tried_while_requests_run(llama: Any) -> None:
-    """Every block is in use: a queue is tried, and blocks are given out only if swaps are in time for it."""
-    with engine_of(llama, "native", 40, window_iterations=4) as engine:
-        pie = engine.pie
-        assert pie is not None
-        pool = engine.make_pool()
-        held = pool.allocate(pool.free_blocks - 24)
-        sequences, tried = Sequences(engine, pool, [[1, 2, 3]] * 4, GREEDY), set()
-        for _ in range(22):
-            held += pool.allocate(max(0, pool.free_blocks - 24))
-            sequences.step([0, 1, 2, 3], most_tokens=64)
-            tried.add(pie.store.controller.fifo_layers)
-            assert pie.growth.expansion().capacity_blocks == pool.total_blocks
-            pie.store.check_integrity()
-        assert 3 in tried
 
 
 def test_a_link_that_is_too_slow_is_found_out_before_blocks_are_given_out(llama: Any) -> None:

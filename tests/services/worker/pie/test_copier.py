@@ -1,10 +1,6 @@
-"""Transfers by threads, and without overlap: bytes, reports, errors, the end.
-
-Pacing, on a clock that sleeping moves.
-"""
+"""Transfers by threads, and without overlap: bytes, reports, errors, the end, and their pace."""
 
 import threading
-import time
 
 import pytest
 
@@ -12,7 +8,7 @@ from services.worker.pie.copier import InlineCopier, ThreadCopier
 from services.worker.pie.core.swap import Direction, Transfer
 from services.worker.pie.paced_link import PacedLink
 from shared.clock import monotonic_s
-from tests.services.worker.pie.rig import SHAPE, make_memory
+from tests.services.worker.pie.rig import SHAPE, links, make_memory
 
 OUT, IN = Transfer(0, Direction.OUT, 0, 0), Transfer(0, Direction.IN, 1, 0)
 
@@ -38,8 +34,7 @@ class Reports:
 def test_a_layer_goes_out_and_comes_back_elsewhere(kind: type[ThreadCopier] | type[InlineCopier]) -> None:
     memory, reports = make_memory(4, 6), Reports()
     memory.reserve(0)
-    links = {direction: PacedLink(0.0, monotonic_s, time.sleep) for direction in Direction}
-    copier = kind(memory, links, monotonic_s)
+    copier = kind(memory, links(), monotonic_s)
     copier.start(reports.on_done)
     memory.views(0)[0][:] = 3.0
     used, blocks = ((1, 2), (4, 5)), [1, 4]
@@ -54,8 +49,7 @@ def test_a_layer_goes_out_and_comes_back_elsewhere(kind: type[ThreadCopier] | ty
 def test_a_failed_copy_is_reported_and_the_thread_goes_on() -> None:
     memory, reports = make_memory(4, 6), Reports()
     memory.reserve(0)
-    links = {direction: PacedLink(0.0, monotonic_s, time.sleep) for direction in Direction}
-    copier = ThreadCopier(memory, links, monotonic_s)
+    copier = ThreadCopier(memory, links(), monotonic_s)
     copier.start(reports.on_done)
     for used in (((999, 1000),), ((0, 1),)):
         copier.submit(OUT, used)
@@ -72,8 +66,8 @@ def test_the_end_waits_no_longer_than_it_may() -> None:
     def sleep(_: float) -> None:
         held.wait(5.0)
 
-    links = {direction: PacedLink(1.0, monotonic_s, sleep) for direction in Direction}
-    copier = ThreadCopier(memory, links, monotonic_s)
+    slow = {direction: PacedLink(1.0, monotonic_s, sleep) for direction in Direction}
+    copier = ThreadCopier(memory, slow, monotonic_s)
     copier.start(Reports().on_done)
     copier.submit(OUT, ((0, 1),))
     assert not copier.close(0.05)
@@ -91,19 +85,23 @@ class Time:
         self.now_s += seconds
 
 
-def test_copies_take_what_the_link_takes() -> None:
+def opened() -> tuple[PacedLink, Time]:
+    """A link of 1,000 bytes a second, on a clock that sleeping moves."""
     time = Time()
     link = PacedLink(1000.0, time.clock, time.sleep)
     link.open()
+    return link, time
+
+
+def test_copies_take_what_the_link_takes() -> None:
+    link, time = opened()
     for _ in range(4):
         link.pace(250)
     assert abs(time.now_s - 101.0) < 1e-9
 
 
 def test_background_traffic_slows_them_at_once() -> None:
-    time = Time()
-    link = PacedLink(1000.0, time.clock, time.sleep)
-    link.open()
+    link, time = opened()
     link.pace(500)
     link.background_bytes_s = 750.0
     link.pace(500)

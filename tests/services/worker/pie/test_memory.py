@@ -1,13 +1,10 @@
-"""Bytes are identical after any number of swaps, relocations and changes of size."""
-
-import random
+"""What of a layer travels, and that it arrives; whatever happens meanwhile: `core/test_copies.py`."""
 
 import pytest
 import torch
 
 from services.worker.pie import memory as module
 from services.worker.pie.core.copies import set_of
-from services.worker.pie.core.swap import Direction, SwapController, Transfer
 from tests.services.worker.pie.rig import SHAPE, ignore, make_memory, runs
 
 
@@ -76,64 +73,3 @@ def test_moved_blocks_keep_their_contents_on_the_device_and_on_the_host() -> Non
     for slot in (0, 2):
         for found, expected in zip(memory.views(slot), wanted, strict=True):
             assert torch.equal(found[[0, 1, 3]], expected)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_number_of_swaps_and_changes_of_size(seed: int) -> None:
-    """Real byte arrays under the real controller; each layer is rewritten when it is computed."""
-    dice, layers, device_blocks = random.Random(seed), 6, 12
-    torch.manual_seed(seed)
-    memory, controller = make_memory(layers, device_blocks), SwapController(layers)
-    flying: list[Transfer] = []
-    used = runs(*range(device_blocks))
-    wanted = [
-        tuple(torch.zeros(device_blocks, *size) for size in (SHAPE.key, SHAPE.value)) for _ in range(layers)
-    ]
-
-    def complete() -> None:
-        transfer = flying.pop(dice.randrange(len(flying)))
-        if transfer.direction is Direction.IN:
-            memory.copy_in(transfer.device_slot, transfer.host_slot, used, ignore)
-        else:
-            memory.reserve(transfer.host_slot)
-            memory.copy_out(transfer.device_slot, transfer.host_slot, used, ignore)
-        flying.extend(controller.on_completed(transfer, 0.0))
-
-    def recut() -> None:
-        controller.pause()
-        while flying:
-            complete()
-        while controller.can_retire_slot:
-            moved = controller.retire_slot()
-            if moved is not None:
-                memory.relocate(moved.from_slot, moved.to_slot)
-        added = max(0, -controller.excess_slots)
-        held = frozenset(
-            each.device_slot for each in controller.table.entries if each.device_slot is not None
-        )
-        memory.shift(memory.partition.resize(controller.table.slots + added), held)
-        for _ in range(added):
-            controller.add_slot()
-        flying.extend(controller.resume(0.0))
-
-    for _ in range(60):
-        for layer in range(layers):
-            flying.extend(controller.on_awaited(layer, 0.0))
-            while not controller.table.is_present(layer):
-                complete()
-            controller.on_started(layer)
-            slot = controller.table.entries[layer].device_slot
-            assert slot is not None
-            for pool, expected in zip(memory.views(slot), wanted[layer], strict=True):
-                assert torch.equal(pool[:device_blocks], expected)
-                block = dice.randrange(device_blocks)
-                expected[block] = torch.randn_like(expected[block])
-                pool[block] = expected[block]
-            flying.extend(controller.on_ended(layer, 0.0))
-            if flying and dice.random() < 0.6:
-                complete()
-        controller.check_integrity()
-        if dice.random() < 0.3 and controller.excess_slots == 0:
-            flying.extend(controller.set_fifo(dice.choice([0, 3, 4, 5]), 0.0))
-        if controller.excess_slots < 0 or controller.can_retire_slot:
-            recut()

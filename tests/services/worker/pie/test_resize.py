@@ -23,17 +23,16 @@ def make_growth(
 
 def run(store: LayerStore, growth: Growth, steps: int = 1) -> None:
     for _ in range(steps):
-        step(store, 0.0, lambda layer, keys: None)
+        step(store)
         growth.after_step()
         store.check_integrity()
 
 
 def test_it_grows_and_shrinks_and_what_lies_on_doomed_blocks_moves() -> None:
-    store = make_store(0, 0.0)
-    growth, pool = make_growth(store)
-    held = pool.allocate(BLOCKS)
-    pool.on_moved = lambda moves: held.__setitem__(slice(None), [moves.get(each, each) for each in held])
-    try:
+    with make_store(0, 0.0) as store:
+        growth, pool = make_growth(store)
+        held = pool.allocate(BLOCKS)
+        pool.on_moved = lambda moves: held.__setitem__(slice(None), [moves.get(each, each) for each in held])
         growth.want(5)
         run(store, growth, 4)
         assert (pool.total_blocks, growth.capacity_blocks) == (slot_blocks(LAYERS, 5, BLOCKS), 16)
@@ -50,39 +49,30 @@ def test_it_grows_and_shrinks_and_what_lies_on_doomed_blocks_moves() -> None:
         assert sorted(held) == pool.taken() == list(range(8)) and store.is_static
         pool.check_integrity(held)
         assert growth.expansion().details()["pie_fifo_layers"] == 0
-    finally:
-        assert store.close(5.0)
 
 
 def test_blocks_go_only_some_time_after_it_was_said() -> None:
-    store = make_store(0, 0.0)
-    growth, pool = make_growth(store, notice_s=30.0)
-    try:
+    with make_store(0, 0.0) as store:
+        growth, pool = make_growth(store, notice_s=30.0)
         growth.want(5)
         run(store, growth, 4)
         growth.want(0)
         run(store, growth, 4)
         assert (growth.is_resizing, pool.total_blocks, pool.doomed_blocks) == (True, 16, 8)
-    finally:
-        assert store.close(5.0)
 
 
 @pytest.mark.parametrize(("bandwidth", "capacity"), [(0.0, 9), (2e5, BLOCKS)])
 def test_blocks_are_given_out_only_where_swaps_fit(bandwidth: float, capacity: int) -> None:
-    store = make_store(0, bandwidth)
-    controller = ExpansionController(LAYERS, 3)
-    growth, pool = make_growth(store, controller=controller)
-    pool.allocate(BLOCKS)
     tried = set()
 
     def work(layer: int, keys: torch.Tensor) -> None:
         tried.add(store.controller.fifo_layers)
 
-    try:
+    with make_store(0, bandwidth) as store:
+        growth, pool = make_growth(store, controller=ExpansionController(LAYERS, 3))
+        pool.allocate(BLOCKS)
         for _ in range(10):
             step(store, 0.003, work)
             growth.after_step()
         assert 3 in tried and pool.total_blocks == capacity
         assert growth.expansion().fifo_layers == (3 if capacity > BLOCKS else 0)
-    finally:
-        assert store.close(5.0)

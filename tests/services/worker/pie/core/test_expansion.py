@@ -198,7 +198,7 @@ def test_a_raise_that_short_steps_would_wait_for_is_not_tried() -> None:
     assert uneven.on_window(replace(found, steps_s=(1.2,) * 26 + (0.2,) * 6)) == 10
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     layers=st.integers(4, 48),
     swaps=st.lists(st.tuples(st.floats(0.05, 20), st.floats(1, 4000)), min_size=1, max_size=60),

@@ -109,4 +109,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine: Any = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=25, stateful_step_count=40)

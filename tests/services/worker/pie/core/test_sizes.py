@@ -1,7 +1,4 @@
-"""The arithmetic of slots.
-
-Slots that change size in place overwrite nothing.
-"""
+"""The arithmetic of slots; those that change size in place overwrite nothing."""
 
 import pytest
 from hypothesis import given

@@ -180,10 +180,10 @@ class SwapMachine(RuleBasedStateMachine):
 
 
 TestSwapMachine: Any = SwapMachine.TestCase
-TestSwapMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None, phases=_PHASES)
+TestSwapMachine.settings = settings(max_examples=25, stateful_step_count=40, phases=_PHASES)
 
 
-@settings(max_examples=30, deadline=None, phases=_PHASES)
+@settings(max_examples=30, phases=_PHASES)
 @given(
     layers=st.integers(4, 24),
     compute=st.integers(1, 20),
