@@ -1,7 +1,4 @@
-"""Parts of a worker made from its settings.
-
-Threads on the cores they were bound to, others where they were.
-"""
+"""Parts of a worker made from its settings; threads on the cores they were bound to."""
 
 import os
 import threading

@@ -1,12 +1,12 @@
-"""Frames and reports reach the bus in order; a bus that cannot take them loses them and nothing else.
-
-A step's messages take the express connection where there is one, else the loop, and keep their order.
-"""
+"""Frames and reports reach the bus in order, over the express connection where there is one; a bus that
+cannot take them loses them and nothing else."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
+import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from services.worker.core.frames import AddressedFrame
@@ -21,7 +21,7 @@ from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
-from tests.patience import PATIENCE_S, until
+from tests.patience import until
 
 
 def effects(number: int, finish_reason: FinishReason | None = None) -> StepEffects:
@@ -49,9 +49,7 @@ class Reader:
         self.seqs.append(stepped.seq)
 
     async def until_seq(self, seq: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while seq not in self.seqs:
-                await asyncio.sleep(0.005)
+        await until(lambda: seq in self.seqs)
 
 
 LISTENERS = (
@@ -60,32 +58,38 @@ LISTENERS = (
 )
 
 
-async def test_messages_arrive_in_order(connect_bus: ConnectBus) -> None:
-    reader = Reader()
-    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
-    outbox = Outbox(await connect_bus("worker", "worker-0"))
+@pytest_asyncio.fixture
+async def reader(connect_bus: ConnectBus) -> Reader:
+    made = Reader()
+    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, made)
+    return made
+
+
+@asynccontextmanager
+async def drained(outbox: Outbox) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as tasks:
         draining = tasks.create_task(outbox.drain())
+        yield
+        draining.cancel()
+
+
+async def test_messages_arrive_in_order(connect_bus: ConnectBus, reader: Reader) -> None:
+    outbox = Outbox(await connect_bus("worker", "worker-0"))
+    async with drained(outbox):
         for number in range(200):
             outbox.put(outbox.addressed(effects(number)))
             if number % 50 == 0:
                 await asyncio.sleep(0)
         await reader.until_seq(200)
-        draining.cancel()
     assert reader.seqs == list(range(1, 201)) and reader.tokens == list(range(200))
 
 
-async def test_final_frames_can_be_dropped_on_purpose(connect_bus: ConnectBus) -> None:
-    reader = Reader()
-    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
+async def test_final_frames_can_be_dropped_on_purpose(connect_bus: ConnectBus, reader: Reader) -> None:
     outbox = Outbox(await connect_bus("worker", "worker-0"), drop_final_frames=True)
-    async with asyncio.TaskGroup() as tasks:
-        draining = tasks.create_task(outbox.drain())
-        outbox.put(outbox.addressed(effects(0)))
-        outbox.put(outbox.addressed(effects(1, FinishReason.STOP)))
-        outbox.put(outbox.addressed(effects(2)))
+    async with drained(outbox):
+        for each in (effects(0), effects(1, FinishReason.STOP), effects(2)):
+            outbox.put(outbox.addressed(each))
         await reader.until_seq(3)
-        draining.cancel()
     assert reader.tokens == [0, 2] and reader.seqs == [1, 2, 3]
 
 
@@ -123,38 +127,35 @@ def dialled(config: BusConfig) -> Express:
     return Express.connect(config, "worker-0", BusCounters(CollectorRegistry()))
 
 
+@pytest_asyncio.fixture
+async def desk(connect_bus: ConnectBus) -> AsyncIterator[Desk]:
+    made = Desk(await connect_bus("worker", "worker-0"))
+    yield made
+    made.courier.close()
+
+
 async def test_the_loop_is_passed_by_while_the_express_is_up(
-    connect_bus: ConnectBus, bus_config: BusConfig
+    desk: Desk, reader: Reader, bus_config: BusConfig
 ) -> None:
-    reader = Reader()
-    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
-    desk = Desk(await connect_bus("worker", "worker-0"))
     desk.courier.offer(dialled(bus_config))
     assert not desk.courier.wants_express
     await desk.deliver(*(effects(number) for number in range(50)))
     await reader.until_seq(50)
     assert reader.tokens == list(range(50)) and reader.seqs == list(range(1, 51)) and desk.calls == 0
-    desk.courier.close()
 
 
 async def test_what_waits_in_the_loop_is_not_overtaken(
-    connect_bus: ConnectBus, bus_config: BusConfig
+    desk: Desk, reader: Reader, bus_config: BusConfig
 ) -> None:
-    reader = Reader()
-    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
-    desk = Desk(await connect_bus("worker", "worker-0"))
     await desk.deliver(effects(0))
     await until(lambda: not desk.outbox.is_empty)
     desk.courier.offer(dialled(bus_config))
     await desk.deliver(effects(1))
-    async with asyncio.TaskGroup() as tasks:
-        draining = tasks.create_task(desk.outbox.drain())
+    async with drained(desk.outbox):
         await reader.until_seq(2)
-        draining.cancel()
     await desk.deliver(effects(2))
     await reader.until_seq(3)
     assert reader.tokens == [0, 1, 2] and desk.calls == 2
-    desk.courier.close()
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -187,11 +188,9 @@ async def test_a_lost_connection_costs_nothing_that_was_not_sent(
     desk.courier.close()
 
 
-async def test_final_frames_can_be_dropped_on_purpose_of_courier(
-    connect_bus: ConnectBus, bus_config: BusConfig
+async def test_the_courier_can_drop_final_frames_on_purpose(
+    connect_bus: ConnectBus, bus_config: BusConfig, reader: Reader
 ) -> None:
-    reader = Reader()
-    await (await connect_bus("tester", "reader-0")).attach(LISTENERS, reader)
     desk = Desk(await connect_bus("worker", "worker-0"), drop_final_frames=True)
     desk.courier.offer(dialled(bus_config))
     await desk.deliver(effects(0), effects(1, FinishReason.STOP), effects(2))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -23,16 +24,17 @@ from shared.bus import Bus, Listener
 from shared.errors import InternalError, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
-from shared.messages.lending import BorrowBlocks, BorrowReply, Refusal
-from shared.messages.plans import BatchPlan, Decode, PrefillChunk, StepOutcome, WorkerStepped
+from shared.messages.lending import BorrowReply, Refusal
+from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
-from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.sequence import FinishReason, Sampling, SequenceRef, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.patience import PATIENCE_S
 from tests.services.worker.conftest import MAX_POSITIONS
-from tests.shared.messages.builders import ref
+from tests.services.worker.peers.lending.builders import borrow
+from tests.shared.messages.builders import decode, prefill, ref, spec
 
 T = TypeVar("T")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -80,21 +82,27 @@ class Peers:
     async def start_with(
         self, ref: SequenceRef, sampling: Sampling, steps: int, generated: Sequence[int] = ()
     ) -> None:
-        spec = SequenceSpec(
-            ref=ref,
-            gateway_id="gateway-0",
-            gateway_incarnation=1,
-            prompt=pack_tokens(PROMPT),
-            generated=pack_tokens(generated),
-            sampling=sampling,
-        )
+        start = msgspec.structs.replace(spec(ref, PROMPT, generated=list(generated)), sampling=sampling)
         end = len(PROMPT) + len(generated)
         await self.plan(
             steps=steps,
-            starts=(spec,),
-            prefills=(PrefillChunk(ref=ref, first_token=0, end_token=end, allocated_blocks=20),),
-            decodes=(Decode(ref=ref, allocated_blocks=20),),
+            starts=(start,),
+            prefills=(prefill(ref, 0, end, blocks=20),),
+            decodes=(decode(ref, 20),),
         )
+
+    async def ended(self) -> None:
+        """Until a sequence's last token is here."""
+        await self.until(lambda: any(delta.finish_reason for delta in self.deltas))
+
+    async def snapshot(self, epoch: int) -> WorkerReported:
+        subject, question = subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=epoch)
+        return await self.bus.request(subject, question, WorkerReported, deadline_s=PATIENCE_S)
+
+    async def status(self) -> ServiceStatus:
+        subject = subjects.status("worker")
+        (answer,) = await self.bus.gather(subject, Empty(), ServiceStatus, deadline_s=PATIENCE_S, expected=1)
+        return answer
 
     async def fetch(self, ref: SequenceRef, first_index: int) -> TokenDelta | None:
         request = FetchTokens(ref=ref, first_index=first_index)
@@ -171,7 +179,7 @@ class serving:
 async def test_a_plan_starts_a_sequence_and_its_tokens_arrive_in_order(worker_bus: Bus, peers: Peers) -> None:
     ref = await peers.start("req_1", steps=6, max_tokens=6)
     ended = await peers.until(lambda: next((s for s in peers.stepped if s.ended), None))
-    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    await peers.ended()
     assert [delta.first_index for delta in peers.deltas] == [0, 1, 2, 3, 4, 5]
     assert all(len(delta.tokens) == 1 and delta.request_id == "req_1" for delta in peers.deltas)
     assert peers.deltas[-1].finish_reason is FinishReason.LENGTH
@@ -183,7 +191,7 @@ async def test_a_plan_starts_a_sequence_and_its_tokens_arrive_in_order(worker_bu
 
 async def test_an_end_is_listed_until_acknowledged(worker_bus: Bus, peers: Peers) -> None:
     ref = await peers.start("req_1", steps=4, max_tokens=4)
-    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    await peers.ended()
     report = await peers.fresh_report()
     assert [(s.ref, s.state, s.generated_tokens) for s in report.sequences] == [(ref, SequenceState.ENDED, 4)]
     assert report.sequences[0].finish_reason is FinishReason.LENGTH
@@ -198,7 +206,7 @@ async def test_the_first_heartbeat_has_the_speed_that_was_profiled(worker_bus: B
 
 async def test_a_gateway_fetches_what_it_missed(worker_bus: Bus, peers: Peers) -> None:
     made = await peers.start("req_1", steps=5, max_tokens=5)
-    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    await peers.ended()
     tokens = [token for delta in peers.deltas for token in delta.tokens]
     delta = await peers.fetch(made, 2)
     assert delta is not None
@@ -222,7 +230,7 @@ async def test_penalties_and_logprobs_go_on_over_a_resume(worker_bus: Bus, peers
     )
     whole = ref("req_1")
     await peers.start_with(whole, sampling, steps=24)
-    await peers.until(lambda: any(delta.finish_reason for delta in peers.deltas))
+    await peers.ended()
     tokens = [token for delta in peers.deltas for token in delta.tokens]
     logprobs = [each for delta in peers.deltas for each in delta.logprobs]
     assert len(tokens) == len(logprobs) >= 20 and all(len(each.top) == 2 for each in logprobs)
@@ -269,18 +277,14 @@ async def test_a_replaced_scheduler_is_refused(worker_bus: Bus, peers: Peers) ->
     refused = await peers.until(lambda: next((s for s in peers.stepped if s.epoch == 2), None))
     assert (refused.outcome, refused.plan_over) == (StepOutcome.STALE_EPOCH, True)
     with pytest.raises(StaleEpoch):
-        await peers.bus.request(
-            subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=2), WorkerReported, deadline_s=PATIENCE_S
-        )
+        await peers.snapshot(epoch=2)
 
 
 async def test_a_snapshot_gives_up_all_plans(worker_bus: Bus, peers: Peers) -> None:
     for number in range(3):  # One after the other: longer than a question and its answer take.
         await peers.start(f"req_{number}", steps=60)
     await peers.until(lambda: len(peers.deltas) >= 2)
-    snapshot = await peers.bus.request(
-        subjects.worker_snapshot("worker-0"), TakeSnapshot(epoch=9), WorkerReported, deadline_s=PATIENCE_S
-    )
+    snapshot = await peers.snapshot(epoch=9)
     held = snapshot.sequences[0]
     assert snapshot.epoch == 9 and snapshot.plan_seq == 0
     assert held.state is SequenceState.DECODING
@@ -295,7 +299,7 @@ async def test_a_snapshot_gives_up_all_plans(worker_bus: Bus, peers: Peers) -> N
 async def test_two_steps_are_ahead_of_the_scheduler(worker_bus: Bus, peers: Peers) -> None:
     ref = await peers.start("req_1", steps=1)
     for _ in range(5):
-        await peers.plan(decodes=(Decode(ref=ref, allocated_blocks=20),))
+        await peers.plan(decodes=(decode(ref, 20),))
     await peers.until(lambda: len(peers.stepped) == 6)
     assert [stepped.plan_seq for stepped in peers.stepped] == [1, 2, 3, 4, 5, 6]
     await peers.until(lambda: len(peers.deltas) == 6)
@@ -346,10 +350,8 @@ async def test_a_broken_engine_ends_the_worker(
 
 
 async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
-    answers = await peers.bus.gather(
-        subjects.status("worker"), Empty(), ServiceStatus, deadline_s=PATIENCE_S, expected=1
-    )
-    assert answers[0].instance == "worker-0" and answers[0].details["total_blocks"] == 60
+    status = await peers.status()
+    assert status.instance == "worker-0" and status.details["total_blocks"] == 60
 
 
 async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peers: Peers) -> None:
@@ -372,14 +374,12 @@ async def test_under_pie_the_prefix_cache_is_left_out_and_it_says_so(
     with caplog.at_level("INFO", logger="kvasir"):
         async with serving(bus, config.model_copy(update={"pie": pie}), peers):
             await peers.start("a", steps=3, max_tokens=3)
-            answers = await peers.bus.gather(
-                subjects.status("worker"), Empty(), ServiceStatus, deadline_s=PATIENCE_S, expected=1
-            )
+            details = (await peers.status()).details
             report = await peers.fresh_report()
     assert "prefix cache left out" in caplog.text
     assert not report.caches_prefixes and report.fingerprint
     assert (report.capacity.total_blocks, report.capacity.doomed_blocks) == (60, 0)
-    assert answers[0].details["pie_fifo_layers"] == 0 and "prefix_tiers" not in answers[0].details
+    assert details["pie_fifo_layers"] == 0 and "prefix_tiers" not in details
 
 
 async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(
@@ -395,17 +395,9 @@ async def test_without_a_prefix_cache_a_worker_lends_to_the_same_kv_only(
     async with serving(bus, no_cache, peers):
         report = await peers.fresh_report()
         assert not report.caches_prefixes and report.fingerprint == prints[1] != prints[2]
-        refusals = [
-            (
-                await debtor.request(
-                    subjects.worker_borrow("worker-0", "worker-1"),
-                    BorrowBlocks(
-                        debtor_id="worker-1", debtor_incarnation=1, request=number, blocks=2, fingerprint=each
-                    ),
-                    BorrowReply,
-                    deadline_s=PATIENCE_S,
-                )
-            ).refusal
-            for number, each in enumerate(prints)
-        ]
+        refusals, subject = [], subjects.worker_borrow("worker-0", "worker-1")
+        for number, each in enumerate(prints):
+            asked = borrow("worker-1", request=number, blocks=2, fingerprint=each)
+            answer = await debtor.request(subject, asked, BorrowReply, deadline_s=PATIENCE_S)
+            refusals.append(answer.refusal)
     assert refusals == [Refusal.OTHER_KV, None, Refusal.OTHER_KV]

@@ -1,11 +1,14 @@
 """Which plan runs next, and what becomes of the others."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.core.plans import MAX_PLANS, PlanQueue
 from shared.messages.plans import StepOutcome
 from tests.shared.messages.builders import plan
+
+EXPIRED, STALE, SUPERSEDED = StepOutcome.EXPIRED, StepOutcome.STALE_EPOCH, StepOutcome.SUPERSEDED
 
 
 def seqs_in_order(queue: PlanQueue, now_s: float = 0.0) -> list[int]:
@@ -26,49 +29,32 @@ def test_an_epoch_far_beyond_the_one_obeyed_is_ignored() -> None:
     assert PlanQueue().may_follow(2**62), "a worker that has just started knows no epoch"
 
 
-def test_plans_run_in_order() -> None:
+@pytest.mark.parametrize(
+    ("offers", "given_up", "epoch", "run"),
+    [
+        pytest.param([(1, 1), (1, 2), (1, 3)], [], 1, [1, 2, 3], id="in order"),
+        pytest.param([(1, 1), (1, 1), (1, 2), (1, 2)], [], 1, [1, 2], id="twice"),
+        pytest.param([(1, 1), (1, 3)], [(1, 2, EXPIRED)], 1, [1, 3], id="one is lost"),
+        pytest.param(
+            [(1, 1), (1, 2), (1, 3), (1, 1)],
+            [(1, seq, SUPERSEDED) for seq in (1, 2, 3)],
+            1,
+            [1],
+            id="number one starts the numbering again",
+        ),
+        pytest.param([(5, 1), (4, 2)], [(4, 2, STALE)], 5, [1], id="an older epoch is refused"),
+        pytest.param([(5, 1), (6, 1)], [(5, 1, STALE)], 6, [1], id="a higher epoch replaces what waits"),
+    ],
+)
+def test_which_plans_run_and_what_is_said_of_the_others(
+    offers: list[tuple[int, int]], given_up: list[tuple[int, int, StepOutcome]], epoch: int, run: list[int]
+) -> None:
+    """Plans as (epoch, number)."""
     queue = PlanQueue()
-    assert [queue.offer(plan(seq), 0.0) for seq in (1, 2, 3)] == [[], [], []]
-    assert seqs_in_order(queue) == [1, 2, 3]
-
-
-def test_a_plan_of_an_older_epoch_is_refused() -> None:
-    queue = PlanQueue()
-    queue.offer(plan(1, epoch=5), 0.0)
-    refused = queue.offer(plan(2, epoch=4), 0.0)
-    assert [(up.epoch, up.seq, up.outcome) for up in refused] == [(4, 2, StepOutcome.STALE_EPOCH)]
-    assert queue.epoch == 5 and seqs_in_order(queue) == [1]
-
-
-def test_a_higher_epoch_replaces_what_waits_and_numbers_anew() -> None:
-    queue = PlanQueue()
-    queue.offer(plan(1, epoch=5), 0.0)
-    replaced = queue.offer(plan(1, epoch=6), 0.0)
-    assert [(up.epoch, up.seq, up.outcome) for up in replaced] == [(5, 1, StepOutcome.STALE_EPOCH)]
-    assert queue.epoch == 6 and seqs_in_order(queue) == [1]
-
-
-def test_a_duplicate_is_ignored() -> None:
-    queue = PlanQueue()
-    assert [queue.offer(plan(seq), 0.0) for seq in (1, 1, 2, 2)] == [[], [], [], []]
-    assert seqs_in_order(queue) == [1, 2]
-
-
-def test_number_one_starts_the_numbering_again() -> None:
-    queue = PlanQueue()
-    for seq in (1, 2, 3):
-        queue.offer(plan(seq), 0.0)
-    given_up = queue.offer(plan(1), 0.0)
-    assert [(up.seq, up.outcome) for up in given_up] == [(n, StepOutcome.SUPERSEDED) for n in (1, 2, 3)]
-    assert seqs_in_order(queue) == [1]
-
-
-def test_a_lost_plan_is_reported_when_a_later_one_arrives() -> None:
-    queue = PlanQueue()
-    queue.offer(plan(1), 0.0)
-    lost = queue.offer(plan(3), 0.0)
-    assert [(up.seq, up.outcome, up.steps_done) for up in lost] == [(2, StepOutcome.EXPIRED, 0)]
-    assert seqs_in_order(queue) == [1, 3]
+    told = [up for epoch, seq in offers for up in queue.offer(plan(seq, epoch=epoch), 0.0)]
+    assert [(up.epoch, up.seq, up.outcome) for up in told] == given_up
+    assert all(up.steps_done == 0 for up in told)
+    assert queue.epoch == epoch and seqs_in_order(queue) == run
 
 
 def test_after_a_snapshot_only_number_one_is_taken_up() -> None:

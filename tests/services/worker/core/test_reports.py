@@ -1,7 +1,4 @@
-"""Reports are numbered whatever they are about, and tell what was computed since the last one once.
-
-What a worker says of its own speed.
-"""
+"""Reports are numbered whatever they are about, tell what was computed once, and how fast that was."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""By which rules the items of a plan apply.
-
-A sequence moves only along the table, and says the truth about itself.
-"""
+"""By which rules the items of a plan apply, and a sequence moves and tells of itself."""
 
 from itertools import product
 
@@ -148,10 +145,18 @@ def test_an_end_frees_blocks_and_is_kept_until_acknowledged(
     assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]
 
 
-def test_a_failed_chunk_ends_its_sequence(table: SequenceTable) -> None:
+@pytest.mark.parametrize(
+    ("failure", "reason"), [(FAILED, FinishReason.ERROR), (KV_LOST, FinishReason.KV_LOST)]
+)
+def test_a_chunk_that_fails_ends_its_sequence(
+    table: SequenceTable, failure: Sampled, reason: FinishReason
+) -> None:
     start(table, spec(ref(), PROMPT))
-    run(table, prefill(ref(), 0, 4), FAILED.token)
-    assert [held.finish_reason for held in table.take_ended()] == [FinishReason.ERROR]
+    prepared = table.prepare(prefill(ref(), 0, 4), table.find(ref()))
+    assert isinstance(prepared, WorkItem) and not prepared.samples
+    table.commit(prepared, failure, 1.0)
+    table.check_integrity()
+    assert [held.finish_reason for held in table.take_ended()] == [reason]
 
 
 def test_an_alive_sequence_cannot_be_acknowledged(table: SequenceTable) -> None:
@@ -260,15 +265,6 @@ def test_sequences_whose_borrowed_blocks_are_lost_end_to_be_computed_again() -> 
     ended = {held.ref.request_id: held.finish_reason for held in table.take_ended()}
     assert ended == {"far": FinishReason.KV_LOST}
     assert (pool.borrowed_blocks, pool.borrowed_free_blocks) == (2, 1)
-
-
-def test_a_row_whose_kv_is_lost_ends_so(table: SequenceTable) -> None:
-    start(table, spec(ref(), PROMPT))
-    prepared = table.prepare(prefill(ref(), 0, 4), table.find(ref()))
-    assert isinstance(prepared, WorkItem) and not prepared.samples
-    table.commit(prepared, KV_LOST, 1.0)
-    table.check_integrity()
-    assert [held.finish_reason for held in table.take_ended()] == [FinishReason.KV_LOST]
 
 
 def test_a_rehearsal_may_be_among_those_whose_creditor_is_lost() -> None:

@@ -1,7 +1,4 @@
-"""A worker's core against any plans: a random scheduler, and a pretended engine that checks every slot.
-
-What an iteration computes, counted apart for prompts and answers.
-"""
+"""A worker's core against any plans: a random scheduler, and a pretended engine that checks every slot."""
 
 from dataclasses import dataclass, field
 
@@ -81,6 +78,11 @@ class Bench:
     def send(self, batch: BatchPlan) -> None:
         self.take(self.core.on_plan(batch, self.now_s))
 
+    def start(self, prompt: list[int], *, steps: int = 9, max_tokens: int = 32) -> None:
+        """One plan that prefills a sequence and decodes it."""
+        source, chunk = spec(ref(), prompt, max_tokens=max_tokens), prefill(ref(), 0, len(prompt))
+        self.send(plan(1, steps=steps, starts=(source,), prefills=(chunk,), decodes=(decode(ref(), 4),)))
+
     def step(self) -> bool:
         """One iteration; False when there was nothing to compute."""
         work, effects = self.core.begin_step(self.now_s)
@@ -119,15 +121,7 @@ def bench() -> Bench:
 
 def test_one_plan_of_several_steps(bench: Bench) -> None:
     prompt = [1, 2, 3, 4, 5]
-    bench.send(
-        plan(
-            1,
-            steps=4,
-            starts=(spec(ref(), prompt),),
-            prefills=(prefill(ref(), 0, 5),),
-            decodes=(decode(ref(), 3),),
-        )
-    )
+    bench.start(prompt, steps=4)
     bench.run()
     assert bench.answers[ref()] == continuation(prompt, 4)
     assert [(r.steps_done, r.plan_over, r.prefilled_tokens, r.decoded_tokens) for r in bench.stepped] == [
@@ -140,10 +134,7 @@ def test_one_plan_of_several_steps(bench: Bench) -> None:
 
 
 def test_a_plan_is_over_when_nothing_of_it_is_left(bench: Bench) -> None:
-    source = spec(ref(), [1, 2], max_tokens=2)
-    bench.send(
-        plan(1, steps=9, starts=(source,), prefills=(prefill(ref(), 0, 2),), decodes=(decode(ref(), 2),))
-    )
+    bench.start([1, 2], max_tokens=2)
     bench.run()
     assert bench.ends == {ref(): FinishReason.LENGTH}
     assert [(r.steps_done, r.plan_over, len(r.ended), r.skipped) for r in bench.stepped] == [
@@ -181,10 +172,15 @@ def test_an_item_named_twice_is_computed_once(bench: Bench) -> None:
     assert bench.answers[ref()] == continuation([1, 2], 2)
 
 
-def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench: Bench) -> None:
+def rehearse(bench: Bench) -> None:
+    """Three of five tokens."""
     quiet = spec(ref("r~1"), [1, 2, 3, 4, 5], max_tokens=1, rehearsal=True)
     bench.send(plan(1, starts=(quiet,), prefills=(prefill(ref("r~1"), 0, 3),)))
     assert bench.step()
+
+
+def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench: Bench) -> None:
+    rehearse(bench)
     (listed,) = bench.report().sequences
     assert (listed.ref, listed.gateway_id) == (ref("r~1"), ""), "no gateway takes it for its own"
     bench.send(plan(2, prefills=(prefill(ref("r~1"), 3, 5),)))
@@ -195,9 +191,7 @@ def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench:
 
 
 def test_a_rehearsal_can_be_cancelled(bench: Bench) -> None:
-    quiet = spec(ref("r~1"), [1, 2, 3, 4, 5], max_tokens=1, rehearsal=True)
-    bench.send(plan(1, starts=(quiet,), prefills=(prefill(ref("r~1"), 0, 3),)))
-    assert bench.step()
+    rehearse(bench)
     bench.take(bench.core.on_cancel(CancelSequence(ref=ref("r~1")), bench.now_s))
     bench.send(plan(2, drops=(ref("r~1"),)))
     bench.run()
@@ -205,10 +199,7 @@ def test_a_rehearsal_can_be_cancelled(bench: Bench) -> None:
 
 
 def test_a_cancel_between_the_steps_frees_blocks_before_the_next(bench: Bench) -> None:
-    source = spec(ref(), [1, 2])
-    bench.send(
-        plan(1, steps=9, starts=(source,), prefills=(prefill(ref(), 0, 2),), decodes=(decode(ref(), 4),))
-    )
+    bench.start([1, 2])
     bench.step()
     bench.step()
     bench.take(bench.core.on_cancel(CancelSequence(ref=ref()), bench.now_s))
@@ -221,10 +212,7 @@ def test_a_cancel_between_the_steps_frees_blocks_before_the_next(bench: Bench) -
 
 
 def test_a_superseding_plan_starts_at_the_next_boundary(bench: Bench) -> None:
-    source = spec(ref(), [1, 2])
-    bench.send(
-        plan(1, steps=9, starts=(source,), prefills=(prefill(ref(), 0, 2),), decodes=(decode(ref(), 4),))
-    )
+    bench.start([1, 2])
     bench.step()
     late = spec(ref("late"), [3, 4])
     bench.send(
@@ -261,10 +249,7 @@ def test_a_frozen_worker_finds_its_plans_expired(bench: Bench) -> None:
 
 
 def test_a_snapshot_gives_up_plans_and_numbers_go_on(bench: Bench) -> None:
-    source = spec(ref(), [1, 2])
-    bench.send(
-        plan(1, steps=9, starts=(source,), prefills=(prefill(ref(), 0, 2),), decodes=(decode(ref(), 4),))
-    )
+    bench.start([1, 2])
     bench.step()
     report = bench.core.on_snapshot(TakeSnapshot(epoch=7), bench.now_s)
     assert (report.epoch, report.plan_seq, report.stepped_seq) == (7, 0, 1)
@@ -354,7 +339,7 @@ class RandomScheduler:
             assert report.stepped_seq == len(bench.stepped)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(actions())
 def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(
     script: list[tuple[str, str, int, int]],
