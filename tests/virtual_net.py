@@ -5,6 +5,7 @@ be killed, frozen and restarted. Knows nothing of what the messages say.
 """
 
 import heapq
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -156,16 +157,18 @@ class VirtualNet:
 
     # --- processes
 
-    def kill(self, process: Process, back_after_s: float) -> None:
+    def kill(self, process: Process, back_after_s: float | None = None) -> None:
+        """None: it stays dead, unless it is started."""
         process.alive, process.frozen, process.busy = False, False, False
         process.life += 1
         process.mail.clear()
-        self.after(back_after_s, lambda: self.revive(process))
+        if back_after_s is not None:
+            self.after(back_after_s, lambda: self.revive(process))
 
     def revive(self, process: Process) -> None:
         """It is started again."""
 
-    def freeze(self, process: Process, for_s: float) -> None:
+    def freeze(self, process: Process, for_s: float = math.inf) -> None:
         process.frozen, life = True, process.life
 
         def wake() -> None:

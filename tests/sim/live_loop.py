@@ -18,14 +18,23 @@ from services.scheduler.core.effects import (
 )
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
-from shared.messages.plans import BatchPlan
+from services.worker.core.step_work import StepWork
+from services.worker.kv.core.block_pool import BlockPool
+from shared.messages.commands import TakeSnapshot
+from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.sequence import Sampling, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
 from sim.predictors import SimPredictor
 from sim.requests import SimRequest
-from tests.services.scheduler.fake_worker import FakeWorker
+from tests.stack.actors import END_TOKEN, WorkerProcess, step_core, told_tokens
 
 STEP_S = 1.0
 _EVER_S = 1e9
+
+
+def worker_of(name: str, kv_blocks: int, block_tokens: int) -> WorkerProcess:
+    """A worker's own core, for its first life."""
+    pool = BlockPool(kv_blocks, block_tokens)
+    return WorkerProcess(name, core=step_core((name, 1), pool, kv_blocks * block_tokens))
 
 
 class LiveLoop:
@@ -42,19 +51,19 @@ class LiveLoop:
             gateway_timeout_s=_EVER_S,
             plan_grace_s=_EVER_S,
         )
-        self._worker = FakeWorker(
-            "worker-0", 1, total_blocks=shape.capacity_blocks, block_tokens=shape.block_tokens
-        )
-        self._idle = FakeWorker("worker-1", 1, total_blocks=1, block_tokens=shape.block_tokens)
+        self._worker = worker_of("worker-0", shape.capacity_blocks, shape.block_tokens)
+        self._idle = worker_of("worker-1", 1, shape.block_tokens)
         """Never chosen; there so that placement is asked, and predictions are known by then."""
         self._core = SchedulerCore(rules, policy, 1, 0.0)
         self._predictor = predictor
         self._requests: dict[SequenceKey, SimRequest] = {}
         self._on_the_way: deque[BatchPlan] = deque()
         self._step_ends_s: float | None = None
+        self._work: StepWork | None = None
+        self._stepped: list[WorkerStepped] = []
         self.ended: list[SequenceKey] = []
         for worker in (self._worker, self._idle):
-            self._carry_out(self._core.on_worker_reported(worker.report(), 0.0), 0.0)
+            self._carry_out(self._core.on_worker_reported(worker.numbered(worker.core.report(0.0)), 0.0), 0.0)
         self._carry_out(self._core.on_tick(0.0), 0.0)
 
     def run(self, requests: Sequence[SimRequest]) -> None:
@@ -77,14 +86,16 @@ class LiveLoop:
             gateway_id="gateway-0",
             gateway_incarnation=1,
             prompt=pack_tokens(prompt),
-            sampling=Sampling(seed=0, max_tokens=request.max_tokens),
+            sampling=Sampling(seed=0, max_tokens=request.max_tokens, end_token_ids=(END_TOKEN,)),
         )
         _, effects = self._core.on_submit(spec, request.arrival_s)
         self._carry_out(effects, request.arrival_s)
         self._start_step(request.arrival_s)
 
     def _end_step(self, now_s: float) -> None:
-        assert self._worker.step(now_s)
+        assert self._work is not None
+        tokens = told_tokens(self._work)
+        self._stepped += self._worker.core.finish_step(self._work, tokens, now_s, 0.0).stepped
         self._step_ends_s = None
         self._deliver(now_s)
         self._report(now_s)
@@ -93,28 +104,24 @@ class LiveLoop:
     def _start_step(self, now_s: float) -> None:
         """The next step begins, unless one runs; plans of which nothing is left to do take no time."""
         while self._step_ends_s is None:
-            if not self._worker.queue:
+            if not self._worker.core.has_plans:
                 self._deliver(now_s)
-            if not self._worker.queue:
+            if not self._worker.core.has_plans:
                 return
-            if self._has_work(self._worker.queue[0].plan):
+            self._work, effects = self._worker.core.begin_step(now_s)
+            self._stepped += effects.stepped
+            if self._work is not None:
                 self._step_ends_s = now_s + STEP_S
             else:
-                self._worker.step(now_s)
                 self._report(now_s)
-
-    def _has_work(self, plan: BatchPlan) -> bool:
-        alive = [held.spec.ref for held in self._worker.held.values() if held.reason is None]
-        named = [*(item.ref for item in plan.prefills), *(item.ref for item in plan.decodes)]
-        return bool(plan.starts) or any(ref in alive for ref in named)
 
     def _deliver(self, now_s: float) -> None:
         while self._on_the_way:
-            self._worker.on_plan(self._on_the_way.popleft(), now_s)
+            self._stepped += self._worker.core.on_plan(self._on_the_way.popleft(), now_s).stepped
 
     def _report(self, now_s: float) -> None:
-        events, self._worker.events = self._worker.events, []
-        for event in events:
+        stepped, self._stepped = self._stepped, []
+        for event in stepped:
             self._carry_out(self._core.on_stepped(event, now_s), now_s)
 
     def _carry_out(self, effects: list[Effect], now_s: float) -> None:
@@ -133,8 +140,8 @@ class LiveLoop:
                         self._carry_out(self._core.on_predicted(effect.ref, told, now_s), now_s)
                 case AskSnapshot():
                     asked_worker = self._worker if effect.worker_id == "worker-0" else self._idle
-                    snapshot = asked_worker.on_snapshot(effect.epoch)
-                    self._carry_out(self._core.on_snapshot(snapshot, now_s), now_s)
+                    snapshot = asked_worker.core.on_snapshot(TakeSnapshot(epoch=effect.epoch), now_s)
+                    self._carry_out(self._core.on_snapshot(asked_worker.numbered(snapshot), now_s), now_s)
                 case SequenceLeft(ref=ref):
                     self.ended.append(ref.key)
                 case _:

@@ -1,19 +1,33 @@
 """Who takes part in the virtual world: what is wanted, the workers, and what stands for their engines."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from services.gateway.core.effects import WorkerStart
+from services.gateway.core.stream import Stream
+from services.worker.core.prefixes import Prefixes
+from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
+from services.worker.core.sequence import HeldSequence
+from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.step_work import StepWork
+from services.worker.core.steps import StepCore
+from services.worker.kv.core.borrowed_pool import Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.blocks import chain, root
+from shared.errors import KvasirError
 from shared.messages.moves import BlocksPulled, PullBlocks
-from shared.messages.sequence import SequenceKey
+from shared.messages.reports import Capacity, SequenceReport, WorkerReported
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from tests.virtual_net import Process
 
 END_TOKEN = 2
 FINGERPRINT = b"fingerprint"
+WEIGHTS = "11" * 16
+MODEL = "m"
 
 
 @dataclass(frozen=True)
@@ -38,11 +52,105 @@ def hash_of(key: SequenceKey) -> int:
     return sum(key[0].encode())
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for, and what it has by now."""
+
+    wanted: Wanted
+    stream: Stream
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.stream.key
+
+    @property
+    def ref(self) -> SequenceRef:
+        return self.stream.ref
+
+    @property
+    def attempt(self) -> int:
+        return self.stream.attempt
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.stream.tokens
+
+    @property
+    def expected(self) -> list[int]:
+        return self.wanted.answer(self.key)
+
+    @property
+    def over(self) -> bool:
+        return not self.stream.is_open
+
+    @property
+    def ended(self) -> FinishReason | None:
+        return self.stream.finish_reason
+
+    @property
+    def refused(self) -> KvasirError | None:
+        return self.stream.failure
+
+
 @dataclass
 class WorkerProcess(Process):
+    """The worker's own core, in its present life."""
+
     core: Any = None
     beats: int = 0
     incarnation: int = 0
+    is_mute: bool = False
+    """Answers no snapshot."""
+    says: dict[str, Any] = field(default_factory=dict)
+    """In its reports, whatever is true; figures of its capacity are named like the others."""
+    step_tokens: list[tuple[int, int]] = field(default_factory=list)
+    """(prefilled, decoded) of each step of all lives."""
+    clock: Callable[[], float] = lambda: 0.0
+
+    def begin(self, says: dict[str, Any]) -> None:
+        """Another life. The network starts it."""
+        self.alive, self.frozen, self.busy = True, False, False
+        self.life += 1
+        self.incarnation += 1
+        self.beats, self.says = 0, says
+        self.mail.clear()
+
+    def numbered(self, report: WorkerReported) -> WorkerReported:
+        """As it goes out."""
+        self.beats += 1
+        capacity = {name: self.says[name] for name in Capacity.__struct_fields__ if name in self.says}
+        other = {name: value for name, value in self.says.items() if name not in capacity}
+        said = msgspec.structs.replace(report.capacity, **capacity)
+        return msgspec.structs.replace(report, **{"seq": self.beats, "capacity": said, **other})
+
+    @property
+    def held(self) -> dict[SequenceRef, SequenceReport]:
+        """All that it lists, ends that nobody has acknowledged included."""
+        listed = self.core.report(self.clock()).sequences if self.alive else ()
+        return {one.ref: one for one in listed}
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(one.allocated_blocks for one in self.held.values())
+
+
+def step_core(
+    start: WorkerStart, pool: Pool, longest_tokens: int, prefixes: Prefixes | None = None
+) -> StepCore:
+    """Of that run of a worker: all that it decides, without an engine."""
+    limits = SequenceLimits(longest_tokens, 1_000_000, end_retention_s=60.0, gateway_timeout_s=10.0)
+    identity = Identity(*start, MODEL, longest_tokens, "here", WEIGHTS, FINGERPRINT)
+    return StepCore(identity, SequenceTable(pool, limits, prefixes, start))
+
+
+def told_tokens(work: StepWork) -> list[Sampled | None]:
+    """An engine whose answers are as long as the first token of their prompt says."""
+    return [_told(item.sequence) if item.samples else None for item in work.items]
+
+
+def _told(sequence: HeldSequence) -> Sampled:
+    is_last = sequence.generated_tokens + 1 >= sequence.tokens[0]
+    return Sampled(END_TOKEN if is_last else 7)
 
 
 def true_tokens(wanted: Mapping[SequenceKey, Wanted], work: StepWork) -> list[Sampled | None]:
@@ -62,7 +170,7 @@ def true_tokens(wanted: Mapping[SequenceKey, Wanted], work: StepWork) -> list[Sa
 
 def pulled(given: PrefixCache, taken: PrefixCache, order: PullBlocks, *, most_blocks: int) -> BlocksPulled:
     """A pull without bytes: what the source has by name, the target has then, as far as there is room."""
-    names = chain(root(FINGERPRINT, order.cache_salt), order.tokens, 16)
+    names = chain(root(FINGERPRINT, order.cache_salt), order.tokens, taken.block_tokens)
     known = taken.known_blocks(names)
     count = min(given.known_blocks(names), known + most_blocks)
     parent = names[known - 1] if known else None
@@ -74,4 +182,5 @@ def pulled(given: PrefixCache, taken: PrefixCache, order: PullBlocks, *, most_bl
         taken.release([block])
         parent = name
     held = taken.known_blocks(names)
-    return BlocksPulled(held_tokens=16 * held, fetched_blocks=held - known)
+    fetched = held - known
+    return BlocksPulled(held_tokens=taken.block_tokens * held, fetched_blocks=fetched, fetched_bytes=fetched)

@@ -13,8 +13,7 @@ import pytest
 
 from services.gateway.core.stream import StreamPhase
 from tests.stack.actors import Wanted
-from tests.stack.cached_world import BLOCKS
-from tests.stack.mixed_world import LENDS, OFF_DEFAULT, PAIRS, Element, MixedWorld, Parts, name_of
+from tests.stack.mixed_world import BLOCKS, LENDS, OFF_DEFAULT, PAIRS, Element, MixedWorld, Parts, name_of
 
 SLOW_ALONE = {
     "ecoserve",

@@ -4,20 +4,21 @@ Nothing of them is replaced; only bus and engine are. The bus is `virtual_net`; 
 function of sequence and index, so that every answer is known beforehand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamTiming, Submit
 from services.gateway.core.effects import StreamEffect as StreamEffect
-from services.gateway.core.peers import SchedulerView, WorkerTable
-from services.gateway.core.stream import Stream
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.effects import (
     AskPlacement,
+    AskPrediction,
     AskPull,
     AskSnapshot,
     AskTokens,
@@ -26,14 +27,13 @@ from services.scheduler.core.effects import (
     PublishPrepared,
     PublishWorkerLost,
     SendPlan,
+    StepDown,
 )
 from services.scheduler.core.effects import Effect as SchedulerEffect
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.core.prefixes import Prefixes
-from services.worker.core.reports import Identity
-from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.step_work import StepWork
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
@@ -41,23 +41,46 @@ from services.worker.kv.core.borrowed_pool import OwnPool, Pool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from shared.errors import InvalidRequest
-from shared.messages.commands import CancelSequence, PlacementItem, TakeSnapshot
+from shared.liveness import AwakeTime
+from shared.messages.commands import PlacementItem, TakeSnapshot
 from shared.messages.moves import (
     BlocksPulled,
     MoveMode,
-    MovePrepared,
     PullBlocks,
     SequenceMove,
     SequenceMoved,
 )
-from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerReported
-from shared.messages.sequence import Sampling, SequenceKey, SequenceSpec, pack_tokens
-from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchTokens, TokenFrame
-from tests.stack.actors import END_TOKEN, FINGERPRINT, Wanted, WorkerProcess, pulled, true_tokens
-from tests.virtual_net import Process, VirtualNet
+from shared.messages.plans import BatchPlan
+from shared.messages.reports import SchedulerAnnounced, WorkerReported
+from shared.messages.sequence import SequenceKey, SequenceSpec
+from shared.messages.tokens import FetchTokens
+from tests.shared.messages.builders import predicted
+from tests.stack.actors import (
+    FINGERPRINT,
+    Request,
+    Wanted,
+    WorkerProcess,
+    pulled,
+    step_core,
+    true_tokens,
+)
+from tests.stack.gateway import Gateway
+from tests.virtual_net import DEADLINE_S, Process, VirtualNet
 
-MODEL = "m"
-TICK_S, BEAT_S, REPORT_S = 0.05, 0.25, 0.5
+
+@dataclass(frozen=True)
+class Pace:
+    """How often everybody speaks, and how long messages and steps take: one of these, by chance. Seconds."""
+
+    delays_s: tuple[float, ...] = (0.0005, 0.001, 0.003, 0.02)
+    steps_s: tuple[float, ...] = (0.003, 0.005, 0.02)
+    tick_s: float = 0.05
+    beat_s: float = 0.25
+    report_s: float = 0.5
+
+
+EVEN = Pace(delays_s=(0.001,), steps_s=(0.01,), tick_s=0.02)
+"""For tests that look at one case: all messages take as long, and all steps."""
 
 
 class World(VirtualNet):
@@ -65,36 +88,54 @@ class World(VirtualNet):
 
     def __init__(
         self,
-        seed: int,
-        wanted: list[Wanted],
+        seed: int = 0,
+        wanted: Sequence[Wanted] = (),
         *,
         workers: int,
         kv_blocks: int,
-        loss: float,
+        block_tokens: int = 16,
+        loss: float = 0.0,
         cached: bool = False,
         policy: PolicyFactory = VllmPolicy,
         rules: Rules | None = None,
+        pace: Pace = Pace(),
+        says: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`cached`: blocks outlive their sequences, on the device alone."""
+        """`cached`: blocks outlive their sequences, on the device alone. `says`: what is in the reports of
+        every worker, whatever is true."""
         super().__init__(seed, loss)
-        self.cached, self.policy, self.rules = cached, policy, rules or Rules()
+        self.cached, self.policy, self.rules, self.pace = cached, policy, rules or Rules(), pace
+        self.says = dict(says)
         self.choose: Callable[[list[str | None]], str | None] = self.random.choice
         """Placement: of these workers."""
+        self.is_lost: Callable[[SchedulerEffect], bool] = lambda _: False
+        """Of what the scheduler sends."""
+        self.skipped: set[str] = set()
+        """Requests that no plan is right for, as their workers say."""
+        self.too_long_for_the_bus = 10**9
+        """Prompt tokens."""
+        self.is_checked = True
+        """After every event; else when the test does."""
+        self.effects: list[SchedulerEffect] = []
         self.moved: list[SequenceMoved] = []
         self.wanted = {(f"r{number}", 0): one for number, one in enumerate(wanted)}
-        self.kv_blocks = kv_blocks
-        self.streams: dict[SequenceKey, Stream] = {}
-        self.table, self.view = WorkerTable(MODEL, 3.0), SchedulerView(3.0)
-        self.gateway = Process("g")
-        self.scheduler = Process("s")
-        self.workers = {f"w{number}": WorkerProcess(f"w{number}") for number in range(workers)}
-        self._epoch = 0
+        self.kv_blocks, self.block_tokens = kv_blocks, block_tokens
+        self.gateway = Gateway(self, self.wanted)
+        self.submit, self.streams = self.gateway.submit, self.gateway.streams
+        self.scheduler = Process("scheduler-0")
+        self.workers: dict[str, WorkerProcess] = {}
+        self._epoch = self._term = 0
+        self._awake = AwakeTime()
+        self._predictor = Random(seed)
         self.caches: dict[str, PrefixCache] = {}
-        for worker in self.workers.values():
-            self.start_worker(worker)
+        for number in range(workers):
+            self.start_worker(f"worker-{number}")
         self.start_scheduler()
-        self.every(TICK_S, self._gateway_tick)
-        self.every(REPORT_S, self._gateway_report)
+        self.every(pace.tick_s, self.gateway.tick)
+        self.every(pace.report_s, self.gateway.report)
+
+    def delay_s(self) -> float:
+        return self.random.choice(self.pace.delays_s)
 
     @property
     def is_over(self) -> bool:
@@ -103,155 +144,103 @@ class World(VirtualNet):
 
     def revive(self, process: Process) -> None:
         if isinstance(process, WorkerProcess):
-            self.start_worker(process)
+            self.start_worker(process.name)
         else:
             self.start_scheduler()
 
-    # --- the gateway
+    @property
+    def core_s(self) -> float:
+        """The clock of whoever runs the scheduler's core: it leaves out the time in which there was none."""
+        return self._awake.at(self.now_s)
 
-    def submit(self, key: SequenceKey) -> None:
-        timing = StreamTiming(give_up_s=500.0)
-        self.streams[key] = Stream(key, timing, self.now_s, b"secret")
-        self._apply(key, self.streams[key].submit(self.now_s))
+    def until(self, done: Callable[[], bool], *, limit_s: float) -> None:
+        """AssertionError, with the state of things, when that takes longer than `limit_s` of virtual time."""
+        in_time = self.run_until(done, limit_s=limit_s)
+        assert in_time, f"not done after {limit_s} s: {self.unfinished()} {self.core.describe()}"
 
-    def _apply(self, key: SequenceKey, effects: tuple[StreamEffect, ...]) -> None:
-        for effect in effects:
-            self._carry_out(key, effect)
-        self.streams[key].check_integrity()
+    def lines(self, effect: str) -> list[str]:
+        """Every effect of that kind that the scheduler had so far, as text."""
+        return [repr(one) for one in self.effects if type(one).__name__ == effect]
 
-    def _carry_out(self, key: SequenceKey, effect: StreamEffect) -> None:
-        match effect:
-            case Submit(attempt, serial):
-                stream, spec = self.streams[key], self._spec(key, attempt)
-                self.ask(
-                    self.gateway,
-                    self.scheduler,
-                    lambda: self._submitted(spec),
-                    lambda _: self._apply(key, stream.on_submitted(serial, self.now_s)),
-                    lambda error: self._apply(key, stream.on_submit_failed(serial, error, self.now_s)),
-                )
-            case Fetch(worker_start, ref, first_index):
-                stream, worker = self.streams[key], self.workers[worker_start[0]]
-                question = FetchTokens(ref=ref, first_index=first_index)
-                self.ask(
-                    self.gateway,
-                    worker,
-                    lambda: worker.core.on_fetch(question),
-                    lambda found: self._apply(
-                        key, stream.on_fetched(ref, found.delta, worker_start, self.now_s)
-                    ),
-                    lambda _: self._apply(key, stream.on_fetch_failed(ref, self.now_s)),
-                )
-            case Acknowledge(worker_id, ref):
-                self._to_worker(
-                    "g", worker_id, lambda core: core.on_acknowledge(AcknowledgeEnds(refs=(ref,)), self.now_s)
-                )
-            case Extend(worker_id, ref, first_index, tokens):
-                late = ExtendSequence(ref=ref, first_index=first_index, tokens=tokens)
-                self._to_worker("g", worker_id, lambda core: core.on_extend(late))
-            case Cancel(ref, worker_id, is_final):
-                command = CancelSequence(ref=ref)
-                if worker_id is not None:
-                    self._to_worker("g", worker_id, lambda core: core.on_cancel(command, self.now_s))
-                if is_final:
-                    self.send("g", self.scheduler, lambda: self._feed("on_cancel", command))
+    # --- clients
 
-    def _spec(self, key: SequenceKey, attempt: int) -> SequenceSpec:
-        wanted, stream = self.wanted[key], self.streams[key]
-        return SequenceSpec(
-            ref=msgspec.structs.replace(stream.ref, attempt=attempt),
-            gateway_id="g",
-            gateway_incarnation=1,
-            prompt=pack_tokens([wanted.word] * wanted.prompt_tokens),
-            sampling=Sampling(seed=0, max_tokens=wanted.max_tokens, end_token_ids=(END_TOKEN,)),
-            generated=pack_tokens(stream.tokens),
-            open_tokens=stream.open_tokens(wanted.max_tokens),
-            capability=stream.capability,
-        )
+    def ask_for(self, name: str, prompt_tokens: int, answer_tokens: int, max_tokens: int) -> Request:
+        """Begins now."""
+        key = (name, 0)
+        self.wanted[key] = Wanted(prompt_tokens, answer_tokens, max_tokens)
+        self.submit(key)
+        return Request(self.wanted[key], self.streams[key])
 
-    def _gateway_tick(self) -> None:
-        for start in self.table.on_tick(self.now_s):
-            self._lose(start, {})
-        for key, stream in self.streams.items():
-            self._apply(key, stream.on_tick(self.now_s))
+    @property
+    def requests(self) -> list[Request]:
+        return [Request(self.wanted[key], stream) for key, stream in self.streams.items()]
 
-    def _gateway_report(self) -> None:
-        event = GatewayReported(gateway_id="g", incarnation=1)
-        self.send("g", self.scheduler, lambda: self._feed("on_gateway_reported", event))
-        for name in self.workers:
-            self._to_worker("g", name, lambda core: core.on_gateway(event, self.now_s))
+    def unfinished(self) -> list[SequenceKey]:
+        return [key for key, stream in self.streams.items() if stream.is_open]
 
-    def _lose(self, start: tuple[str, int], attempts: dict[SequenceKey, int]) -> None:
-        for key, stream in self.streams.items():
-            self._apply(key, stream.on_worker_lost(start, attempts.get(key), self.now_s))
+    def hand_over(self, request: Request) -> None:
+        """It is submitted again, as another attempt."""
+        self.gateway.apply(request.key, request.stream.on_prepared(request.ref, self.now_s))
 
-    def _on_frame(self, frame: TokenFrame) -> None:
-        for delta in frame.deltas:
-            key = (delta.request_id, delta.choice)
-            if delta.attempt == self.streams[key].attempt:
-                start = (frame.worker_id, frame.incarnation)
-                self._apply(key, self.streams[key].on_delta(delta, start, self.now_s))
-
-    def _on_beat(self, report: WorkerReported) -> None:
-        start = (report.worker_id, report.incarnation)
-        ended_run = self.table.on_report(report, self.now_s)
-        if ended_run is not None:
-            self._lose(ended_run, {})
-        for listed in report.sequences:
-            if not listed.gateway_id:
-                continue
-            key = listed.ref.key
-            self._apply(key, self.streams[key].on_report(listed, start, self.now_s))
-
-    def _on_announced(self, event: SchedulerAnnounced) -> None:
-        if self.view.on_announced(event, self.now_s):
-            for key, stream in self.streams.items():
-                self._apply(key, stream.submit(self.now_s))
+    def cancel(self, request: Request) -> None:
+        self.gateway.apply(request.key, request.stream.cancel())
 
     # --- the scheduler
 
     def start_scheduler(self) -> None:
         self.scheduler.alive = True
-        self._epoch += 1
-        self.core = SchedulerCore(self.rules, self.policy, self._epoch, self.now_s)
-        self.every(TICK_S, lambda: self._feed("on_tick"), self.scheduler)
-        self.every(REPORT_S, self._announce, self.scheduler)
+        self._lead(self._epoch + 1)
+        self.every(self.pace.tick_s, lambda: self.feed("on_tick"), self.scheduler)
+        self.every(self.pace.report_s, self._announce, self.scheduler)
+
+    def _lead(self, epoch: int) -> None:
+        """A term begins."""
+        self._epoch, self._term = epoch, self._term + 1
+        self.core = SchedulerCore(self.rules, self.policy, epoch, self.core_s)
 
     def _announce(self) -> None:
         event = SchedulerAnnounced(
-            scheduler_id="s", incarnation=self.scheduler.life + 1, epoch=self.core.epoch, policy="vllm"
+            scheduler_id=self.scheduler.name, incarnation=self._term, epoch=self.core.epoch, policy="vllm"
         )
-        self.send("s", self.gateway, lambda: self._on_announced(event))
+        self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_announced(event))
 
-    def _submitted(self, spec: SequenceSpec) -> None:
-        _, effects = self.core.on_submit(spec, self.now_s)
+    def submitted(self, spec: SequenceSpec) -> None:
+        _, effects = self.core.on_submit(spec, self.core_s)
         self._carry_out_plans(effects)
 
-    def _feed(self, event: str, *details: Any) -> None:
-        self._carry_out_plans(getattr(self.core, event)(*details, self.now_s))
-        self.core.check_integrity()
+    def feed(self, event: str, *details: Any) -> None:
+        self._carry_out_plans(getattr(self.core, event)(*details, self.core_s))
+        if self.is_checked:
+            self.core.check_integrity()
 
     def _carry_out_plans(self, effects: list[SchedulerEffect]) -> None:
+        self.effects += effects
         for effect in effects:
-            self._carry_out_plan(effect)
+            if not self.is_lost(effect):
+                self._carry_out_plan(effect)
 
     def _carry_out_plan(self, effect: SchedulerEffect) -> None:
         match effect:
+            case SendPlan(worker_id, plan) if self._is_too_long(plan):
+                self.after(0.0, self._while_it_lives("on_plan_unsent", worker_id, plan, "too large"))
             case SendPlan(worker_id, plan):
-                self._to_worker("s", worker_id, lambda core: core.on_plan(plan, self.now_s))
+                sent = self._spoilt(plan) if self.skipped else plan
+                self.to_worker(self.scheduler.name, worker_id, lambda core: core.on_plan(sent, self.now_s))
             case CancelAtWorker(worker_id, command):
-                self._to_worker("s", worker_id, lambda core: core.on_cancel(command, self.now_s))
+                self.to_worker(
+                    self.scheduler.name, worker_id, lambda core: core.on_cancel(command, self.now_s)
+                )
             case PublishWorkerLost(lost):
                 start, attempts = (lost.worker_id, lost.incarnation), {r.key: r.attempt for r in lost.refs}
-                self.send("s", self.gateway, lambda: self._lose(start, attempts))
+                self.send(self.scheduler.name, self.gateway, lambda: self.gateway.lose(start, attempts))
             case AskTokens(worker_id, ref):
                 asked = self.workers[worker_id]
                 self.ask(
                     self.scheduler,
                     asked,
                     lambda: asked.core.on_fetch(FetchTokens(ref=ref, first_index=0)).delta,
-                    lambda delta: self._feed("on_tokens", ref, None if delta is None else delta.tokens),
-                    lambda _: self._feed("on_tokens", ref, None),
+                    lambda delta: self.feed("on_tokens", ref, None if delta is None else delta.tokens),
+                    lambda _: self.feed("on_tokens", ref, None),
                 )
             case AskPull(worker_id, ref, order):
                 target, source = self.workers[worker_id], self.workers[order.source]
@@ -259,25 +248,47 @@ class World(VirtualNet):
                     self.scheduler,
                     target,
                     lambda: self._pull(source, target, order),
-                    lambda pulled: self._feed("on_pulled", ref, pulled),
-                    lambda _: self._feed("on_pulled", ref, None),
+                    lambda pulled: self.feed("on_pulled", ref, pulled),
+                    lambda _: self.feed("on_pulled", ref, None),
                 )
             case PublishPrepared(prepared):
-                self.send("s", self.gateway, lambda: self._on_prepared(prepared))
+                self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_prepared(prepared))
             case PublishMoved(moved):
                 self.moved.append(moved)
             case AskPlacement(question, items, excluded):
                 answer = self.place(items, excluded)
-                self.at(self.now_s + 0.002, self._while_it_lives("on_placed", question, answer))
+                self.after(0.002, self._while_it_lives("on_placed", question, answer))
+            case AskPrediction(ref=ref, max_tokens=max_tokens):
+                self.after(
+                    self._predictor.choice((0.002, 1.5)),
+                    self._while_it_lives("on_predicted", ref, predicted(min(max_tokens, 40))),
+                )
+            case StepDown(epoch):
+                self._lead(max(self._epoch, epoch) + 1)
+                self._announce()
+            case AskSnapshot(worker_id) if self.workers[worker_id].is_mute:
+                self.after(DEADLINE_S, self._while_it_lives("on_snapshot_failed", worker_id))
             case AskSnapshot(worker_id, epoch, _):
                 worker = self.workers[worker_id]
                 self.ask(
                     self.scheduler,
                     worker,
                     lambda: self._snapshot(worker, TakeSnapshot(epoch=epoch)),
-                    lambda snapshot: self._feed("on_snapshot", snapshot),
-                    lambda _: self._feed("on_snapshot_failed", worker_id),
+                    lambda snapshot: self.feed("on_snapshot", snapshot),
+                    lambda _: self.feed("on_snapshot_failed", worker_id),
                 )
+
+    def _spoilt(self, plan: BatchPlan) -> BatchPlan:
+        prefills = (
+            msgspec.structs.replace(one, first_token=one.first_token + 1, end_token=one.end_token + 1)
+            if one.ref.request_id in self.skipped
+            else one
+            for one in plan.prefills
+        )
+        return msgspec.structs.replace(plan, prefills=tuple(prefills))
+
+    def _is_too_long(self, plan: BatchPlan) -> bool:
+        return any(spec.prompt_tokens > self.too_long_for_the_bus for spec in plan.starts)
 
     def place(self, items: tuple[PlacementItem, ...], excluded: tuple[str, ...]) -> tuple[str | None, ...]:
         """Placement's answer to one question."""
@@ -286,7 +297,12 @@ class World(VirtualNet):
 
     def step_s(self, work: StepWork) -> float:
         """How long the engine takes."""
-        return self.random.choice((0.003, 0.005, 0.02))
+        return self.random.choice(self.pace.steps_s)
+
+    def move_to(self, target: str, request: Request, mode: MoveMode = MoveMode.TOKENS) -> None:
+        """Raises InvalidRequest."""
+        order = SequenceMove(ref=request.ref, target=target, mode=mode)
+        self.feed("on_move", order)
 
     def move(self, number: int) -> None:
         """Orders a move of some sequence that runs to the worker after its own."""
@@ -305,13 +321,7 @@ class World(VirtualNet):
         with suppress(InvalidRequest):
             mode = MoveMode.KV if number % 2 else MoveMode.TOKENS
             order = SequenceMove(ref=listed.ref, target=target, mode=mode)
-            self._carry_out_plans(self.core.on_move(order, self.now_s))
-            self.core.check_integrity()
-
-    def _on_prepared(self, prepared: MovePrepared) -> None:
-        key = prepared.ref.key
-        stream = self.streams[key]
-        self._apply(key, stream.on_prepared(prepared.ref, self.now_s, prepared.target, prepared.open_tokens))
+            self.feed("on_move", order)
 
     def _pull(self, source: WorkerProcess, target: WorkerProcess, order: PullBlocks) -> BlocksPulled | None:
         given, taken = self.caches.get(source.name), self.caches.get(target.name)
@@ -321,11 +331,11 @@ class World(VirtualNet):
         return pulled(given, taken, order, most_blocks=self.random.randint(0, 8))
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
-        life = self.scheduler.life
+        core = self.core
 
         def feed() -> None:
-            if self.scheduler.life == life and self.scheduler.alive:
-                self._feed(event, *details)
+            if self.core is core and self.scheduler.alive:
+                self.feed(event, *details)
 
         return feed
 
@@ -334,33 +344,34 @@ class World(VirtualNet):
     @property
     def longest_tokens(self) -> int:
         """That a worker takes."""
-        return self.kv_blocks * 16
+        return self.kv_blocks * self.block_tokens
 
     def pool_over(self, worker: WorkerProcess, own: OwnPool) -> Pool:
         """What its sequences get their blocks from."""
         return own
 
-    def start_worker(self, worker: WorkerProcess) -> None:
-        worker.alive, worker.busy, worker.beats = True, False, 0
-        worker.incarnation += 1
-        limits = SequenceLimits(self.longest_tokens, 1000, 60.0, 10.0)
-        identity = Identity(
-            worker.name, worker.incarnation, MODEL, limits.max_context_tokens, "here", "", FINGERPRINT
-        )
-        pool = BlockPool(self.kv_blocks, 16)
+    def start_worker(self, name: str, **says: Any) -> None:
+        """A new one, or again; `says` is in its reports whatever is true."""
+        worker = self.workers.setdefault(name, WorkerProcess(name))
+        worker.clock = lambda: self.now_s
+        worker.begin(self.says | says)
+        pool = BlockPool(self.kv_blocks, self.block_tokens)
         prefixes = None
         if self.cached:
             mover: Any = None  # There is no lower tier to copy to.
-            cache = self.caches[worker.name] = PrefixCache(pool, Tiers(), mover, CostGate())
+            cache = self.caches[name] = PrefixCache(pool, Tiers(), mover, CostGate())
             prefixes = Prefixes(cache, FINGERPRINT)
         own = pool if prefixes is None else prefixes.cache
-        start = (worker.name, worker.incarnation)
-        table = SequenceTable(self.pool_over(worker, own), limits, prefixes, start)
-        worker.core = StepCore(identity, table)
-        self.every(BEAT_S, lambda: self._beat(worker), worker)
-        self.every(BEAT_S, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
+        start = (name, worker.incarnation)
+        worker.core = step_core(start, self.pool_over(worker, own), self.longest_tokens, prefixes)
+        self.every(self.pace.beat_s, lambda: self._beat(worker), worker)
+        self.every(self.pace.beat_s, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
 
-    def _to_worker(self, sender: str, name: str, command: Callable[[StepCore], StepEffects]) -> None:
+    def worker_of(self, request: Request) -> str | None:
+        """The one that holds its present attempt."""
+        return next((name for name, worker in self.workers.items() if request.ref in worker.held), None)
+
+    def to_worker(self, sender: str, name: str, command: Callable[[StepCore], StepEffects]) -> None:
         worker = self.workers[name]
 
         def handle() -> None:
@@ -373,19 +384,18 @@ class World(VirtualNet):
         return self._numbered(worker, worker.core.on_snapshot(command, self.now_s))
 
     def _numbered(self, worker: WorkerProcess, report: WorkerReported) -> WorkerReported:
-        worker.beats += 1
-        return msgspec.structs.replace(report, seq=worker.beats, kv_block_bytes=1 if self.cached else 0)
+        return worker.numbered(msgspec.structs.replace(report, kv_block_bytes=1 if self.cached else 0))
 
     def _beat(self, worker: WorkerProcess) -> None:
         report = self._numbered(worker, worker.core.report(self.now_s))
-        self.send(worker.name, self.gateway, lambda: self._on_beat(report))
-        self.send(worker.name, self.scheduler, lambda: self._feed("on_worker_reported", report))
+        self.send(worker.name, self.gateway, lambda: self.gateway.on_beat(report))
+        self.send(worker.name, self.scheduler, lambda: self.feed("on_worker_reported", report))
 
     def _emit(self, worker: WorkerProcess, effects: StepEffects) -> None:
         for addressed in effects.frames:
-            self.send(worker.name, self.gateway, partial(self._on_frame, addressed.frame))
+            self.send(worker.name, self.gateway, partial(self.gateway.on_frame, addressed.frame))
         for event in effects.stepped:
-            self.send(worker.name, self.scheduler, partial(self._feed, "on_stepped", event))
+            self.send(worker.name, self.scheduler, partial(self.feed, "on_stepped", event))
 
     def _step(self, worker: WorkerProcess) -> None:
         if worker.busy or worker.frozen or not worker.alive:
@@ -394,6 +404,10 @@ class World(VirtualNet):
         self._emit(worker, effects)
         if work is None:
             return
+        settings = self.rules.settings
+        if settings.chunked_prefill:
+            assert work.prefilled_tokens + work.decoded_tokens <= settings.token_budget, "over the budget"
+        worker.step_tokens.append((work.prefilled_tokens, work.decoded_tokens))
         worker.busy, life = True, worker.life
         step_s = self.step_s(work)
 

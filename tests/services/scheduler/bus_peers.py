@@ -1,8 +1,8 @@
-"""The scheduler's peers on the real bus: the fake worker, a placement, a predictor, each with a handler
-table."""
+"""The scheduler's peers on the real bus: a worker's core, a placement, a predictor, with their handlers."""
 
 import asyncio
 
+from services.worker.kv.core.block_pool import BlockPool
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s
@@ -19,7 +19,8 @@ from shared.messages.commands import (
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
-from tests.services.scheduler.fake_worker import END, FakeWorker
+from tests.shared.messages.builders import predicted
+from tests.stack.actors import END_TOKEN, WorkerProcess, step_core, told_tokens
 
 WORKER_HANDLERS = (
     Listener(subjects.worker_plan, BatchPlan, "on_plan"),
@@ -29,35 +30,42 @@ WORKER_HANDLERS = (
 
 
 class WorkerOnBus:
-    """`FakeWorker` with heartbeats and step reports."""
+    """A worker's own core with heartbeats and step reports; an answer is as long as its prompt's first token
+    says."""
 
-    def __init__(self, bus: Bus, *, total_blocks: int = 64, step_s: float = 0.002) -> None:
-        self.bus = bus
-        self.fake = FakeWorker(bus.instance, bus.incarnation, total_blocks=total_blocks)
-        self.step_s = step_s
+    def __init__(self, bus: Bus, *, kv_blocks: int = 64, step_s: float = 0.002) -> None:
+        self.bus, self.step_s = bus, step_s
+        self.core = step_core((bus.instance, bus.incarnation), BlockPool(kv_blocks, 4), kv_blocks * 4)
+        self.process = WorkerProcess(bus.instance, core=self.core, clock=monotonic_s)
         self.plans: list[BatchPlan] = []
+        self._stepped: list[WorkerStepped] = []
 
     def on_plan(self, plan: BatchPlan) -> None:
         self.plans.append(plan)
-        self.fake.on_plan(plan, monotonic_s())
+        self._stepped += self.core.on_plan(plan, monotonic_s()).stepped
 
     def on_cancel(self, command: CancelSequence) -> None:
-        self.fake.on_cancel(command)
+        self.core.on_cancel(command, monotonic_s())
 
     async def snapshot(self, command: TakeSnapshot) -> WorkerReported:
-        return self.fake.on_snapshot(command.epoch)
+        return self.process.numbered(self.core.on_snapshot(command, monotonic_s()))
 
     async def run(self) -> None:
         await self.bus.attach(WORKER_HANDLERS, self)
         reported_s = 0.0
         while True:
-            self.fake.step(monotonic_s())
-            for event in self.fake.events:
+            work, effects = self.core.begin_step(monotonic_s())
+            self._stepped += effects.stepped
+            if work is not None:
+                self.process.step_tokens.append((work.prefilled_tokens, work.decoded_tokens))
+                self._stepped += self.core.finish_step(work, told_tokens(work), monotonic_s(), 0.0).stepped
+            stepped, self._stepped = self._stepped, []
+            for event in stepped:
                 await self.bus.publish(subjects.worker_stepped(self.bus.instance), event)
-            self.fake.events.clear()
             if monotonic_s() - reported_s > 0.1:
                 reported_s = monotonic_s()
-                await self.bus.publish(subjects.worker_reported(self.bus.instance), self.fake.report())
+                report = self.process.numbered(self.core.report(reported_s))
+                await self.bus.publish(subjects.worker_reported(self.bus.instance), report)
             await asyncio.sleep(self.step_s)
 
 
@@ -84,15 +92,7 @@ class PredictorOnBus:
 
     async def predict(self, command: PredictLength) -> LengthPrediction:
         self.asked.append(command)
-        length = min(8, command.max_tokens)
-        return LengthPrediction(
-            rl_tokens=length,
-            p50_tokens=length,
-            p80_tokens=length,
-            p90_tokens=length,
-            p95_tokens=length,
-            model_version="fake",
-        )
+        return predicted(min(8, command.max_tokens))
 
 
 class Reader:
@@ -134,7 +134,7 @@ class Reader:
             gateway_id=self.bus.instance,
             gateway_incarnation=self.bus.incarnation,
             prompt=pack_tokens([answer_tokens, *([7] * (prompt_tokens - 1))]),
-            sampling=Sampling(seed=1, max_tokens=max_tokens, end_token_ids=(END,)),
+            sampling=Sampling(seed=1, max_tokens=max_tokens, end_token_ids=(END_TOKEN,)),
         )
 
     async def submit(self, spec: SequenceSpec) -> SubmitReply:

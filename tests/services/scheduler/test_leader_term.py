@@ -50,9 +50,9 @@ async def test_a_cancel_reaches_the_worker(stack: BusStack) -> None:
         await until(lambda: bool(stack.reader.announced))
         spec = stack.reader.spec("a", prompt_tokens=8, answer_tokens=200, max_tokens=200)
         await stack.reader.submit(spec)
-        await until(lambda: worker.fake.used_blocks > 4)
+        await until(lambda: worker.process.used_blocks > 4)
         await stack.reader.bus.publish(subjects.SCHEDULER_CANCEL, CancelSequence(ref=spec.ref))
-        await until(lambda: worker.fake.used_blocks == 0, within_s=1.0)
+        await until(lambda: worker.process.used_blocks == 0, within_s=1.0)
         assert (await stack.reader.submit(spec)).known, "a late submission of it"
 
 
@@ -73,7 +73,7 @@ async def test_a_worker_that_falls_silent_is_announced_as_lost(stack: BusStack) 
             await until(lambda: bool(stack.reader.announced))
             spec = stack.reader.spec("a", answer_tokens=200, max_tokens=200)
             await stack.reader.submit(spec)
-            await until(lambda: worker.fake.used_blocks > 4)
+            await until(lambda: worker.process.used_blocks > 4)
         await until(lambda: bool(stack.reader.lost))
         assert stack.reader.lost[0].worker_id == "worker-0"
         assert stack.reader.lost[0].refs == (spec.ref,)

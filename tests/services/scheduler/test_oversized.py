@@ -2,31 +2,38 @@
 
 import pytest
 
+from services.gateway.core.effects import StreamTiming
 from services.scheduler.core.rules import OversizedRules, Rules
 from services.scheduler.policy import BUILT_IN
 from shared.errors import ContextOverflow
-from tests.services.scheduler.fake_gateway import FRAME_TIMEOUT_S, Request
-from tests.services.scheduler.world import SMALL, World
+from tests.services.scheduler.world import SMALL, small_world
+from tests.stack.actors import Request
+from tests.stack.world import World
 
 RULES = Rules(
     settings=SMALL.settings, round_s=SMALL.round_s, oversized=OversizedRules(wait_s=2.0, gather_s=4.0)
 )
-BOUND_S = RULES.oversized.wait_s + 2 * FRAME_TIMEOUT_S + 1.0
+BOUND_S = RULES.oversized.wait_s + 2 * StreamTiming().frame_timeout_s + 1.0
 every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
 
 
 def crowded(policy: str) -> tuple[World, Request]:
     """One worker of 64 blocks of 4, kept busy, and a long one that was placed on it and has not begun."""
-    world = World(rules=RULES, workers=1, make_policy=BUILT_IN[policy])
-    world.time.run_for(1.0)
+    world = small_world(rules=RULES, workers=1, policy=BUILT_IN[policy])
+    world.run_for(1.0)
     for number in range(8):
-        world.submit(f"r{number}", prompt_tokens=30, answer_tokens=400, max_tokens=60)
-    world.time.run_for(0.03)
-    long = world.submit("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
-    world.time.run_for(0.002)
-    world.run_until(lambda: world.core is not None and not world.core.describe().get("queued"), limit_s=1.0)
+        world.ask_for(f"r{number}", prompt_tokens=30, answer_tokens=400, max_tokens=60)
+    world.run_for(0.03)
+    long = world.ask_for("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
+    world.run_for(0.002)
+    world.until(lambda: not world.core.describe().get("queued"), limit_s=1.0)
     assert not long.tokens and not long.over
     return world, long
+
+
+def shrink(world: World) -> None:
+    """34 blocks are about to go: still given out to plans on their way, and not reported as lasting."""
+    world.workers["worker-0"].says |= {"doomed_blocks": 34, "max_context_tokens": 30 * 4}
 
 
 def is_answered(request: Request) -> bool:
@@ -37,20 +44,20 @@ def is_answered(request: Request) -> bool:
 def test_one_that_no_worker_can_hold_any_more_is_refused_within_the_bound(policy: str) -> None:
     """It waited for ever: it had been placed, and nobody looked again at whether it could run."""
     world, long = crowded(policy)
-    world.workers["worker-0"].doomed_blocks = 34
-    world.run_until(lambda: is_answered(long), limit_s=BOUND_S)
+    shrink(world)
+    world.until(lambda: is_answered(long), limit_s=BOUND_S)
     assert isinstance(long.refused, ContextOverflow)
-    world.run_until(lambda: not [key for key in world.unfinished() if key != long.key], limit_s=20.0)
+    world.until(lambda: not [key for key in world.unfinished() if key != long.key], limit_s=20.0)
 
 
 @every_policy
 def test_one_that_another_worker_can_hold_runs_there_within_the_bound(policy: str) -> None:
     world, long = crowded(policy)
-    world.workers["worker-0"].doomed_blocks = 34
+    shrink(world)
     world.start_worker("worker-1")
-    world.run_until(lambda: len(long.tokens) > 0, limit_s=BOUND_S)
+    world.until(lambda: len(long.tokens) > 0, limit_s=BOUND_S)
     assert world.worker_of(long) == "worker-1"
-    world.run_until(lambda: not world.unfinished(), limit_s=20.0)
+    world.until(lambda: not world.unfinished(), limit_s=20.0)
     assert long.tokens == long.expected
 
 
@@ -58,14 +65,14 @@ def test_one_that_another_worker_can_hold_runs_there_within_the_bound(policy: st
 @every_policy
 def test_one_that_lost_its_blocks_to_the_shrinking_is_answered_too(policy: str, others: int) -> None:
     """It had begun: its worker has its tokens, and no room for their KV."""
-    world = World(rules=RULES, workers=1, make_policy=BUILT_IN[policy])
-    world.time.run_for(1.0)
-    long = world.submit("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
-    world.run_until(lambda: len(long.tokens) > 5, limit_s=5.0)
+    world = small_world(rules=RULES, workers=1, policy=BUILT_IN[policy])
+    world.run_for(1.0)
+    long = world.ask_for("long", prompt_tokens=150, answer_tokens=90, max_tokens=90)
+    world.until(lambda: len(long.tokens) > 5, limit_s=5.0)
     for number in range(others):
         world.start_worker(f"worker-{number + 1}")
-    world.workers["worker-0"].doomed_blocks = 34
-    world.run_until(lambda: is_answered(long), limit_s=3 * BOUND_S)
+    shrink(world)
+    world.until(lambda: is_answered(long), limit_s=3 * BOUND_S)
     if others:
         assert long.tokens == long.expected
     else:
@@ -75,8 +82,8 @@ def test_one_that_lost_its_blocks_to_the_shrinking_is_answered_too(policy: str, 
 @every_policy
 def test_a_worker_that_grows_again_in_time_serves_what_waited(policy: str) -> None:
     world, long = crowded(policy)
-    world.workers["worker-0"].doomed_blocks = 34
-    world.time.run_for(RULES.oversized.wait_s / 2)
-    world.workers["worker-0"].doomed_blocks = 0
-    world.run_until(lambda: not world.unfinished(), limit_s=30.0)
+    shrink(world)
+    world.run_for(RULES.oversized.wait_s / 2)
+    world.workers["worker-0"].says = {}
+    world.until(lambda: not world.unfinished(), limit_s=30.0)
     assert long.tokens == long.expected and long.refused is None

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from shared.messages.commands import LengthPrediction
 from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
@@ -110,3 +111,9 @@ def plan(
         prefills=prefills,
         decodes=decodes,
     )
+
+
+def predicted(tokens: int) -> LengthPrediction:
+    """All quantiles alike."""
+    every = dict.fromkeys(("rl_tokens", "p50_tokens", "p80_tokens", "p90_tokens", "p95_tokens"), tokens)
+    return LengthPrediction(**every, model_version="test-1")

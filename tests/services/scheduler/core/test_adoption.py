@@ -13,7 +13,7 @@ from shared.errors import InternalError
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceRef
 from tests.services.scheduler.core.builders import sequence
-from tests.services.scheduler.world import World
+from tests.services.scheduler.world import small_world
 from tests.shared.messages.builders import ref, sequence_report, worker_report
 
 
@@ -162,13 +162,13 @@ def test_a_start_that_never_arrived_is_placed_again_and_one_that_did_is_over() -
 
 
 def test_a_new_scheduler_adopts_what_runs() -> None:
-    world = World(workers=1)
-    requests = [world.submit(f"r{number}", 20, 50, 50) for number in range(3)]
-    world.run_until(lambda: all(len(request.tokens) > 10 for request in requests), limit_s=5.0)
+    world = small_world(workers=1)
+    requests = [world.ask_for(f"r{number}", 20, 50, 50) for number in range(3)]
+    world.until(lambda: all(len(request.tokens) > 10 for request in requests), limit_s=5.0)
     prefilled = sum(tokens for tokens, _ in world.workers["worker-0"].step_tokens)
-    world.kill_scheduler()
-    world.time.run_for(1.0)
+    world.kill(world.scheduler)
+    world.run_for(1.0)
     world.start_scheduler()
-    world.run_until(lambda: not world.unfinished(), limit_s=10.0)
+    world.until(lambda: not world.unfinished(), limit_s=10.0)
     assert sum(tokens for tokens, _ in world.workers["worker-0"].step_tokens) == prefilled == 60
     assert all(request.tokens == request.expected and request.attempt == 1 for request in requests)

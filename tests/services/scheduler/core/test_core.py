@@ -6,31 +6,32 @@ from typing import Any, ClassVar
 from pytest import MonkeyPatch
 
 from services.scheduler.core.core import LEAST_TERM_S
-from services.scheduler.core.effects import Effect
+from services.scheduler.core.effects import AskPlacement, Effect
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ContextOverflow
 from shared.messages.sequence import FinishReason, SequenceKey
-from tests.services.scheduler.world import Chaos, World
+from tests.services.scheduler.world import small_world
+from tests.stack.world import World
 
 
 def test_a_sequence_is_placed_planned_and_ends() -> None:
-    world = World(workers=1)
-    request = world.submit("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
-    world.run_until(lambda: request.over, limit_s=2.0)
+    world = small_world(workers=1)
+    request = world.ask_for("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
+    world.until(lambda: request.over, limit_s=2.0)
     assert request.tokens == request.expected
-    assert request.ends == [FinishReason.STOP]
+    assert request.ended == FinishReason.STOP
 
 
 def test_an_answer_may_end_with_its_first_token() -> None:
-    world = World(workers=1)
-    first = world.submit("a", prompt_tokens=3, answer_tokens=1, max_tokens=5)
-    second = world.submit("b", prompt_tokens=3, answer_tokens=9, max_tokens=1)
-    world.run_until(lambda: first.over and second.over, limit_s=2.0)
-    assert (first.ends, second.ends) == ([FinishReason.STOP], [FinishReason.LENGTH])
-    world.time.run_for(1.0)
-    assert world.core is not None and (world.core.queued, world.core.running) == (0, 0)
+    world = small_world(workers=1)
+    first = world.ask_for("a", prompt_tokens=3, answer_tokens=1, max_tokens=5)
+    second = world.ask_for("b", prompt_tokens=3, answer_tokens=9, max_tokens=1)
+    world.until(lambda: first.over and second.over, limit_s=2.0)
+    assert (first.ended, second.ended) == (FinishReason.STOP, FinishReason.LENGTH)
+    world.run_for(1.0)
+    assert (world.core.queued, world.core.running) == (0, 0)
 
 
 class Learning(VllmPolicy):
@@ -45,71 +46,71 @@ class Learning(VllmPolicy):
 
 def test_a_policy_hears_how_long_answers_became_not_how_long_they_were_planned() -> None:
     Learning.told.clear()
-    world = World(workers=1, make_policy=Learning)
-    stopped = world.submit("stopped", prompt_tokens=5, answer_tokens=7, max_tokens=50)
-    limited = world.submit("limited", prompt_tokens=5, answer_tokens=90, max_tokens=12)
-    cancelled = world.submit("cancelled", prompt_tokens=5, answer_tokens=60, max_tokens=60)
-    world.run_until(lambda: stopped.over and limited.over, limit_s=2.0)
+    world = small_world(workers=1, policy=Learning)
+    stopped = world.ask_for("stopped", prompt_tokens=5, answer_tokens=7, max_tokens=50)
+    limited = world.ask_for("limited", prompt_tokens=5, answer_tokens=90, max_tokens=12)
+    cancelled = world.ask_for("cancelled", prompt_tokens=5, answer_tokens=60, max_tokens=60)
+    world.until(lambda: stopped.over and limited.over, limit_s=2.0)
     world.cancel(cancelled)
-    world.time.run_for(0.5)
+    world.run_for(0.5)
     assert Learning.told == {"stopped": 7, "limited": 12, "cancelled": None}
 
 
 def test_equal_histories_make_equal_plans() -> None:
     logs = []
     for _ in range(2):
-        world = World(7, total_blocks=32)
+        world = small_world(7, kv_blocks=32)
         for number in range(12):
-            world.submit(f"r{number}", 5 + number, 30, 40)
-        world.run_until(lambda world=world: not world.unfinished(), limit_s=30.0)  # type: ignore[misc]
+            world.ask_for(f"r{number}", 5 + number, 30, 40)
+        world.until(lambda world=world: not world.unfinished(), limit_s=30.0)  # type: ignore[misc]
         logs.append(world.lines("SendPlan"))
     assert logs[0] == logs[1]
 
 
 def test_a_higher_epoch_in_a_heartbeat_is_outbid_at_start_and_obeyed_later() -> None:
-    world = World(workers=1)
-    world.workers["worker-0"].epoch = 41
-    request = world.submit("a", 4, 5, 5)
-    world.run_until(lambda: request.over, limit_s=3.0)
-    assert world.core is not None and world.core.epoch == 42
+    world = small_world(workers=1)
+    world.workers["worker-0"].says["epoch"] = 41
+    request = world.ask_for("a", 4, 5, 5)
+    world.until(lambda: request.over, limit_s=3.0)
+    assert world.core.epoch == 42
     assert world.lines("StepDown") == []
-    world.time.run_for(LEAST_TERM_S)
-    world.workers["worker-0"].epoch = 50
-    world.run_until(lambda: world.core is not None and world.core.epoch == 51, limit_s=3.0)
+    world.run_for(LEAST_TERM_S)
+    world.workers["worker-0"].says["epoch"] = 50
+    world.until(lambda: world.core.epoch == 51, limit_s=3.0)
     assert len(world.lines("StepDown")) == 1
-    after = world.submit("b", 4, 5, 5)
-    world.run_until(lambda: after.over, limit_s=3.0)
+    after = world.ask_for("b", 4, 5, 5)
+    world.until(lambda: after.over, limit_s=3.0)
 
 
 def test_an_epoch_that_no_scheduler_can_have_had_is_nobodys() -> None:
     """Keeps one heartbeat with an epoch of 2^62 from making every later scheduler refused."""
-    world = World(workers=2)
-    world.workers["worker-0"].epoch = 2**62
-    request = world.submit("a", 4, 5, 5)
-    world.run_until(lambda: request.over, limit_s=3.0)
-    assert world.core is not None and world.core.epoch < 2**32
-    world.time.run_for(LEAST_TERM_S)
+    world = small_world(workers=2)
+    world.workers["worker-0"].says["epoch"] = 2**62
+    request = world.ask_for("a", 4, 5, 5)
+    world.until(lambda: request.over, limit_s=3.0)
+    assert world.core.epoch < 2**32
+    world.run_for(LEAST_TERM_S)
     assert world.lines("StepDown") == []
 
 
 def test_a_workers_word_alone_does_not_end_a_term_that_has_just_begun() -> None:
     """Keeps a worker that claims ever later epochs from deposing the scheduler with each heartbeat."""
-    world = World(workers=2)
+    world = small_world(workers=2)
     for number in range(1, 30):
-        world.workers["worker-0"].epoch = 100 * number
-        request = world.submit(f"a{number}", 4, 5, 5)
-        world.run_until(lambda request=request: request.over, limit_s=3.0)  # type: ignore[misc]
-        world.time.run_for(0.5)
+        world.workers["worker-0"].says["epoch"] = 100 * number
+        request = world.ask_for(f"a{number}", 4, 5, 5)
+        world.until(lambda request=request: request.over, limit_s=3.0)  # type: ignore[misc]
+        world.run_for(0.5)
     assert len(world.lines("StepDown")) <= world.now_s / LEAST_TERM_S + 1
 
 
 def test_a_queued_sequence_that_fits_nowhere_is_given_up() -> None:
-    world = World(workers=0)
-    request = world.submit("a", prompt_tokens=300, answer_tokens=5, max_tokens=5)
-    world.time.run_for(0.5)
+    world = small_world(workers=0)
+    request = world.ask_for("a", prompt_tokens=300, answer_tokens=5, max_tokens=5)
+    world.run_for(0.5)
     world.start_worker("worker-0")
-    other = world.submit("b", prompt_tokens=4, answer_tokens=5, max_tokens=5)
-    world.run_until(lambda: other.over and request.over, limit_s=6.0)
+    other = world.ask_for("b", prompt_tokens=4, answer_tokens=5, max_tokens=5)
+    world.until(lambda: other.over and request.over, limit_s=6.0)
     assert isinstance(request.refused, ContextOverflow)
 
 
@@ -119,41 +120,41 @@ def questions(world: World) -> list[bool]:
 
 
 def test_where_there_is_one_worker_with_room_placement_is_told_and_not_waited_for() -> None:
-    world = World(workers=1, chaos=Chaos(silent_placement=1.0))
-    world.time.run_for(1.0)
-    request = world.submit("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
-    world.time.run_for(0.005)
+    world = small_world(workers=1)
+    world.is_lost = lambda effect: isinstance(effect, AskPlacement)
+    world.run_for(1.0)
+    request = world.ask_for("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
+    world.run_for(0.005)
     assert len(world.lines("SendPlan")) == 2 and questions(world) == [False]
-    world.run_until(lambda: request.over, limit_s=1.0)
+    world.until(lambda: request.over, limit_s=1.0)
     assert request.tokens == request.expected
 
 
 def test_where_there_is_a_choice_placement_is_asked() -> None:
-    world = World(workers=2)
-    world.time.run_for(1.0)
-    world.submit("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
-    world.time.run_for(0.0015)
+    world = small_world(workers=2)
+    world.run_for(1.0)
+    world.ask_for("a", prompt_tokens=10, answer_tokens=20, max_tokens=50)
+    world.run_for(0.0015)
     assert world.lines("SendPlan") == [] and questions(world) == [True]
 
 
 def test_where_limits_exceed_the_room_placement_is_asked() -> None:
-    world = World(workers=1, total_blocks=12)
-    world.time.run_for(1.0)
-    first = world.submit("a", prompt_tokens=10, answer_tokens=30, max_tokens=30)
-    second = world.submit("b", prompt_tokens=10, answer_tokens=5, max_tokens=30)
-    world.time.run_for(0.0015)
+    world = small_world(workers=1, kv_blocks=12)
+    world.run_for(1.0)
+    first = world.ask_for("a", prompt_tokens=10, answer_tokens=30, max_tokens=30)
+    second = world.ask_for("b", prompt_tokens=10, answer_tokens=5, max_tokens=30)
+    world.run_for(0.0015)
     assert questions(world) == [False, True]
-    world.run_until(lambda: first.over and second.over, limit_s=5.0)
+    world.until(lambda: first.over and second.over, limit_s=5.0)
 
 
 def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatch: MonkeyPatch) -> None:
     """Every event asked every pipeline for plans: 15 µs with one worker, 1.7 ms with 256."""
-    world = World(workers=64)
-    world.time.run_for(1.0)
-    request = world.submit("a", prompt_tokens=10, answer_tokens=40, max_tokens=50)
-    world.run_until(lambda: len(request.tokens) > 3, limit_s=5.0)
+    world = small_world(workers=64)
+    world.run_for(1.0)
+    request = world.ask_for("a", prompt_tokens=10, answer_tokens=40, max_tokens=50)
+    world.until(lambda: len(request.tokens) > 3, limit_s=5.0)
     core = world.core
-    assert core is not None
     visits: list[str] = []
     real = WorkerPipeline.next_plans
 
@@ -174,8 +175,8 @@ def test_an_event_costs_the_same_however_many_other_workers_there_are(monkeypatc
             return answer
 
         monkeypatch.setattr(core, name, counted)
-    other = world.submit("b", prompt_tokens=10, answer_tokens=40, max_tokens=50)
-    world.run_until(lambda: request.over and other.over, limit_s=5.0)
+    other = world.ask_for("b", prompt_tokens=10, answer_tokens=40, max_tokens=50)
+    world.until(lambda: request.over and other.over, limit_s=5.0)
     assert most == 1
 
 
@@ -183,11 +184,11 @@ def test_visiting_only_the_pipelines_that_changed_makes_the_same_plans_as_visiti
     monkeypatch: MonkeyPatch,
 ) -> None:
     def plans() -> list[str]:
-        world = World(3, workers=4, total_blocks=24, chaos=Chaos(lost_reports=0.01))
+        world = small_world(3, workers=4, kv_blocks=24, loss=0.01)
         for number in range(24):
-            world.submit(f"r{number}", 5 + number, 10 + number, 50)
-        world.run_until(lambda: not world.unfinished(), limit_s=60.0)
-        return [line for line in world.log if line.startswith(("SendPlan", "AskPlacement"))]
+            world.ask_for(f"r{number}", 5 + number, 10 + number, 50)
+        world.until(lambda: not world.unfinished(), limit_s=60.0)
+        return world.lines("SendPlan") + world.lines("AskPlacement")
 
     few = plans()
     monkeypatch.setattr(Roster, "changed_pipelines", lambda roster: list(roster.pipelines.values()))

@@ -10,7 +10,7 @@ from shared.liveness import SILENCE_S
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
-from tests.services.scheduler.world import SMALL, World
+from tests.services.scheduler.world import SMALL, small_world
 
 
 def spec(
@@ -103,26 +103,24 @@ def test_a_silent_gateway_loses_what_waits_and_may_come_back() -> None:
 
 
 def test_what_a_worker_holds_for_a_silent_gateway_is_left_to_the_worker() -> None:
-    world = World(workers=1, rules=Rules(settings=SMALL.settings, round_s=0.3, gateway_timeout_s=0.45))
-    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
-    world.run_until(lambda: request.over, limit_s=4.0)
+    world = small_world(workers=1, rules=Rules(settings=SMALL.settings, round_s=0.3, gateway_timeout_s=0.45))
+    request = world.ask_for("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.until(lambda: request.over, limit_s=4.0)
     assert request.tokens == request.expected
 
 
 def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
-    world = World(workers=1)
-    request = world.submit("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
-    world.run_until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world = small_world(workers=1)
+    request = world.ask_for("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
+    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
     core = world.core
-    assert core is not None
-    spec = world.gateway.spec(request, world.now_s)
+    spec = world.gateway.spec(request.key, request.attempt)
     admission, effects = core.on_submit(spec, world.now_s)
     assert admission.known and admission.worker_id == "worker-0" and effects == []
-    request.attempt = 2
-    world._deliver_submission(request)
-    world.run_until(lambda: request.over, limit_s=5.0)
+    world.hand_over(request)
+    world.until(lambda: request.over, limit_s=5.0)
     assert request.tokens == request.expected
-    assert "phase=<Phase.REPLACED" in "".join(world.log)
+    assert "phase=<Phase.REPLACED" in repr(world.effects)
     assert any(
         "drops=(SequenceRef(request_id='a', choice=0, attempt=1)" in plan for plan in world.lines("SendPlan")
     )
@@ -130,37 +128,35 @@ def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
 
 
 def test_a_cancel_may_overtake_its_submission() -> None:
-    world = World(workers=1)
-    world.time.run_for(0.5)
+    world = small_world(workers=1)
+    world.run_for(0.5)
     core = world.core
-    assert core is not None
     ref = SequenceRef(request_id="a", choice=0, attempt=1)
     core.on_cancel(CancelSequence(ref=ref), world.now_s)
-    request = world.submit("a", 4, 5, 5)
-    world.time.run_for(1.0)
+    request = world.ask_for("a", 4, 5, 5)
+    world.run_for(1.0)
     assert request.tokens == [] and core.queued == core.running == 0
-    request.attempt = 2
-    world._deliver_submission(request)
-    world.run_until(lambda: request.over, limit_s=2.0)
+    world.hand_over(request)
+    world.until(lambda: request.over, limit_s=2.0)
 
 
 def test_a_cancel_frees_the_blocks_within_a_step() -> None:
-    world = World(workers=1, step_s=0.02)
-    request = world.submit("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
-    other = world.submit("b", prompt_tokens=4, answer_tokens=40, max_tokens=40)
-    world.run_until(lambda: len(other.tokens) > 4, limit_s=2.0)
+    world = small_world(workers=1, step_s=0.02)
+    request = world.ask_for("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
+    other = world.ask_for("b", prompt_tokens=4, answer_tokens=40, max_tokens=40)
+    world.until(lambda: len(other.tokens) > 4, limit_s=2.0)
     world.cancel(request)
-    world.time.run_for(2 * world.step_s)
-    assert request.key not in world.workers["worker-0"].held
-    world.run_until(lambda: other.over, limit_s=4.0)
+    world.run_for(2 * 0.02)
+    assert request.ref not in world.workers["worker-0"].held
+    world.until(lambda: other.over, limit_s=4.0)
     assert other.tokens == other.expected
 
 
 def test_sequences_of_a_gateway_that_is_gone_end() -> None:
-    world = World(workers=1)
-    request = world.submit("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
-    world.run_until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world = small_world(workers=1)
+    request = world.ask_for("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
     world.gateway.incarnation = 2
-    world.time.run_for(1.0)
+    world.run_for(1.0)
     assert world.workers["worker-0"].used_blocks == 0
-    assert "GATEWAY_LOST" in "".join(world.log)
+    assert "GATEWAY_LOST" in repr(world.effects)

@@ -5,14 +5,16 @@ What is said about one migration, and what becomes of it when blocks cannot be f
 
 import pytest
 
+from services.scheduler.core.effects import PublishPrepared
 from services.scheduler.core.moves import Move, MoveStage, pull_of, rehearsal_of
 from services.scheduler.core.rules import MoveRules, Rules
 from shared.errors import InvalidRequest
-from shared.messages.moves import BlocksPulled, MoveMode
+from shared.messages.moves import BlocksPulled, MoveMode, SequenceMove
 from shared.messages.sequence import unpack_tokens
-from tests.services.scheduler.fake_gateway import Request
-from tests.services.scheduler.world import SMALL, World
+from tests.services.scheduler.world import SMALL, small_world
 from tests.shared.messages.builders import ref, spec
+from tests.stack.actors import Request
+from tests.stack.world import World
 
 RULES = Rules(
     settings=SMALL.settings,
@@ -24,36 +26,30 @@ RULES = Rules(
 OTHER = {"worker-0": "worker-1", "worker-1": "worker-0"}
 
 
-def world_with(
-    count: int = 1, *, fingerprint: bytes = b"same", tokens: int = 60
-) -> tuple[World, list[Request]]:
+def world_with(count: int = 1, *, cached: bool = True, tokens: int = 60) -> tuple[World, list[Request]]:
     """Two workers, and so many sequences that decode."""
-    world = World(rules=RULES, workers=0, total_blocks=256)
-    world.fingerprint = fingerprint
-    world.start_worker("worker-0")
-    world.start_worker("worker-1")
-    requests = [world.submit(f"r{number}", 30, tokens, tokens + 10) for number in range(count)]
-    world.run_until(lambda: all(len(request.tokens) > 2 for request in requests), limit_s=10)
+    world = small_world(rules=RULES, kv_blocks=256, cached=cached)
+    requests = [world.ask_for(f"r{number}", 30, tokens, tokens + 10) for number in range(count)]
+    world.until(lambda: all(len(request.tokens) > 2 for request in requests), limit_s=10)
     return world, requests
 
 
-def move(world: World, request: Request) -> str:
+def move(world: World, request: Request, mode: MoveMode = MoveMode.TOKENS) -> str:
     """To the other worker, which is returned."""
     source = world.worker_of(request)
     assert source is not None
-    world.move(request, OTHER[source])
+    world.move_to(OTHER[source], request, mode)
     return OTHER[source]
 
 
 def finish(world: World) -> None:
-    world.run_until(lambda: not world.unfinished(), limit_s=30)
-    for request in world.requests.values():
+    world.until(lambda: not world.unfinished(), limit_s=30)
+    for request in world.requests:
         assert request.tokens == request.expected, "a gap, a repeat or another text"
-        assert len(request.ends) == 1
 
 
 def until_over(world: World, count: int = 1) -> None:
-    world.run_until(lambda: len(world.moved) >= count, limit_s=10)
+    world.until(lambda: len(world.moved) >= count, limit_s=10)
 
 
 def test_it_is_rehearsed_and_then_handed_over() -> None:
@@ -65,9 +61,9 @@ def test_it_is_rehearsed_and_then_handed_over() -> None:
     assert request.attempt == 2 and world.worker_of(request) == target
     assert moved.rehearsed_tokens >= 30
     prefilled = next(worker for name, worker in world.workers.items() if name == target).step_tokens
-    assert sum(count for count, _ in prefilled) >= 60, "the rehearsal and the switch"
+    assert 30 < sum(count for count, _ in prefilled) < 60, "the switch computes what the rehearsal lacked"
     finish(world)
-    assert not any(worker.held for worker in world.workers.values() if worker.worker_id != target)
+    assert not any(worker.held for worker in world.workers.values() if worker.name != target)
 
 
 def test_what_the_source_adds_is_rehearsed_again() -> None:
@@ -80,7 +76,7 @@ def test_what_the_source_adds_is_rehearsed_again() -> None:
 
 
 def test_without_a_cache_the_target_computes_everything_in_the_pause() -> None:
-    world, (request,) = world_with(fingerprint=b"")
+    world, (request,) = world_with(cached=False)
     move(world, request)
     until_over(world)
     assert (world.moved[0].reason, world.moved[0].rounds) == ("", 0)
@@ -93,15 +89,15 @@ def test_deaths_at_every_stage(after_s: float, victim: str) -> None:
     world, (request,) = world_with()
     source = world.worker_of(request)
     target = move(world, request)
-    world.time.run_until(lambda: False, limit_s=after_s)
+    world.run_for(after_s)
     if victim == "scheduler":
-        world.kill_scheduler()
-        world.time.after(1.0, world.start_scheduler)
+        world.kill(world.scheduler)
+        world.after(1.0, world.start_scheduler)
     else:
         name = source if victim == "source" else target
         assert name is not None
-        world.kill_worker(name)
-        world.time.after(2.5, lambda: world.start_worker(name))
+        world.kill(world.workers[name])
+        world.after(2.5, lambda: world.start_worker(name))
     finish(world)
 
 
@@ -109,9 +105,9 @@ def test_a_source_that_dies_leaves_its_sequence_to_the_target() -> None:
     world, (request,) = world_with()
     source = world.worker_of(request)
     target = move(world, request)
-    world.time.run_until(lambda: False, limit_s=0.004)
+    world.run_for(0.004)
     assert source is not None and request.attempt == 1
-    world.kill_worker(source)
+    world.kill(world.workers[source])
     until_over(world)
     assert world.worker_of(request) in (target, None)
     finish(world)
@@ -119,7 +115,7 @@ def test_a_source_that_dies_leaves_its_sequence_to_the_target() -> None:
 
 def test_a_gateway_that_does_not_hear_of_it_leaves_it_where_it_is() -> None:
     world, (request,) = world_with(tokens=400)
-    world.prepares_gateway = False
+    world.is_lost = lambda effect: isinstance(effect, PublishPrepared)
     source = world.worker_of(request)
     move(world, request)
     until_over(world)
@@ -128,41 +124,33 @@ def test_a_gateway_that_does_not_hear_of_it_leaves_it_where_it_is() -> None:
     finish(world)
 
 
-def by_kv(world: World, request: Request) -> None:
-    for worker in world.workers.values():
-        worker.kv_block_bytes = 100
-    world.time.run_until(lambda: False, limit_s=0.6)  # heartbeats say so
-    source = world.worker_of(request)
-    assert source is not None
-    world.move(request, OTHER[source], MoveMode.KV)
-
-
 def test_blocks_are_fetched_and_then_it_is_handed_over() -> None:
     world, (request,) = world_with(tokens=200)
-    by_kv(world, request)
+    move(world, request, MoveMode.KV)
     until_over(world)
     (moved,) = world.moved
     assert (moved.reason, moved.mode, moved.fallback) == ("", MoveMode.KV, "")
-    assert moved.rounds == world.pulled >= 1 and moved.moved_bytes > 0
+    assert moved.rounds == len(world.lines("AskPull")) >= 1 and moved.moved_bytes > 0
     finish(world)
 
 
 def test_what_cannot_be_fetched_goes_by_tokens() -> None:
     world, (request,) = world_with(tokens=200)
-    world.pulls = False
-    by_kv(world, request)
+    world.caches.clear()
+    move(world, request, MoveMode.KV)
     until_over(world)
     (moved,) = world.moved
-    assert (moved.reason, moved.mode, world.pulled) == ("", MoveMode.TOKENS, 1)
+    assert (moved.reason, moved.mode, len(world.lines("AskPull"))) == ("", MoveMode.TOKENS, 1)
     assert moved.fallback == "the blocks could not be fetched"
     finish(world)
 
 
 def test_without_a_bulk_plane_it_goes_by_tokens_at_once() -> None:
     world, (request,) = world_with(tokens=200)
-    source = world.worker_of(request)
-    assert source is not None
-    world.move(request, OTHER[source], MoveMode.KV)
+    for worker in world.workers.values():
+        worker.says["kv_block_bytes"] = 0
+    world.run_for(0.6)  # heartbeats say so
+    move(world, request, MoveMode.KV)
     until_over(world)
     assert (world.moved[0].mode, world.moved[0].fallback) == (MoveMode.TOKENS, "no bulk plane leads there")
     finish(world)
@@ -173,12 +161,12 @@ def test_without_a_bulk_plane_it_goes_by_tokens_at_once() -> None:
 def test_deaths_while_blocks_are_fetched(after_s: float, victim: str) -> None:
     world, (request,) = world_with(tokens=200)
     source = world.worker_of(request)
-    by_kv(world, request)
-    world.time.run_until(lambda: False, limit_s=after_s)
+    move(world, request, MoveMode.KV)
+    world.run_for(after_s)
     name = source if victim == "source" else OTHER[source or ""]
     assert name is not None
-    world.kill_worker(name)
-    world.time.after(2.5, lambda: world.start_worker(name))
+    world.kill(world.workers[name])
+    world.after(2.5, lambda: world.start_worker(name))
     finish(world)
 
 
@@ -195,7 +183,7 @@ def test_a_cancelled_sequence_does_not_move() -> None:
     move(world, request)
     world.cancel(request)
     until_over(world)
-    world.time.run_until(lambda: False, limit_s=1.0)
+    world.run_for(1.0)
     assert world.moved[0].reason and not any(worker.held for worker in world.workers.values())
 
 
@@ -204,25 +192,24 @@ def test_refusals_say_why() -> None:
     source = world.worker_of(first)
     assert source is not None
     with pytest.raises(InvalidRequest, match="cannot take it"):
-        world.move(first, source)
+        world.move_to(source, first)
     with pytest.raises(InvalidRequest, match="cannot take it"):
-        world.move(first, "worker-9")
+        world.move_to("worker-9", first)
     move(world, first)
     with pytest.raises(InvalidRequest, match="moves already"):
         move(world, first)
     move(world, second)
     with pytest.raises(InvalidRequest, match="on the move already"):
         move(world, third)
-    stranger = Request(("nobody", 0), b"", 1, 0.0)
     with pytest.raises(InvalidRequest, match="does not run"):
-        world.move(stranger, "worker-0")
+        world.feed("on_move", SequenceMove(ref=ref("nobody"), target="worker-0", mode=MoveMode.TOKENS))
     finish(world)
 
 
 def test_all_is_told_of_in_the_description() -> None:
     world, (request,) = world_with()
     move(world, request)
-    assert world.core is not None and world.core.describe()["moving"] == 1
+    assert world.core.describe()["moving"] == 1
     until_over(world)
     assert world.core.describe()["moved"] == 1
     finish(world)
@@ -231,9 +218,9 @@ def test_all_is_told_of_in_the_description() -> None:
 def test_a_worker_with_other_weights_is_no_target() -> None:
     world, (request,) = world_with()
     world.start_worker("worker-9", weights="other")
-    world.run_until(lambda: bool(world.lines("RefuseWorker")), limit_s=5)
+    world.until(lambda: bool(world.lines("RefuseWorker")), limit_s=5)
     with pytest.raises(InvalidRequest, match="worker-9 cannot take it"):
-        world.move(request, "worker-9")
+        world.move_to("worker-9", request)
     finish(world)
     assert world.workers["worker-9"].step_tokens == [] and not world.moved
 

@@ -4,38 +4,37 @@ from dataclasses import replace
 
 from services.scheduler.core.core import WANT_INTERVAL_S
 from services.scheduler.core.effects import NoteRelief, WantKvAtWorker
-from services.scheduler.core.rules import ReliefRules, Rules
+from services.scheduler.core.rules import ReliefRules
 from services.scheduler.policy.relief import Rung
-from tests.services.scheduler.fake_gateway import Request
-from tests.services.scheduler.fake_worker import FakeWorker
-from tests.services.scheduler.world import SMALL, World
+from tests.services.scheduler.world import SMALL, small_world
+from tests.stack.actors import Request, WorkerProcess
+from tests.stack.world import World
 
 ON = ReliefRules(enabled=True, interval_s=0.1)
 
 
 def crowded(relief: ReliefRules) -> tuple[World, list[Request]]:
     """Six sequences on a worker that can hold four to their end, beside one that is empty."""
-    world = World(rules=Rules(settings=SMALL.settings, round_s=SMALL.round_s, relief=relief), workers=1)
-    world.fingerprint = b"same"
-    requests = [world.submit(f"r{number}", 20, 50, 60) for number in range(5)]
-    world.run_until(lambda: all(len(request.tokens) > 1 for request in requests), limit_s=10)
+    world = small_world(rules=replace(SMALL, relief=relief), workers=1, cached=True)
+    requests = [world.ask_for(f"r{number}", 20, 50, 60) for number in range(5)]
+    world.until(lambda: all(len(request.tokens) > 1 for request in requests), limit_s=10)
     world.start_worker("worker-1")
     return world, requests
 
 
-def measured(worker: FakeWorker) -> None:
+def measured(worker: WorkerProcess) -> None:
     """Speeds as a worker reports them."""
-    worker.prefill_tokens_per_s, worker.decode_step_s = 2000.0, 0.01
+    worker.says |= {"prefill_tokens_per_s": 2000.0, "decode_step_s": 0.01}
 
 
 def finish(world: World) -> None:
-    world.run_until(lambda: not world.unfinished(), limit_s=30)
-    for request in world.requests.values():
+    world.until(lambda: not world.unfinished(), limit_s=30)
+    for request in world.requests:
         assert request.tokens == request.expected
 
 
 def preemptions(world: World) -> int:
-    return sum("PreemptMode" in line for line in world.log)
+    return sum("PreemptMode" in line for line in world.lines("SendPlan"))
 
 
 def test_a_sequence_moves_to_the_worker_that_has_room() -> None:
@@ -44,9 +43,8 @@ def test_a_sequence_moves_to_the_worker_that_has_room() -> None:
         measured(worker)
     finish(world)
     assert [moved.target for moved in world.moved if not moved.reason][:1] == ["worker-1"]
-    assert world.core is not None
     assert world.core.describe()["relief_migrate"] >= 1
-    notes = [line for line in world.log if line.startswith("NoteRelief")]
+    notes = world.lines("NoteRelief")
     assert notes and "cost_s" in notes[0] and "by tokens" in notes[0]
 
 
@@ -56,7 +54,7 @@ def test_a_rung_that_is_switched_off_is_not_taken() -> None:
         measured(worker)
     finish(world)
     assert world.moved == [] and preemptions(world) > 0
-    assert world.core is not None and "relief_migrate" not in world.core.describe()
+    assert "relief_migrate" not in world.core.describe()
 
 
 def test_switched_off_altogether_nothing_is_decided() -> None:
@@ -70,23 +68,21 @@ def test_switched_off_altogether_nothing_is_decided() -> None:
 def test_what_nobody_has_measured_is_not_counted_on() -> None:
     world, _ = crowded(ON)
     finish(world)
-    assert world.moved == [] and world.core is not None
+    assert world.moved == []
     assert world.core.describe().get("relief_migrate") is None
 
 
-def crowded_and(lendable: int | None, growable: int, **measured: float) -> World:
+def crowded_and(lendable: int | None, growable: int, **also: float) -> World:
     """The worker that is full, and the other one, report this as well."""
     world, _ = crowded(ON)
     for worker in world.workers.values():
-        worker.prefill_tokens_per_s, worker.decode_step_s, worker.kv_block_bytes = 2000.0, 0.01, 1000
-        worker.lendable_blocks, worker.growable_blocks, worker.fingerprint = lendable, growable, b"same"
-        worker.measured = dict(measured)
+        measured(worker)
+        worker.says |= {"lendable_blocks": lendable, "growable_blocks": growable, **also}
     finish(world)
     return world
 
 
 def decided(world: World) -> dict[str, int]:
-    assert world.core is not None
     return {key: count for key, count in world.core.describe().items() if key.startswith(("relief", "pree"))}
 
 
@@ -99,7 +95,11 @@ def test_borrowing_is_weighed_where_its_attention_was_measured() -> None:
 
 def may_borrow(world: World) -> list[bool]:
     """As worker-0 was told."""
-    return ["=True" in line for line in world.lines(f"{WantKvAtWorker.__name__}(worker_id='worker-0'")]
+    return [
+        effect.may_borrow_ahead
+        for effect in world.effects
+        if isinstance(effect, WantKvAtWorker) and effect.worker_id == "worker-0"
+    ]
 
 
 def test_a_worker_is_kept_from_borrowing_ahead_while_something_else_is_cheaper() -> None:
@@ -108,7 +108,7 @@ def test_a_worker_is_kept_from_borrowing_ahead_while_something_else_is_cheaper()
     world = crowded_and(40, 0, remote_block_s=1.0)
     told = len(may_borrow(world))
     assert told and not any(may_borrow(world))
-    world.time.run_for(10 * ON.hold_s)
+    world.run_for(10 * ON.hold_s)
     assert len(may_borrow(world)) - told <= ON.hold_s / WANT_INTERVAL_S + 1, "for a while only"
 
 
@@ -129,7 +129,7 @@ def test_who_is_preempted_goes_to_the_host_where_that_is_faster() -> None:
         world, _ = crowded(off)
         for worker in world.workers.values():
             measured(worker)
-            worker.measured = {"host_block_s": host_block_s, "swap_room_blocks": 100}
+            worker.says |= {"host_block_s": host_block_s, "swap_room_blocks": 100}
         finish(world)
         counts = decided(world)
         assert counts[f"preempted_{mode}"] == preemptions(world) > 0, counts
