@@ -16,6 +16,8 @@ from services.scheduler.policy.contract import (
     BatchPolicy,
     Holding,
     PlannedBatch,
+    PlannedDecode,
+    PlannedPrefill,
     PolicyFactory,
     PolicySettings,
     Task,
@@ -23,6 +25,7 @@ from services.scheduler.policy.contract import (
 )
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
+from tests.shared.messages.builders import predicted
 
 CAPACITY_BLOCKS = 24
 BLOCK_TOKENS = 4
@@ -95,12 +98,18 @@ class BatchRig:
         self.policy: BatchPolicy = self.make_policy(self.shape, self.settings)
         self.capacity_blocks = self.shape.capacity_blocks
 
-    def arrive(self, name: str, prompt_tokens: int, length: int, max_tokens: int) -> Job:
+    def arrive(
+        self, name: str, prompt_tokens: int, length: int, max_tokens: int, guess: int | None = None
+    ) -> Job:
+        """With `guess` somebody predicts its length, whoever else does."""
         task = Task((name, 0), prompt_tokens, max_tokens, self.now_s)
         job = self.jobs[task.key] = Job(task, length)
         self.policy.on_arrival(task, self.now_s)
         self.policy.check_integrity()
         self._answer(job, 0)
+        if guess is not None:
+            self.policy.on_predicted(task.key, predicted(guess), self.now_s)
+            self.policy.check_integrity()
         return job
 
     def _answer(self, job: Job, generated_tokens: int) -> None:
@@ -241,18 +250,6 @@ def rig(
     return BatchRig(make_policy, WorkerShape(BLOCK_TOKENS, blocks), policy_settings or PolicySettings(), lag)
 
 
-def predicted(tokens: int) -> LengthPrediction:
-    """All quantiles alike."""
-    return LengthPrediction(
-        rl_tokens=tokens,
-        p50_tokens=tokens,
-        p80_tokens=tokens,
-        p90_tokens=tokens,
-        p95_tokens=tokens,
-        model_version="rig",
-    )
-
-
 def in_turn(guesses: list[int | None]) -> Callable[[Job, int], LengthPrediction | None]:
     """A predictor that says these things, one after the other, for ever."""
     said = itertools.cycle(guesses)
@@ -269,10 +266,16 @@ def truth(job: Job, generated_tokens: int) -> LengthPrediction:
     return predicted(min(job.length, job.task.max_tokens))
 
 
-def play(bench: BatchRig, jobs: Jobs) -> None:
-    """All of them, to their ends."""
+def items_of(batch: PlannedBatch) -> list[PlannedPrefill | PlannedDecode]:
+    """All that the batch computes."""
+    return [*batch.prefills, *batch.decodes]
+
+
+def play(bench: BatchRig, jobs: Jobs, disturb: Callable[[int], object] = lambda number: None) -> None:
+    """All of them, to their ends; `disturb` is called before each next one."""
     for number, (prompt, length, limit, pause) in enumerate(jobs):
         bench.arrive(f"r{number:02}", prompt, length, limit)
         for _ in range(pause):
             bench.turn()
+        disturb(number)
     bench.finish()

@@ -3,6 +3,7 @@ batches."""
 
 import math
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,44 +23,61 @@ from tests.services.scheduler.policy.batch_rig import (
     settings_of,
     truth,
 )
+from tests.shared.messages.builders import predicted
 
 every_policy = pytest.mark.parametrize("name", sorted(BUILT_IN))
 
 
 @every_policy
-@settings(max_examples=100, deadline=None)
-@given(jobs=jobs_of, policy_settings=settings_of, lag=st.integers(0, 3))
-def test_every_request_ends_within_every_limit(
-    name: str, jobs: Jobs, policy_settings: PolicySettings, lag: int
-) -> None:
-    play(rig(BUILT_IN[name], policy_settings, lag=lag), jobs)
-
-
-@every_policy
-@settings(max_examples=60, deadline=None)
-@given(jobs=jobs_of, policy_settings=settings_of, guesses=guesses_of, lag=st.integers(0, 2))
-def test_whatever_is_predicted_every_request_ends(
-    name: str, jobs: Jobs, policy_settings: PolicySettings, guesses: list[int | None], lag: int
-) -> None:
-    bench = rig(BUILT_IN[name], policy_settings, lag=lag)
-    bench.predict = in_turn(guesses)
-    play(bench, jobs)
-
-
-@every_policy
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     jobs=jobs_of,
     policy_settings=settings_of,
-    stored=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    guesses=st.just("the truth") | st.just([None]) | guesses_of,
+    stored=st.just([0]) | st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    sizes=st.lists(st.integers(CAPACITY_BLOCKS, 2 * CAPACITY_BLOCKS), max_size=6),
+    cancels=st.lists(st.integers(0, 24), max_size=8),
     lag=st.integers(0, 3),
 )
-def test_whatever_is_stored_every_request_ends(
-    name: str, jobs: Jobs, policy_settings: PolicySettings, stored: list[int], lag: int
+def test_every_request_ends_within_every_limit(
+    name: str,
+    jobs: Jobs,
+    policy_settings: PolicySettings,
+    guesses: Any,
+    stored: list[int],
+    sizes: list[int],
+    cancels: list[int],
+    lag: int,
 ) -> None:
+    """Whatever is predicted, stored already or cancelled, and however large the worker is by then."""
     bench = rig(BUILT_IN[name], policy_settings, lag=lag)
+    bench.predict = truth if guesses == "the truth" else in_turn(guesses)
     bench.stored = lambda job: stored[int(job.task.key[0][1:]) % len(stored)]
-    play(bench, jobs)
+
+    def disturb(number: int) -> None:
+        if sizes:
+            bench.resize(sizes[number % len(sizes)])
+        if number in cancels and bench.unfinished:
+            bench.end(bench.unfinished[number % len(bench.unfinished)])
+
+    play(bench, jobs, disturb)
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"fastgen"}))
+def test_without_chunks_prompts_go_whole_even_one_beyond_the_budget(name: str) -> None:
+    """But for `fastgen`, whose steps are never above their target."""
+    limits = PolicySettings(token_budget=64, max_batch_sequences=8, chunked_prefill=False)
+    bench = rig(BUILT_IN[name], limits, blocks=64, lag=0)
+    bench.predict = truth
+    bench.arrive("a", 80, 5, 5)
+    bench.arrive("b", 40, 5, 5)
+    bench.turn()
+    assert len(bench.batches[0].prefills) == 1
+    bench.finish()
+    whole = {
+        (item.key[0], item.first_token, item.end_token) for batch in bench.batches for item in batch.prefills
+    }
+    assert whole == {("a", 0, 80), ("b", 0, 40)}
 
 
 @every_policy
@@ -73,37 +91,6 @@ def test_a_chunk_after_a_hit_starts_behind_it(name: str) -> None:
     assert (chunk.first_token, chunk.end_token) == (36, 40)
 
 
-@every_policy
-@settings(max_examples=30, deadline=None)
-@given(jobs=jobs_of, policy_settings=settings_of)
-def test_true_predictions_break_nothing(name: str, jobs: Jobs, policy_settings: PolicySettings) -> None:
-    bench = rig(BUILT_IN[name], policy_settings, blocks=2 * CAPACITY_BLOCKS)
-    bench.predict = truth
-    play(bench, jobs)
-
-
-@every_policy
-@settings(max_examples=50, deadline=None)
-@given(
-    jobs=jobs_of,
-    policy_settings=settings_of,
-    sizes=st.lists(st.integers(CAPACITY_BLOCKS, 2 * CAPACITY_BLOCKS), min_size=1, max_size=6),
-    cancels=st.lists(st.integers(0, 24), max_size=8),
-)
-def test_resizes_and_cancels_wedge_nothing(
-    name: str, jobs: Jobs, policy_settings: PolicySettings, sizes: list[int], cancels: list[int]
-) -> None:
-    bench = rig(BUILT_IN[name], policy_settings)
-    for number, (prompt, length, limit, pause) in enumerate(jobs):
-        bench.arrive(f"r{number:02}", prompt, length, limit)
-        for _ in range(pause):
-            bench.turn()
-        bench.resize(sizes[number % len(sizes)])
-        if number in cancels and bench.unfinished:
-            bench.end(bench.unfinished[number % len(bench.unfinished)])
-    bench.finish()
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     jobs=jobs_of,
@@ -114,12 +101,7 @@ def test_a_policy_goes_on_with_what_another_one_left(
     jobs: Jobs, policy_settings: PolicySettings, names: list[str]
 ) -> None:
     bench = rig(BUILT_IN[names[0]], policy_settings)
-    for number, (prompt, length, limit, pause) in enumerate(jobs):
-        bench.arrive(f"r{number:02}", prompt, length, limit)
-        for _ in range(pause):
-            bench.turn()
-        bench.swap(BUILT_IN[names[number % len(names)]])
-    bench.finish()
+    play(bench, jobs, lambda number: bench.swap(BUILT_IN[names[number % len(names)]]))
 
 
 @every_policy
@@ -157,6 +139,9 @@ def test_a_plan_hardly_costs_more_where_a_hundred_times_as_many_wait(name: str) 
 def test_events_of_unknown_keys_are_ignored(name: str) -> None:
     policy = BUILT_IN[name](WorkerShape(BLOCK_TOKENS, 8), PolicySettings())
     policy.on_ended(("a", 0), 0.0)
+    policy.on_predicted(("a", 0), predicted(3), 0.0)
     policy.on_short(("a", 0), 1, 0.0)
     assert policy.plan(0.0) is None
+    policy.on_arrival(Task(("b", 0), 4, 1, 0.0), 0.0)
+    policy.on_short(("b", 0), 1, 0.0)
     policy.check_integrity()

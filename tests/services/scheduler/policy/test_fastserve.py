@@ -5,8 +5,15 @@ from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.fastserve import FastServePolicy
-from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
-from tests.services.scheduler.policy.foreseen import items_of
+from tests.services.scheduler.policy.batch_rig import (
+    BLOCK_TOKENS,
+    Jobs,
+    items_of,
+    jobs_of,
+    play,
+    rig,
+    settings_of,
+)
 
 
 def one_at_a_time(**options: object) -> PolicySettings:

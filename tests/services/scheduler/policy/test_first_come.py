@@ -50,21 +50,6 @@ def test_a_long_prompt_is_cut_to_the_budget_that_decodes_leave(make_policy: Poli
 
 
 @both
-def test_without_chunks_prompts_go_whole_even_one_beyond_the_budget(make_policy: PolicyFactory) -> None:
-    bench = rig(
-        make_policy,
-        PolicySettings(token_budget=64, max_batch_sequences=8, chunked_prefill=False),
-        blocks=64,
-        lag=0,
-    )
-    bench.arrive("a", 80, 5, 5)
-    bench.arrive("b", 40, 5, 5)
-    bench.turn()
-    assert [(item.key[0], item.end_token) for item in bench.batches[0].prefills] == [("a", 80)]
-    bench.finish()
-
-
-@both
 def test_what_can_never_fit_holds_nobody_up(make_policy: PolicyFactory) -> None:
     bench = rig(make_policy, blocks=10)
     hopeless = bench.arrive("a", 20, 5, 22)

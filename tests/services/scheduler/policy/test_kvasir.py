@@ -23,11 +23,11 @@ from tests.services.scheduler.policy.batch_rig import (
     in_turn,
     jobs_of,
     play,
-    predicted,
     rig,
     settings_of,
     truth,
 )
+from tests.shared.messages.builders import predicted
 
 ONE_AT_A_TIME = PolicySettings(max_batch_sequences=1, max_steps=1)
 

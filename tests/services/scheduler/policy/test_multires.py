@@ -2,15 +2,12 @@
 
 from math import hypot
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings
 from services.scheduler.policy.multires import MultiResPolicy
-from shared.errors import ConfigError
 from tests.services.scheduler.policy.batch_rig import rig
-from tests.services.scheduler.policy.foreseen import arrive_foreseen
 
 BUDGET, BLOCKS = 64, 40
 
@@ -18,7 +15,7 @@ BUDGET, BLOCKS = 64, 40
 def first_started(demands: list[tuple[int, int]]) -> str:
     bench = rig(MultiResPolicy, PolicySettings(token_budget=BUDGET, max_steps=1), blocks=BLOCKS, lag=0)
     for number, (prompt, length) in enumerate(demands):
-        arrive_foreseen(bench, f"{number:02}", prompt, length, length, length)
+        bench.arrive(f"{number:02}", prompt, length, length, length)
     bench.turn()
     return bench.batches[0].prefills[0].key[0]
 
@@ -42,12 +39,7 @@ def test_the_first_is_nearly_as_close_as_the_closest(demands: list[tuple[int, in
 def test_another_one_starts_as_long_as_one_fits() -> None:
     bench = rig(MultiResPolicy, PolicySettings(token_budget=BUDGET, max_steps=1), blocks=BLOCKS, lag=0)
     for number, (prompt, length) in enumerate([(30, 60), (30, 60), (4, 5)]):
-        arrive_foreseen(bench, f"{number}", prompt, length, length, length)
+        bench.arrive(f"{number}", prompt, length, length, length)
     bench.turn()
     assert [item.key[0] for item in bench.batches[0].prefills] == ["0", "2"], "the second pair does not fit"
     bench.finish()
-
-
-def test_it_has_no_options() -> None:
-    with pytest.raises(ConfigError):
-        rig(MultiResPolicy, PolicySettings(options={"rows": 3}))

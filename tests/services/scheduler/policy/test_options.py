@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.scheduler.policy import BUILT_IN
-from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
+from services.scheduler.policy.contract import read_options
 from services.scheduler.policy.options import TwoQueueOptions, parse_options
 from shared.errors import ConfigError
 
@@ -41,12 +40,6 @@ def test_a_wrong_option_is_named(name: str, value: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         parse_options({name: value})
     assert error.value.param == name and name in error.value.message
-
-
-@pytest.mark.parametrize("policy", [name for name in BUILT_IN if name.startswith(("ecoserve", "kvasir"))])
-def test_a_policy_is_not_made_with_a_wrong_option(policy: str) -> None:
-    with pytest.raises(ConfigError, match="known"):
-        BUILT_IN[policy](WorkerShape(4, 8), PolicySettings(options={"paddle": 1}))
 
 
 DEFAULTS = {"levels": 5, "starve_s": 10.0}

@@ -13,8 +13,15 @@ from services.scheduler.policy.contract import (
 )
 from services.scheduler.policy.fastserve import FastServePolicy
 from services.scheduler.policy.ranked import RankedPolicy, SrtfPolicy
-from tests.services.scheduler.policy.batch_rig import BLOCK_TOKENS, Jobs, jobs_of, play, rig, settings_of
-from tests.services.scheduler.policy.foreseen import items_of
+from tests.services.scheduler.policy.batch_rig import (
+    BLOCK_TOKENS,
+    Jobs,
+    items_of,
+    jobs_of,
+    play,
+    rig,
+    settings_of,
+)
 from tests.services.scheduler.policy.test_orca import maximum_blocks
 
 both = pytest.mark.parametrize("make_policy", [FastServePolicy, SrtfPolicy])

@@ -25,11 +25,11 @@ from tests.services.scheduler.policy.batch_rig import (
     guesses_of,
     in_turn,
     play,
-    predicted,
     rig,
     settings_of,
     truth,
 )
+from tests.shared.messages.builders import predicted
 
 
 def policy_of(blocks: int = 40) -> EcoServeD:
@@ -175,18 +175,6 @@ def test_no_plan_reaches_beyond_what_was_set_aside(make_policy: PolicyFactory) -
 
 
 @every
-def test_without_chunks_prompts_go_whole_even_one_beyond_the_budget(make_policy: PolicyFactory) -> None:
-    bench = rig(make_policy, PolicySettings(token_budget=64, chunked_prefill=False), blocks=64, lag=0)
-    bench.predict = truth
-    bench.arrive("a", 80, 5, 5)
-    bench.arrive("b", 40, 5, 5)
-    bench.turn()
-    assert len(bench.batches[0].prefills) == 1
-    bench.finish()
-    assert all(item.first_token == 0 for batch in bench.batches for item in batch.prefills)
-
-
-@every
 def test_a_plan_carries_no_more_text_than_allowed(make_policy: PolicyFactory) -> None:
     bench = rig(make_policy, PolicySettings(start_tokens=25), blocks=64, lag=0)
     for name in ("a", "b", "c"):
@@ -204,16 +192,6 @@ def test_one_prompt_at_most_is_partly_prefilled(make_policy: PolicyFactory) -> N
     while bench.unfinished:
         bench.turn()
         assert sum(0 < job.computed < job.total for job in bench.jobs.values() if not job.decoding) <= 1
-
-
-@every
-def test_a_policy_ignores_events_of_unknown_keys(make_policy: PolicyFactory) -> None:
-    policy = make_policy(WorkerShape(BLOCK_TOKENS, 8), PolicySettings())
-    policy.on_predicted(("a", 0), predicted(3), 0.0)
-    policy.on_short(("a", 0), 1, 0.0)
-    policy.on_arrival(Task(("b", 0), 4, 1, 0.0), 0.0)
-    policy.on_short(("b", 0), 1, 0.0)
-    policy.check_integrity()
 
 
 whole_family = pytest.mark.parametrize(

@@ -22,20 +22,6 @@ def rank(job: Job) -> tuple[Any, ...]:
     return (-job.task.prompt_tokens, *job.task.order)
 
 
-def test_classes_first_then_rank_then_arrival() -> None:
-    queue = WaitingQueue(rank, EDGES_S)
-    jobs = [job_of(0, 10.0, 5), job_of(1, 1.0), job_of(2, 10.0, 9), job_of(3, 1.0), job_of(4, -3.0)]
-    for job in jobs:
-        queue.add(job, 0.0)
-    assert [job.task.key[0] for job in queue] == ["r4", "r1", "r3", "r2", "r0"]
-    first = queue.first()
-    assert first is not None and first.task.key[0] == "r4"
-    queue.advance(9.0)
-    queue.check_integrity()
-    assert [job.slack_class for job in jobs] == [2, 0, 2, 0, 0]
-    assert [job.task.key[0] for job in queue] == ["r1", "r3", "r4", "r2", "r0"]
-
-
 def test_overdue_ones_are_found_oldest_first() -> None:
     queue = WaitingQueue(rank, EDGES_S, aging_s=5.0)
     old, young = job_of(1, 2.0), job_of(2, 1.0)
@@ -86,6 +72,7 @@ def test_it_is_always_as_if_sorted_anew(steps: list[tuple[str, float, int]]) -> 
             nearest = min(abs(left_s - edge) for edge in EDGES_S)
             assert nearest < 1e-6 or job.slack_class == sum(left_s >= edge for edge in EDGES_S)
         assert list(queue) == sorted(alive, key=lambda job: (job.slack_class, rank(job)))
+        assert queue.first() is next(iter(queue), None)
         overdue = [job for job in alive if now_s > job.due_s + 1.0 + 1e-6]
         oldest = queue.oldest_overdue()
         assert not overdue or (oldest is not None and oldest.task.order <= overdue[0].task.order)

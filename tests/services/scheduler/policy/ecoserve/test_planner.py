@@ -19,11 +19,11 @@ from tests.services.scheduler.policy.batch_rig import (
     Jobs,
     jobs_of,
     play,
-    predicted,
     rig,
     settings_of,
     truth,
 )
+from tests.shared.messages.builders import predicted
 
 EXACT = {"pad": 0.0, "reserve_ratio": 0.0}
 variants = pytest.mark.parametrize("make_policy", [EcoServeD, EcoServeSD, EcoServeSDO, EcoServe])

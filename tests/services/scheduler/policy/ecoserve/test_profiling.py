@@ -12,11 +12,11 @@ from tests.services.scheduler.policy.batch_rig import (
     in_turn,
     jobs_of,
     play,
-    predicted,
     rig,
     settings_of,
     truth,
 )
+from tests.shared.messages.builders import predicted
 
 EXACT = PolicySettings(max_steps=1, options={"pad": 0.0, "reserve_ratio": 0.0})
 
