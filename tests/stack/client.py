@@ -25,6 +25,15 @@ class Answer:
         return self.done and self.finish_reason in ("stop", "length") and not self.errors
 
 
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """Whole, and token for token what is expected."""
+    assert [answer.errors for answer in answers] == [[] for _ in expected]
+    assert all(answer.complete for answer in answers)
+    assert [answer.completion_tokens for answer in answers] == [one.completion_tokens for one in expected]
+    different = [i for i, (a, b) in enumerate(zip(answers, expected, strict=True)) if a.text != b.text]
+    assert different == []
+
+
 @dataclass(frozen=True)
 class Question:
     """One chat request: a single user turn and the sampling fields of the body."""

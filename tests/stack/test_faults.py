@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.client import Answer, Question
+from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
 
@@ -33,14 +33,6 @@ def undisturbed(victim: RunningStack) -> list[Answer]:
     answers = asyncio.run(victim.client().ask_all(questions()))
     assert all(answer.complete for answer in answers)
     return answers
-
-
-def assert_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
-    assert [answer.errors for answer in answers] == [[] for _ in undisturbed]
-    assert all(answer.complete for answer in answers)
-    assert [answer.completion_tokens for answer in answers] == [a.completion_tokens for a in undisturbed]
-    different = [i for i, (a, b) in enumerate(zip(answers, undisturbed, strict=True)) if a.text != b.text]
-    assert different == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus
 from shared.messages.moves import WorkersWanted
-from tests.stack.client import Answer, Question
+from tests.stack.client import Question, assert_same
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
 
@@ -58,12 +58,6 @@ async def watch(stack: RunningStack, seen: list[int]) -> None:
     while True:
         seen.append(parked(stack))
         await asyncio.sleep(0.05)
-
-
-def assert_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
-    assert [answer.errors for answer in answers] == [[] for _ in answers]
-    assert all(answer.complete for answer in answers)
-    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
 
 
 async def test_a_falling_load_needs_fewer_workers_and_a_rising_one_gets_them_back(four: RunningStack) -> None:

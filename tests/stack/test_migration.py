@@ -9,7 +9,7 @@ import pytest
 
 from bench.live.migrate.mover import Mover, mover
 from shared.messages.moves import MoveMode
-from tests.stack.client import Answer, Question
+from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
 
@@ -44,14 +44,6 @@ def undisturbed(pair: RunningStack) -> list[Answer]:
 async def moving(pair: RunningStack, request: pytest.FixtureRequest) -> AsyncIterator[Mover]:
     async with mover(pair.run_dir, request.param) as made:
         yield made
-
-
-def assert_same(answers: list[Answer], undisturbed: list[Answer]) -> None:
-    assert [answer.errors for answer in answers] == [[] for _ in undisturbed]
-    assert all(answer.complete for answer in answers)
-    assert [answer.completion_tokens for answer in answers] == [a.completion_tokens for a in undisturbed]
-    different = [i for i, (a, b) in enumerate(zip(answers, undisturbed, strict=True)) if a.text != b.text]
-    assert different == []
 
 
 async def order(moving: Mover, count: int, *, within_s: float = 20.0) -> int:

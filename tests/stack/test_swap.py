@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack.client import Answer, Question
+from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
 from tests.stack.running import RunningStack, running_stack
 
@@ -38,12 +38,6 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     with running_stack(tmp_path_factory.mktemp("crowded") / "run", workers=1, settings=SMALL) as stack:
         yield stack
-
-
-def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    assert [answer.errors for answer in answers] == [[] for _ in expected]
-    assert [answer.text for answer in answers] == [answer.text for answer in expected]
-    assert [answer.completion_tokens for answer in answers] == [one.completion_tokens for one in expected]
 
 
 def test_swapped_and_back(crowded: RunningStack, roomy: list[Answer]) -> None:

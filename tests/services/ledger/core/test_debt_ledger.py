@@ -80,19 +80,6 @@ def test_debts_are_what_both_sides_say() -> None:
     table.check_integrity()
 
 
-def test_neighbours_then_others_then_those_without_anything_left() -> None:
-    ranking = Ranking()
-    for worker, host, left in (("a", "h", 1), ("b", "h", 0), ("c", "g", 9), ("d", "g", -4), ("e", "", 5)):
-        ranking.put(worker, host, left)
-    assert list(ranking.best("h")) == ["a", "c", "e", "b", "d"]
-    assert list(ranking.best("")) == ["c", "e", "a", "b", "d"]
-    ranking.put("a", "g", -9)
-    ranking.remove("c")
-    ranking.remove("nobody")
-    assert list(ranking.best("g")) == ["e", "d", "a", "b"]
-    ranking.check_integrity()
-
-
 @settings(deadline=None)
 @given(
     st.lists(
