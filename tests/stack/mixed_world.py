@@ -15,7 +15,7 @@ from services.placement.core.fleet import FleetCapacity
 from services.placement.core.order import ORDERS, find_order
 from services.placement.core.packer import Packer
 from services.placement.policy import LIVE_PACKINGS, POLICIES, create, create_packing
-from services.scheduler.core.effects import Effect, PublishMoved, WantKvAtWorker
+from services.scheduler.core.effects import AskPrediction, Effect, PublishMoved, WantKvAtWorker
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.policy import BUILT_IN, find_policy
 from services.worker.core.step_work import StepWork
@@ -90,6 +90,7 @@ class MixedWorld(World):
             says={"most_lent_blocks": CAP * parts.lends},
         )
         self.is_checked = name is None
+        self.is_lost = lambda effect: isinstance(effect, AskPrediction)  # nobody predicts
         for worker in self.workers.values():
             self.every(LEND_S, lambda each=worker: self.send(each.name, each, lambda: self._even_out(each)))  # type: ignore[misc]
         self.every(EPOCH_S, self._settle_moves)

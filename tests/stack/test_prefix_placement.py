@@ -3,13 +3,12 @@
 import random
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import RunningStack
 
 pytestmark = pytest.mark.stack
 FAMILIES = 6
@@ -17,13 +16,6 @@ PREFIX_TOKENS = 320
 BLOCK_TOKENS = 16
 CALM_S = 1.0
 """News of a cache are on their way for 0.2 s, and a round of heartbeats for 0.25 s."""
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("prefix-placement") / "run"
-    with running_stack(folder, settings=("placement.policy=prefix_aware",)) as running:
-        yield running
 
 
 def cached_tokens(stack: RunningStack, prompts: list[list[int]]) -> list[int]:
@@ -46,23 +38,24 @@ def held_blocks(stack: RunningStack) -> dict[str, int]:
     return {row["worker"]: row["cached_blocks"] for row in stack.details("placement-0")["workers"]}
 
 
-def test_a_prompt_goes_to_the_worker_that_has_its_beginning(pair: RunningStack) -> None:
+def test_a_prompt_goes_to_the_worker_that_has_its_beginning(stack: RunningStack) -> None:
     dice = random.Random(4)
     families = [[dice.randrange(100, 4000) for _ in range(PREFIX_TOKENS)] for _ in range(FAMILIES)]
 
     def prompts() -> list[list[int]]:
         return [[*family, *(dice.randrange(100, 4000) for _ in range(40))] for family in families]
 
-    assert cached_tokens(pair, prompts()) == [0] * FAMILIES
+    assert cached_tokens(stack, prompts()) == [0] * FAMILIES
     time.sleep(CALM_S)
     for _ in range(3):
-        assert min(cached_tokens(pair, prompts())) >= PREFIX_TOKENS - BLOCK_TOKENS
+        assert min(cached_tokens(stack, prompts())) >= PREFIX_TOKENS - BLOCK_TOKENS
     time.sleep(CALM_S)
-    held = held_blocks(pair)
+    held = held_blocks(stack)
     assert len(held) == 2 and min(held.values()) > 0, f"one worker had nothing to do: {held}"
 
-    pair.signal("placement-0", signal.SIGKILL)
-    pair.until_restarted("placement-0", restarts=1)
+    restarts = stack.child("placement-0")["restarts"]
+    stack.signal("placement-0", signal.SIGKILL)
+    stack.until_restarted("placement-0", restarts=restarts + 1)
     time.sleep(CALM_S)
-    assert held_blocks(pair) == held, "a placement that is new asks what there is"
-    assert min(cached_tokens(pair, prompts())) >= PREFIX_TOKENS - BLOCK_TOKENS
+    assert held_blocks(stack) == held, "a placement that is new asks what there is"
+    assert min(cached_tokens(stack, prompts())) >= PREFIX_TOKENS - BLOCK_TOKENS
