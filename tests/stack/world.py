@@ -70,17 +70,19 @@ from tests.virtual_net import DEADLINE_S, Process, VirtualNet
 
 @dataclass(frozen=True)
 class Pace:
-    """How often everybody speaks, and how long messages and steps take: one of these, by chance. Seconds."""
+    """How often everybody speaks, how long messages and steps take, how much a pull brings: where there are
+    several, one by chance. Seconds."""
 
     delays_s: tuple[float, ...] = (0.0005, 0.001, 0.003, 0.02)
     steps_s: tuple[float, ...] = (0.003, 0.005, 0.02)
+    pulled_blocks: tuple[int, ...] = tuple(range(9))
     tick_s: float = 0.05
     beat_s: float = 0.25
     report_s: float = 0.5
 
 
-EVEN = Pace(delays_s=(0.001,), steps_s=(0.01,), tick_s=0.02)
-"""For tests that look at one case: all messages take as long, and all steps."""
+EVEN = Pace(delays_s=(0.001,), steps_s=(0.01,), pulled_blocks=(1000,), tick_s=0.02)
+"""For tests that look at one case: all messages take as long, all steps, and a pull brings all there is."""
 
 
 class World(VirtualNet):
@@ -328,7 +330,7 @@ class World(VirtualNet):
         is_there = source.alive and not source.frozen and source.incarnation == order.source_incarnation
         if given is None or taken is None or not is_there:
             return None
-        return pulled(given, taken, order, most_blocks=self.random.randint(0, 8))
+        return pulled(given, taken, order, most_blocks=self.random.choice(self.pace.pulled_blocks))
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         core = self.core
