@@ -16,15 +16,18 @@ from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.plane import PeerAddress, Plane
+from services.worker.peers.transport.tcp import TcpTransport
 from services.worker.pie.settings import PieSettings
 from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root
 from shared.bus import Bus, Listener
-from shared.errors import InternalError, StaleEpoch
+from shared.errors import InternalError, InvalidRequest, StaleEpoch
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
-from shared.messages.lending import BorrowReply, Refusal
+from shared.messages.lending import AskTicket, BorrowReply, BulkTicket, Refusal
 from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
@@ -352,6 +355,27 @@ async def test_a_broken_engine_ends_the_worker(
 async def test_status_is_answered(worker_bus: Bus, peers: Peers) -> None:
     status = await peers.status()
     assert status.instance == "worker-0" and status.details["total_blocks"] == 60
+
+
+async def test_another_worker_dials_where_it_listens_with_a_ticket(
+    connect_bus: ConnectBus, worker_bus: Bus, peers: Peers
+) -> None:
+    addresses = (await peers.fresh_report()).bulk_addresses
+    assert set(addresses) == {"shm", "tcp"}
+    asker = await connect_bus("worker", "worker-1")
+    own = Peer("worker-1", asker.incarnation)
+    question = AskTicket(worker_id=own.worker_id, incarnation=own.incarnation)
+
+    async def issue() -> bytes:
+        subject = subjects.worker_dial("worker-0", "worker-1")
+        return (await asker.request(subject, question, BulkTicket, deadline_s=PATIENCE_S)).ticket
+
+    there = PeerAddress(Peer("worker-0", worker_bus.incarnation), "elsewhere", addresses)
+    link = await Plane(own, "here", [TcpTransport()]).connect(there, issue, deadline_s=10.0)
+    assert link.transport == "tcp"
+    with pytest.raises(InvalidRequest, match="nowhere"):
+        await asyncio.to_thread(link.ask, "nowhere", deadline_s=10.0)
+    link.close()
 
 
 async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peers: Peers) -> None:

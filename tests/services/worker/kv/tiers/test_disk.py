@@ -1,4 +1,4 @@
-"""Real files, damaged in every way: a read gives what was written, or is a counted miss."""
+"""Real files, damaged in every way: a read gives what was written, or is a counted miss; so are headers."""
 
 import os
 import resource
@@ -11,11 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.worker.kv.core.tier_copier import StoredBlock
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.records import RecordRow, checksum
-from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.tiers.slotfile import (
+    EMPTY_SLOT,
+    PAGE_BYTES,
+    SLOT_BYTES,
+    Geometry,
+    SlotHeader,
+    pack_file,
+    pack_slot,
+    unpack_slot,
+)
 from tests.services.worker.kv.rig import flip_byte
 
 GEOMETRY = Geometry(b"fingerprint 0001", 10_000, 4)
@@ -197,7 +208,6 @@ def test_a_write_that_fails_is_counted_and_leaves_the_slot_empty(path: Path) -> 
 WRITER = """
 import sys
 from pathlib import Path
-from tests.services.worker.kv.tiers.test_disk import opened, write
 tier = opened(Path(sys.argv[1]))
 print("writing", flush=True)
 while True:
@@ -222,3 +232,48 @@ def test_a_killed_writer_leaves_whole_blocks_or_none(path: Path, after_s: float)
     assert len(listed) >= 2  # one slot at most was being written
     assert {number for number in range(4) if read(tier, number)} == listed
     tier.close()
+
+
+HEADERS = st.builds(
+    SlotHeader,
+    name=st.binary(min_size=16, max_size=16),
+    parent=st.one_of(st.just(b""), st.binary(min_size=16, max_size=16)),
+    depth=st.integers(0, 2**32 - 1),
+    length_bytes=st.integers(0, 2**40),
+    checksum=st.integers(0, 2**32 - 1),
+)
+
+
+@given(HEADERS)
+def test_a_header_comes_back(header: SlotHeader) -> None:
+    packed = pack_slot(header)
+    assert len(packed) == SLOT_BYTES
+    assert unpack_slot(packed) == header
+
+
+@given(HEADERS, st.integers(0, 55), st.integers(1, 255))
+def test_a_flipped_byte_makes_it_none(header: SlotHeader, index: int, flip: int) -> None:
+    packed = bytearray(pack_slot(header))
+    packed[index] ^= flip
+    assert unpack_slot(bytes(packed)) is None
+
+
+@given(HEADERS, st.integers(0, 55))
+def test_a_torn_header_is_none_or_whole(header: SlotHeader, kept: int) -> None:
+    packed = pack_slot(header)
+    torn = packed[:kept].ljust(SLOT_BYTES, b"\0")
+    assert unpack_slot(torn) == (header if torn == packed else None)
+    assert unpack_slot(packed[:kept]) is None
+
+
+def test_an_empty_slot_is_none() -> None:
+    assert unpack_slot(EMPTY_SLOT) is None
+
+
+@given(st.integers(1, 10**7), st.integers(0, 10**5))
+def test_no_two_things_lie_in_one_place(record_bytes: int, slots: int) -> None:
+    geometry = Geometry(b"f" * 16, record_bytes, slots)
+    assert len(pack_file(geometry)) <= PAGE_BYTES == geometry.header_at(0)
+    assert geometry.header_at(slots) <= geometry.records_at
+    assert geometry.record_at(1) - geometry.record_at(0) >= record_bytes
+    assert geometry.file_bytes == geometry.record_at(slots)
