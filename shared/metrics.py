@@ -13,24 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-SECONDS_BUCKETS = (
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-)
+SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 REGISTRY = CollectorRegistry()
 """What a process reports unless it is told otherwise."""

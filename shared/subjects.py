@@ -60,6 +60,16 @@ def service_of(user: str) -> str:
 
 
 @dataclass(frozen=True)
+class Named:
+    """Subjects that end in the name of one instance: `<stem>.<instance>`."""
+
+    stem: str
+
+    def __call__(self, instance: str) -> str:
+        return f"{self.stem}.{checked_id(instance)}"
+
+
+@dataclass(frozen=True)
 class Signed:
     """Subjects from one instance to another: `<stem>.<receiver>.<sender>`."""
 
@@ -88,6 +98,30 @@ worker_renew = Signed(f"{PREFIX}.cmd.worker.renew")
 worker_repay = Signed(f"{PREFIX}.cmd.worker.repay")
 """To the creditor, from its debtor."""
 
+scheduler_submit = Named(f"{PREFIX}.cmd.scheduler.submit")
+"""From that gateway."""
+ledger_candidates = Named(f"{PREFIX}.cmd.ledger.candidates")
+"""From that worker."""
+worker_plan = Named(f"{PREFIX}.cmd.worker.plan")
+worker_snapshot = Named(f"{PREFIX}.cmd.worker.snapshot")
+worker_cancel = Named(f"{PREFIX}.cmd.worker.cancel")
+worker_fetch = Named(f"{PREFIX}.cmd.worker.fetch")
+worker_extend = Named(f"{PREFIX}.cmd.worker.extend")
+"""To the worker that takes a sequence over, from its gateway."""
+worker_acknowledge = Named(f"{PREFIX}.cmd.worker.acknowledge")
+worker_prefixes = Named(f"{PREFIX}.cmd.worker.prefixes")
+worker_want = Named(f"{PREFIX}.cmd.worker.want")
+"""From the scheduler: a sequence waits there that needs more KV than the worker has."""
+worker_pull = Named(f"{PREFIX}.cmd.worker.pull")
+"""To the target of a migration: fetch blocks from its source."""
+worker_settle = Named(f"{PREFIX}.cmd.worker.settle")
+"""To a worker in a cycle of debts, from the ledger."""
+worker_reported = Named(f"{PREFIX}.evt.worker.reported")
+worker_stepped = Named(f"{PREFIX}.evt.worker.stepped")
+worker_cached = Named(f"{PREFIX}.evt.worker.cached")
+"""What came into its prefix cache and what left it."""
+gateway_reported = Named(f"{PREFIX}.evt.gateway.reported")
+
 
 def status(service: str) -> str:
     """Scatter-gather: every instance of the service answers."""
@@ -96,78 +130,7 @@ def status(service: str) -> str:
 
 def instance_status(service: str, instance: str) -> str:
     """That instance answers; nobody else may ask. For its own health check."""
-    return f"{PREFIX}.cmd.{checked_id(service)}.status.{checked_id(instance)}"
-
-
-def scheduler_submit(gateway_id: str) -> str:
-    """From that gateway."""
-    return f"{PREFIX}.cmd.scheduler.submit.{checked_id(gateway_id)}"
-
-
-def ledger_candidates(worker_id: str) -> str:
-    """From that worker."""
-    return f"{PREFIX}.cmd.ledger.candidates.{checked_id(worker_id)}"
-
-
-def worker_plan(worker_id: str) -> str:
-    return f"{PREFIX}.cmd.worker.plan.{checked_id(worker_id)}"
-
-
-def worker_snapshot(worker_id: str) -> str:
-    return f"{PREFIX}.cmd.worker.snapshot.{checked_id(worker_id)}"
-
-
-def worker_cancel(worker_id: str) -> str:
-    return f"{PREFIX}.cmd.worker.cancel.{checked_id(worker_id)}"
-
-
-def worker_fetch(worker_id: str) -> str:
-    return f"{PREFIX}.cmd.worker.fetch.{checked_id(worker_id)}"
-
-
-def worker_extend(worker_id: str) -> str:
-    """To the worker that takes a sequence over, from its gateway."""
-    return f"{PREFIX}.cmd.worker.extend.{checked_id(worker_id)}"
-
-
-def worker_acknowledge(worker_id: str) -> str:
-    return f"{PREFIX}.cmd.worker.acknowledge.{checked_id(worker_id)}"
-
-
-def worker_prefixes(worker_id: str) -> str:
-    return f"{PREFIX}.cmd.worker.prefixes.{checked_id(worker_id)}"
-
-
-def worker_want(worker_id: str) -> str:
-    """From the scheduler: a sequence waits there that needs more KV than the worker has."""
-    return f"{PREFIX}.cmd.worker.want.{checked_id(worker_id)}"
-
-
-def worker_pull(worker_id: str) -> str:
-    """To the target of a migration: fetch blocks from its source."""
-    return f"{PREFIX}.cmd.worker.pull.{checked_id(worker_id)}"
-
-
-def worker_settle(worker_id: str) -> str:
-    """To a worker in a cycle of debts, from the ledger."""
-    return f"{PREFIX}.cmd.worker.settle.{checked_id(worker_id)}"
-
-
-def worker_reported(worker_id: str) -> str:
-    return f"{PREFIX}.evt.worker.reported.{checked_id(worker_id)}"
-
-
-def worker_stepped(worker_id: str) -> str:
-    return f"{PREFIX}.evt.worker.stepped.{checked_id(worker_id)}"
-
-
-def worker_cached(worker_id: str) -> str:
-    """What came into its prefix cache and what left it."""
-    return f"{PREFIX}.evt.worker.cached.{checked_id(worker_id)}"
-
-
-def gateway_reported(gateway_id: str) -> str:
-    return f"{PREFIX}.evt.gateway.reported.{checked_id(gateway_id)}"
+    return f"{status(service)}.{checked_id(instance)}"
 
 
 def inbox_prefix(user: str) -> str:

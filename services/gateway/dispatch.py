@@ -5,8 +5,7 @@ Knows the bus; decides nothing.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -82,6 +81,8 @@ class NoticeOutbox:
 
 
 MAX_AT_ONCE = 256
+_COMMAND = "command of a sequence"
+"""Fenced: one sequence's affair ends no other's, and its own stream gives up in time."""
 _logger = log.get_logger("gateway.dispatch")
 
 Apply = Callable[[OpenChoice, StreamEffects], None]
@@ -105,15 +106,15 @@ class Dispatch:
         self._now_s = now_s
         self._counters = counters
         self._apply = apply
-        self._lanes = asyncio.Semaphore(MAX_AT_ONCE)
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self.outbox = NoticeOutbox(bus)
 
     def carry_out(self, sequence: OpenChoice, effect: StreamEffect) -> None:
         """Begin it; never waits."""
         if isinstance(effect, Submit):
-            self._spawn(self._submit(sequence, effect), sequence)
+            self._tasks.create_task(self._submit(sequence, effect), context=sequence.context)
         elif isinstance(effect, Fetch):
-            self._spawn(self._fetch(sequence, effect), sequence)
+            self._tasks.create_task(self._fetch(sequence, effect), context=sequence.context)
         elif isinstance(effect, Extend):
             late = ExtendSequence(ref=effect.ref, first_index=effect.first_index, tokens=effect.tokens)
             self.outbox.put(subjects.worker_extend(effect.worker_id), late)
@@ -131,51 +132,45 @@ class Dispatch:
         if effect.is_final:
             self.outbox.put(subjects.SCHEDULER_CANCEL, command)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], sequence: OpenChoice) -> None:
-        self._tasks.create_task(self._fenced(work), context=sequence.context)
-
-    async def _fenced(self, work: Coroutine[Any, Any, None]) -> None:
-        """One sequence's affair ends no other's; its own stream gives up in time."""
-        with fenced("command of a sequence"):
-            await work
-
     async def _submit(self, sequence: OpenChoice, effect: Submit) -> None:
-        stream = sequence.stream
-        async with self._lanes:
-            if not stream.is_open or stream.attempt != effect.attempt:
-                return
-            try:
-                spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
-                command = SubmitSequence(spec=spec)
-                await self._bus.request(
-                    subjects.scheduler_submit(self._bus.instance),
-                    command,
-                    SubmitReply,
-                    deadline_s=self._config.submit_deadline_s,
-                )
-            except Exception as error:
-                known = _known(error)
-                self._counters.submits.labels(known.code).inc()
-                effects = stream.on_submit_failed(effect.serial, known, self._now_s())
-            else:
-                self._counters.submits.labels("taken").inc()
-                effects = stream.on_submitted(effect.serial, self._now_s())
-        self._apply(sequence, effects)
+        with fenced(_COMMAND):
+            stream = sequence.stream
+            async with self._at_once:
+                if not stream.is_open or stream.attempt != effect.attempt:
+                    return
+                try:
+                    spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
+                    command = SubmitSequence(spec=spec)
+                    await self._bus.request(
+                        subjects.scheduler_submit(self._bus.instance),
+                        command,
+                        SubmitReply,
+                        deadline_s=self._config.submit_deadline_s,
+                    )
+                except Exception as error:
+                    known = _known(error)
+                    self._counters.submits.labels(known.code).inc()
+                    effects = stream.on_submit_failed(effect.serial, known, self._now_s())
+                else:
+                    self._counters.submits.labels("taken").inc()
+                    effects = stream.on_submitted(effect.serial, self._now_s())
+            self._apply(sequence, effects)
 
     async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:
-        self._counters.fetches.inc()
-        subject = subjects.worker_fetch(effect.worker[0])
-        question = FetchTokens(ref=effect.ref, first_index=effect.first_index)
-        try:
-            answer = await self._bus.request(
-                subject, question, FetchedTokens, deadline_s=self._config.fetch_deadline_s
-            )
-        except Exception as error:
-            _known(error)
-            effects = sequence.stream.on_fetch_failed(effect.ref, self._now_s())
-        else:
-            effects = sequence.stream.on_fetched(effect.ref, answer.delta, effect.worker, self._now_s())
-        self._apply(sequence, effects)
+        with fenced(_COMMAND):
+            self._counters.fetches.inc()
+            subject = subjects.worker_fetch(effect.worker[0])
+            question = FetchTokens(ref=effect.ref, first_index=effect.first_index)
+            try:
+                answer = await self._bus.request(
+                    subject, question, FetchedTokens, deadline_s=self._config.fetch_deadline_s
+                )
+            except Exception as error:
+                _known(error)
+                effects = sequence.stream.on_fetch_failed(effect.ref, self._now_s())
+            else:
+                effects = sequence.stream.on_fetched(effect.ref, answer.delta, effect.worker, self._now_s())
+            self._apply(sequence, effects)
 
 
 def _known(error: Exception) -> KvasirError:

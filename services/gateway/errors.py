@@ -22,6 +22,11 @@ from shared.errors import (
     UnknownModel,
 )
 
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
 DEFAULT_RETRY_AFTER_S = 1.0
 INVALID = "invalid_request_error"
 RATE_LIMIT, SERVER = "rate_limit_error", "server_error"

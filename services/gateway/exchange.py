@@ -1,16 +1,70 @@
-"""One HTTP request's sequences in progress, and the event that wakes whoever writes its answer."""
+"""One HTTP request: its sequences, its deadline, and the event that wakes whoever writes its answer."""
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
 
 from services.gateway.core.stream import Stream, StreamPhase
-from services.gateway.deadline import Deadline
-from services.gateway.http.body import ClientGone
+from services.gateway.errors import ClientGone
 from shared import log
-from shared.errors import InternalError, KvasirError, NoResponder
+from shared.clock import monotonic_s
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, KvasirError, NoResponder
 from shared.messages.sequence import Sampling, SequenceSpec, pack_tokens
+
+HEADER = "X-Request-Timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Of one request; counts from the arrival of its headers. Without `timeout_s` there is none."""
+
+    began_s: float = 0.0
+    timeout_s: float | None = None
+
+    def remaining_s(self) -> float | None:
+        """Never below 0; None when there is no deadline."""
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.began_s + self.timeout_s - monotonic_s())
+
+    def error(self) -> DeadlineExceeded:
+        """What the client is told."""
+        return DeadlineExceeded(f"the answer was not complete within the {self.timeout_s:g} s asked for")
+
+    @asynccontextmanager
+    async def enforced(self) -> AsyncIterator[None]:
+        """Ends what runs inside when the time is over. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self.remaining_s()) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self.error() from None
+
+
+NONE = Deadline()
+
+
+def deadline_of(header: str | None, default_s: float | None, longest_s: float, began_s: float) -> Deadline:
+    """From `X-Request-Timeout`, else from the configuration.
+
+    Raises InvalidRequest for what is no number of seconds above 0 and up to `longest_s`.
+    """
+    if header is None:
+        return Deadline(began_s, default_s)
+    try:
+        timeout_s = float(header)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s <= longest_s:
+        text = f"{HEADER} should be a number of seconds above 0 and at most {longest_s:g}"
+        raise InvalidRequest(text, param=HEADER)
+    return Deadline(began_s, timeout_s)
+
 
 _logger = log.get_logger("gateway.exchange")
 
@@ -85,10 +139,6 @@ class Exchange:
         self.is_gone = True
         self.changed.set()
 
-    def expire(self) -> None:
-        """The deadline has passed."""
-        self.fail(self.deadline.error())
-
     def fail(self, error: KvasirError) -> None:
         """It ends here, with this error."""
         self.failure = error
@@ -119,15 +169,12 @@ async def admitted(exchange: Exchange, timeout_s: float) -> None:
 
     Raises what refused one of them, ClientGone, or NoResponder when no scheduler answered in time.
     """
-
-    def waiting() -> int:
-        return sum(not sequence.stream.accepted for sequence in exchange.sequences)
-
     try:
         async with asyncio.timeout(timeout_s):
-            while waiting():
+            while not all(sequence.stream.accepted for sequence in exchange.sequences):
                 await exchange.wait()
     except TimeoutError:
-        text = f"no scheduler took {waiting()} of {len(exchange.sequences)} sequences within {timeout_s:g} s"
+        left = [sequence for sequence in exchange.sequences if not sequence.stream.accepted]
+        text = f"no scheduler took {len(left)} of {len(exchange.sequences)} sequences within {timeout_s:g} s"
         raise NoResponder(text, retry_after_s=2.0) from None
     exchange.check()

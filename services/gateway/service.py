@@ -53,11 +53,11 @@ class Gateway:
     """
 
     def __init__(
-        self, config: GatewayConfig, bus: Bus, desk: Sessions, now_s: Clock, url: str, operator_url: str
+        self, config: GatewayConfig, bus: Bus, sessions: Sessions, now_s: Clock, url: str, operator_url: str
     ) -> None:
         self._config = config
         self._bus = bus
-        self._desk = desk
+        self._sessions = sessions
         self._now_s = now_s
         self._url = url
         self._operator_url = operator_url
@@ -68,32 +68,32 @@ class Gateway:
         now_s = self._now_s()
         worker = (frame.worker_id, frame.incarnation)
         for delta in frame.deltas:
-            self._desk.on_delta(delta, worker, now_s)
+            self._sessions.on_delta(delta, worker, now_s)
 
     def on_worker_reported(self, report: WorkerReported) -> None:
-        self._desk.on_worker_reported(report, self._now_s())
+        self._sessions.on_worker_reported(report, self._now_s())
 
     def on_scheduler_announced(self, event: SchedulerAnnounced) -> None:
-        self._desk.on_scheduler_announced(event, self._now_s())
+        self._sessions.on_scheduler_announced(event, self._now_s())
 
     def on_worker_lost(self, event: WorkerLost) -> None:
-        self._desk.on_worker_lost(event, self._now_s())
+        self._sessions.on_worker_lost(event, self._now_s())
 
     def on_prepared(self, event: MovePrepared) -> None:
-        self._desk.on_prepared(event, self._now_s())
+        self._sessions.on_prepared(event, self._now_s())
 
     async def status(self, _: Empty) -> ServiceStatus:
         """For `python -m services status`."""
         now_s = self._now_s()
-        scheduler = self._desk.scheduler
+        scheduler = self._sessions.scheduler
         details: dict[str, Any] = {
             "url": self._url,
             "operator_url": self._operator_url,
             "model": self._config.served_name,
-            "active": self._desk.active,
+            "active": self._sessions.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
-            "unready": "; ".join(self._desk.unready_reasons()),
-            "workers": self._desk.workers.rows(now_s),
+            "unready": "; ".join(self._sessions.unready_reasons()),
+            "workers": self._sessions.workers.rows(now_s),
         }
         return ServiceStatus(
             service="gateway",
@@ -107,9 +107,9 @@ class Gateway:
         """Heartbeats, until cancelled."""
         while True:
             event = GatewayReported(
-                gateway_id=self._bus.instance, incarnation=self._bus.incarnation, active=self._desk.active
+                gateway_id=self._bus.instance, incarnation=self._bus.incarnation, active=self._sessions.active
             )
-            self._desk.dispatch.outbox.put(subjects.gateway_reported(self._bus.instance), event)
+            self._sessions.dispatch.outbox.put(subjects.gateway_reported(self._bus.instance), event)
             await asyncio.sleep(self._config.report_interval_s)
 
     async def tick(self) -> None:
@@ -122,9 +122,9 @@ class Gateway:
                 absent_s, present_s = monotonic_s() - present_s, monotonic_s()
                 if absent_s >= self._config.absence_s:
                     log.canonical(_logger, "back after an absence", absent_s=round(absent_s, 1))
-                    self._desk.on_absence(now_s)
+                    self._sessions.on_absence(now_s)
             with fenced("gateway tick"):
-                self._desk.on_tick(now_s)
+                self._sessions.on_tick(now_s)
 
 
 async def run(config: GatewayConfig) -> None:
@@ -142,14 +142,14 @@ async def run(config: GatewayConfig) -> None:
         ends.push_async_callback(bus.close)
         async with asyncio.TaskGroup() as tasks:
             now_s = AwakeClock(monotonic_s, lambda: bus.connected)
-            desk = Sessions(config, bus, codec, tasks, now_s)
-            gateway = Gateway(config, bus, desk, now_s, url_of(listener), url_of(operator))
+            sessions = Sessions(config, bus, codec, tasks, now_s)
+            gateway = Gateway(config, bus, sessions, now_s, url_of(listener), url_of(operator))
             await bus.attach(HANDLERS, gateway)
-            for loop in (desk.dispatch.outbox.run(), gateway.report(), gateway.tick()):
+            for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick()):
                 tasks.create_task(loop)
             keys = KeyRing(config.api_key_sha256)
-            app = Edge(make_app(desk, acceptance, config), keys, desk.counters)
-            operator_app = Edge(make_operator_app(desk), keys, desk.counters, OPERATOR_PATHS)
+            app = Edge(make_app(sessions, acceptance, config), keys, sessions.counters)
+            operator_app = Edge(make_operator_app(sessions), keys, sessions.counters, OPERATOR_PATHS)
             log.canonical(
                 _logger,
                 "listening",
@@ -159,7 +159,7 @@ async def run(config: GatewayConfig) -> None:
                 keys=len(config.api_key_sha256),
             )
             async with _beside(make_operator_server(operator_app, config), operator):
-                await _serve(make_server(app, config), listener, desk, config)
+                await _serve(make_server(app, config), listener, sessions, config)
 
 
 @asynccontextmanager
@@ -173,7 +173,7 @@ async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None
         serving.cancel()
 
 
-async def _serve(server: Server, listener: socket.socket, desk: Sessions, config: GatewayConfig) -> None:
+async def _serve(server: Server, listener: socket.socket, sessions: Sessions, config: GatewayConfig) -> None:
     """Returns never; ends when cancelled, or raises when the server ends by itself."""
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
@@ -181,12 +181,12 @@ async def _serve(server: Server, listener: socket.socket, desk: Sessions, config
         await serving
         raise InternalError("the HTTP server ended by itself")
     finally:
-        desk.drain()
+        sessions.drain()
         await _ending(server, serving, config.shutdown_grace_s)
-        desk.end()
+        sessions.end()
         await _ending(server, serving, SHUTDOWN_MARGIN_S)
         serving.cancel()
-        await desk.dispatch.outbox.flush()
+        await sessions.dispatch.outbox.flush()
 
 
 async def _ending(server: Server, serving: "asyncio.Task[None]", timeout_s: float) -> None:

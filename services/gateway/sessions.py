@@ -10,22 +10,20 @@ from contextvars import copy_context
 from secrets import token_bytes
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import StreamEffects, StreamTiming, WorkerStart, disown
+from services.gateway.core.effects import StreamEffects, WorkerStart, disown
 from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.counters import Counters
-from services.gateway.deadline import NONE, Deadline
 from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
-from services.gateway.exchange import Exchange, OpenChoice
-from services.gateway.http.request_log import RequestRecord
+from services.gateway.exchange import NONE, Deadline, Exchange, OpenChoice
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText
-from services.gateway.text.tokenizer import Codec
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared import log, subjects
 from shared.bus import Bus
-from shared.clock import Clock, monotonic_s
+from shared.clock import Clock
 from shared.errors import NoResponder, Overloaded
 from shared.messages.moves import MovePrepared
 from shared.messages.reports import (
@@ -89,24 +87,6 @@ class Sessions:
             self.workers.absence: self.workers.serving > 0,
         }
         return [reason for reason, holds in checks.items() if not holds]
-
-    def note_accepted(self, job: AdmittedRequest, record: RequestRecord) -> None:
-        """The request is valid and tokenized."""
-        record.accepted_s = monotonic_s()
-        record.stream = job.stream
-        record.prompt_tokens = sum(len(prompt) for prompt in job.prompts)
-        record.unknown_fields = job.unknown_fields
-        self.counters.unknown_fields.inc(len(job.unknown_fields))
-        self.counters.prompt_tokens.inc(record.prompt_tokens)
-
-    def note_answered(self, answers: list[ChoiceText], record: RequestRecord) -> None:
-        """The answer is over, whichever way."""
-        record.note_answers(answers)
-        self.counters.output_tokens.inc(record.completion_tokens or 0)
-        if record.accepted_s is not None:
-            self.counters.request_s.observe(monotonic_s() - record.accepted_s)
-            if record.first_token_s is not None:
-                self.counters.first_token_s.observe(record.first_token_s - record.accepted_s)
 
     def open(
         self, job: AdmittedRequest, request_id: str, deadline: Deadline = NONE, salt: bytes = b""

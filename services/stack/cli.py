@@ -193,7 +193,7 @@ def _logs(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _credentials(arguments: argparse.Namespace, console: Console) -> int:
-    from services.stack.credentials import credentials
+    from services.stack.nats_server import credentials
 
     return credentials(RunDirectory(arguments.run_dir), arguments.name, console)
 

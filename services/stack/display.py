@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from services.stack.children import Child, ChildState
 from services.stack.rundir import RunDirectory
+from services.stack.supervisor import Child, ChildState
 
 _REFRESH_S = 0.1
 _PLAIN_EVERY_S = 5.0

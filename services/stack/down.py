@@ -1,14 +1,20 @@
-"""`down`: end the stack of a run directory, wait until it is gone, say what was done."""
+"""`down`: end the stack of a run directory, wait until it is gone, say what was done.
+
+A killed supervisor may leave something behind: children the kernel did not end, and children of theirs. They
+are recognised by their group (each child leads one) and by when they started, because pids come round again.
+"""
 
 import contextlib
 import os
 import signal
 import time
+from collections.abc import Mapping
+from typing import Any
 
+import psutil
 from rich.console import Console
 
 from services.stack.display import say
-from services.stack.leftovers import end_leftovers, is_alive
 from services.stack.rundir import RunDirectory
 
 _STOP_WAIT_S = 45.0
@@ -57,3 +63,49 @@ def _gone(run: RunDirectory, pid: int, timeout_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+_CLOCK_SLACK_S = 2.0
+_LEFTOVERS_POLL_S = 0.02
+
+
+def end_leftovers(state: Mapping[str, Any]) -> int:
+    """Kills what is left of the children in `state`; returns how many processes that were."""
+    started_s = {row["pid"]: row["started_unix_s"] for row in state.get("children", []) if row.get("pid")}
+    found = [p for p in psutil.process_iter() if _is_left(p, started_s)] if started_s else []
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline_s = time.monotonic() + _KILL_WAIT_S
+    while any(is_alive(process.pid) for process in found) and time.monotonic() < deadline_s:
+        time.sleep(_LEFTOVERS_POLL_S)
+    return len(found)
+
+
+def _is_left(process: psutil.Process, started_s: Mapping[int, float]) -> bool:
+    """A child itself, or a later member of its group whose leader is gone or still that child."""
+    try:
+        group = os.getpgid(process.pid)
+        if group not in started_s or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        if process.pid == group:
+            return bool(abs(process.create_time() - started_s[group]) < _CLOCK_SLACK_S)
+        later = process.create_time() > started_s[group] - _CLOCK_SLACK_S
+        return bool(later and _leader_is_it(group, started_s[group]))
+    except (psutil.Error, ProcessLookupError):
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a process that only waits for its parent to take note does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _leader_is_it(group: int, started_s: float) -> bool:
+    try:
+        return bool(abs(psutil.Process(group).create_time() - started_s) < _CLOCK_SLACK_S)
+    except psutil.NoSuchProcess:
+        return True

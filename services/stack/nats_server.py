@@ -1,16 +1,28 @@
-"""nats-server for one stack: its configuration file, whether the server accepts it, where its program is."""
+"""nats-server for one stack: its configuration file, whether the server accepts it, where its program is.
 
+Every instance is a NATS user of its own. What `up` starts has been let in by then; for another worker, a
+standby or a service of one's own under a name of its own, `credentials NAME` makes the user and tells
+nats-server, without disturbing anybody who is connected.
+"""
+
+import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from rich.console import Console
+
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
-from shared.errors import ConfigError
+from services.stack.display import command_line, say
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.errors import BusUnavailable, ConfigError, InternalError
 from shared.subjects import Permissions, permissions_of
 
 _ANSWER_WITHIN = "2m"
@@ -113,3 +125,41 @@ def _tls_text(access: BusAccess) -> str:
         return ""
     cert, key = (json.dumps(str(path)) for path in (access.certificate.cert, access.certificate.key))
     return f"tls {{ cert_file: {cert}, key_file: {key}, handshake_first: true, timeout: 5 }}\n"
+
+
+_ACCEPTED_S = 10.0
+
+
+def credentials(run: RunDirectory, name: str, console: Console) -> int:
+    """Prints the variables with which instance `name`, or the operator, reaches the bus. Returns 0.
+
+    Raises ConfigError for a name that is neither or where nothing runs, InternalError when nats-server did
+    not take the user."""
+    try:
+        subjects.permissions_of(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    state = run.read_state()
+    if run.holder() is None or "nats_url" not in state:
+        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+    is_known = name in run.credentials().nats_passwords
+    access = BusAccess.from_state(state, run.credentials(name))
+    if not is_known:
+        replace_users(run.nats_config, access)
+        (pid,) = (child["pid"] for child in state["children"] if child["name"] == "nats")
+        os.kill(pid, signal.SIGHUP)
+        asyncio.run(_until_accepted(access, name))
+    for variable, value in access.environment(name).items():
+        say(console, f"{variable}={value}")
+    return 0
+
+
+async def _until_accepted(access: BusAccess, name: str) -> None:
+    from shared.bus import Bus
+
+    try:
+        config = access.config(name, connect_timeout_s=_ACCEPTED_S)
+        bus = await Bus.connect(config, service=name.partition("-")[0], instance=name)
+    except BusUnavailable as error:
+        raise InternalError(f"nats-server did not take the user {name}: {error.message}") from None
+    await bus.close()

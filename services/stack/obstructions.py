@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from services.stack.children import ChildSpec
 from services.stack.display import command_line
 from services.stack.rundir import RunDirectory
+from services.stack.supervisor import ChildSpec
 from shared import subjects
 from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError

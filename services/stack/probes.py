@@ -6,7 +6,6 @@ Written on bare sockets: it runs while everything else starts, on the same cores
 import asyncio
 import contextlib
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +17,8 @@ _MAX_ANSWER_BYTES = 65_536
 class Probe(Protocol):
     """A way to look once whether a child is ready."""
 
-    async def obstacle(self, started_unix_s: float) -> str | None:
-        """Why a child started then is not ready, in a few words; None when it is."""
+    async def obstacle(self, age_s: float) -> str | None:
+        """Why a child that was started so long ago is not ready, in a few words; None when it is."""
         ...
 
 
@@ -29,8 +28,8 @@ class AliveProbe:
 
     moment_s: float = 0.2
 
-    async def obstacle(self, started_unix_s: float) -> str | None:
-        return None if time.time() - started_unix_s >= self.moment_s else "only just started"
+    async def obstacle(self, age_s: float) -> str | None:
+        return None if age_s >= self.moment_s else "only just started"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class TcpProbe:
 
     port: int
 
-    async def obstacle(self, started_unix_s: float) -> str | None:
+    async def obstacle(self, age_s: float) -> str | None:
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -55,7 +54,7 @@ class UnixProbe:
 
     path: Path
 
-    async def obstacle(self, started_unix_s: float) -> str | None:
+    async def obstacle(self, age_s: float) -> str | None:
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 _, writer = await asyncio.open_unix_connection(str(self.path))
@@ -72,7 +71,7 @@ class HttpProbe:
     port: int
     path: str
 
-    async def obstacle(self, started_unix_s: float) -> str | None:
+    async def obstacle(self, age_s: float) -> str | None:
         try:
             status, body = await http_get(self.port, self.path)
         except (OSError, TimeoutError, ValueError):

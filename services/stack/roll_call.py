@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared import subjects
-from shared.clock import unix_s
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, KvasirError
 from shared.messages.base import Empty
@@ -77,11 +76,10 @@ class StatusProbe:
     service: str
     instance: str
 
-    async def obstacle(self, started_unix_s: float) -> str | None:
+    async def obstacle(self, age_s: float) -> str | None:
         try:
             answers = await self.roll.ask(self.service, deadline_s=0.3, expected=None)
         except KvasirError as error:
             return error.message
-        age_s = unix_s() - started_unix_s
         heard = [a for a in answers if a.instance == self.instance and a.uptime_s <= age_s]
         return None if heard else "does not answer on the bus yet"

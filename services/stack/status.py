@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from services.stack.access import BusAccess
-from services.stack.children import ChildState
 from services.stack.display import command_line, say
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
+from services.stack.supervisor import ChildState
 from shared import subjects
 from shared.errors import ConfigError, KvasirError
 from shared.messages.reports import ServiceStatus

@@ -7,13 +7,103 @@ change.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from services.stack.children import Backoff, Child, ChildSpec, ChildState
-from services.stack.process import ChildProcess, describe_exit
+from services.stack.probes import AliveProbe, Probe
+from services.stack.process import ChildProcess, Launcher, ProgramLauncher, describe_exit
 from shared.errors import InternalError, KvasirError
+
+_ALIVE = AliveProbe()
+_PROGRAM = ProgramLauncher()
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What is known of a child before it runs: one line of the child table."""
+
+    name: str
+    """Instance id; also the name of its log."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """All of its environment."""
+    ready: Probe = _ALIVE
+    launcher: Launcher = _PROGRAM
+    stage: int = 0
+    """Higher stages are stopped first; all are started together."""
+
+
+class ChildState(StrEnum):
+    """Where a child stands, as `status` shows it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"
+    PARKED = "parked"
+    """Ended because it is not needed; started again when it is."""
+    STOPPED = "stopped"
+
+
+@dataclass
+class Backoff:
+    """How long to wait before a child that died is started again.
+
+    The wait doubles with every death, from `first_s` to `longest_s`. A child that lived for `stable_s` is
+    believed to be well: its next death counts as the first.
+    """
+
+    first_s: float = 0.1
+    longest_s: float = 10.0
+    stable_s: float = 10.0
+    failures: int = 0
+    """Ends in a row, each within `stable_s` of its start."""
+
+    def on_exit(self, lived_s: float) -> float:
+        """Seconds to wait before the next start of a child that lived for `lived_s`."""
+        if lived_s >= self.stable_s:
+            self.failures = 0
+        self.failures += 1
+        return min(self.longest_s, self.first_s * 2.0 ** min(self.failures - 1, 30))
+
+
+@dataclass
+class Child:
+    """A child over all its processes: it stays the same when its process is started again."""
+
+    spec: ChildSpec
+    backoff: Backoff
+    state: ChildState = ChildState.STARTING
+    process: ChildProcess | None = None
+    restarts: int = 0
+    last_exit: str | None = None
+    obstacle: str | None = None
+    took_s: float | None = None
+    """From the start of the present process to its being ready."""
+    started_unix_s: float = field(default_factory=time.time)
+    """For people, and to recognise its process later."""
+    started_s: float = field(default_factory=time.monotonic)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set: it is to end, and to stay so."""
+
+    def __post_init__(self) -> None:
+        self.wanted.set()
+
+    def row(self) -> dict[str, Any]:
+        """For state.json and the status table."""
+        return {
+            "name": self.spec.name,
+            "pid": self.process.pid if self.process else None,
+            "state": str(self.state),
+            "restarts": self.restarts,
+            "last_exit": self.last_exit,
+            "took_s": round(self.took_s, 2) if self.took_s is not None else None,
+            "started_unix_s": round(self.started_unix_s, 3),
+        }
+
 
 START_FAILURES = 3
 """Ends in a row of one child during start-up after which the start is given up."""
@@ -142,12 +232,12 @@ class Supervisor:
 
     async def _probe(self, child: Child) -> None:
         probed = child.process
-        obstacle = await child.spec.ready.obstacle(child.started_unix_s)
+        obstacle = await child.spec.ready.obstacle(time.monotonic() - child.started_s)
         if child.process is not probed or child.state is not ChildState.STARTING:
             return
         child.obstacle = obstacle
         if obstacle is None:
-            child.took_s = time.time() - child.started_unix_s
+            child.took_s = time.monotonic() - child.started_s
             self._set(child, ChildState.READY)
 
     def _set(self, child: Child, state: ChildState) -> None:
@@ -187,7 +277,7 @@ class Supervisor:
 
     async def _run_once(self, child: Child) -> int:
         spec = child.spec
-        child.started_unix_s, child.took_s = time.time(), None
+        child.started_unix_s, child.started_s, child.took_s = time.time(), time.monotonic(), None
         try:
             child.process = await self._launched(spec)
         except OSError as error:

@@ -13,12 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.stack import nats_server
 from services.stack.access import BusAccess
-from services.stack.children import ChildSpec
 from services.stack.config import StackConfig
-from services.stack.launch import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
+from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
+from services.stack.supervisor import ChildSpec
 from shared import subjects
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX
 from shared.errors import ConfigError

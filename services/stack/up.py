@@ -7,28 +7,27 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from services.stack.access import BusAccess
-from services.stack.certificates import certificate_for
-from services.stack.children import ChildState
+from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, ready_text, say
-from services.stack.leftovers import end_leftovers
+from services.stack.down import end_leftovers
 from services.stack.logs import reason
 from services.stack.obstructions import check_settings, choose_nats_port, choose_port, running_already
 from services.stack.probes import http_get
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
-from services.stack.supervisor import StartFailed, Supervisor, tail
+from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
 from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table
 from shared.errors import KvasirError
-from shared.subjects import OPERATOR
+from shared.messages.moves import WorkersWanted
+from shared.subjects import OPERATOR, PLACEMENT_WANTED
 
 _TRIM_INTERVAL_S = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -134,10 +133,13 @@ class _Stack:
 
     async def _follow_placement(self) -> None:
         """Workers are stopped and started as placement wants it: for a stack that is scaled."""
-        from services.stack.scaling import HANDLERS, WorkerScaling  # It brings the bus: see `roll_call`.
+        from shared.bus import (
+            Listener,  # which takes longer to import than the rest of a start: see `roll_call`
+        )
 
+        handlers = (Listener(PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
         with contextlib.suppress(KvasirError):
-            await self._roll.listen(HANDLERS, WorkerScaling(_Workers(self._supervisor)))
+            await self._roll.listen(handlers, WorkerScaling(self._supervisor))
 
     async def _trim_logs(self) -> None:
         while True:
@@ -200,22 +202,37 @@ class _Stack:
         }
 
 
-class _Workers:
-    """The workers of the child table, which the supervisor stops and starts, as a `Scaler`."""
+def differences(
+    event: WorkersWanted, running: Sequence[str], stopped: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """What to stop and what to start. The last worker that runs is never stopped."""
+    parked = [name for name in running if name in event.parked]
+    needed = [name for name in running if name not in event.parked]
+    able = sorted(name for name in stopped if name not in event.parked)
+    started = able[: max(0, event.wanted - len(needed))]
+    if not needed and not started:
+        parked = parked[1:]
+    return parked, started
+
+
+class WorkerScaling:
+    """Makes the number of workers what placement wants: works off the difference each time that it is told.
+
+    Placement says it again and again, so nothing has to be remembered here.
+    """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    def workers(self) -> tuple[list[str], list[str]]:
+    def on_wanted(self, event: WorkersWanted) -> None:
         children = [c for name, c in self._supervisor.children.items() if name.startswith("worker-")]
         running = [child.spec.name for child in children if child.wanted.is_set()]
-        return running, [child.spec.name for child in children if child.state is ChildState.PARKED]
-
-    def stop(self, worker_id: str) -> None:
-        self._supervisor.park(worker_id)
-
-    def start(self, worker_id: str) -> None:
-        self._supervisor.unpark(worker_id)
+        stopped = [child.spec.name for child in children if child.state is ChildState.PARKED]
+        to_stop, to_start = differences(event, running, stopped)
+        for worker_id in to_stop:
+            self._supervisor.park(worker_id)
+        for worker_id in to_start:
+            self._supervisor.unpark(worker_id)
 
 
 def _raise_file_limit() -> None:

@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.roster import Claim, is_deprived, who_may_borrow
+from services.scheduler.core.long_waits import Claim, is_deprived, who_may_borrow
 from services.worker.peers.lending.core.watermarks import Balance, Marks
 from shared.messages.reports import Capacity
 from tests.stack.lending_world import BLOCKS, CAP, LendingWorld

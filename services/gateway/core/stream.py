@@ -8,6 +8,8 @@ attempt. It never waits without a reason to wake: every open stream reacts to `o
 text nor HTTP.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from hmac import compare_digest
@@ -15,100 +17,92 @@ from hmac import compare_digest
 from services.gateway.core.effects import (
     Acknowledge,
     Cancel,
+    Extend,
     Fetch,
     StreamEffects,
-    StreamTiming,
     Submit,
     WorkerStart,
     disown,
 )
-from services.gateway.core.gap_fetch import Missing
-from services.gateway.core.handover import OVERLAP_S, Overlap, agrees
-from services.gateway.core.liveness import Signs
-from shared.errors import CallerError, CreditorLost, InternalError, KvasirError, Overloaded
+from services.gateway.core.retries import Faults, Missing, Signs, StreamTiming, Submission
+from shared.errors import CallerError, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
 
-MAX_RETRY_S = 1.0
-"""Tries of a submission come ever more rarely up to this: thousands of streams may wait for a scheduler."""
-_MOST_DOUBLINGS = 10
+FRESH_S = 0.003
+"""A good moment to change over: the target is not further behind the source than that."""
+MOST_FRAMES = 8
+"""Of the target; then any moment is good enough."""
+LEFT_TOKENS = 32
+"""At least so many are to follow where tokens may come late."""
+OVERLAP_S = 1.0
+"""A target that has said nothing by then is waited for without its source."""
 
 
-class Submission:
-    """The latest of one stream; answers to earlier ones mean nothing."""
+@dataclass(slots=True)
+class Overlap:
+    """The attempt before a prepared hand-over, read on until the next one has caught up (docs/migration.md).
 
-    def __init__(self, timing: StreamTiming) -> None:
-        self._timing = timing
-        self._serial = 0
-        self._is_under_way = False
-        self._again_at_s: float | None = None
-        self._failures = 0
+    Sampling depends on seed and index, so both workers compute the same answer; what they say of one index is
+    compared. A stream has at most one overlap.
+    """
 
-    @property
-    def is_settled(self) -> bool:
-        """Neither under way nor to be tried again."""
-        return not self._is_under_way and self._again_at_s is None
+    ref: SequenceRef
+    """The former attempt."""
+    server: WorkerStart
+    target: str
+    open_tokens: int
+    """The target takes so many more after the submission."""
+    until_s: float
+    heard_s: float = 0.0
+    """When its last token came."""
+    frames: int = 0
+    """Of the target so far."""
+    is_leaving: bool = False
+    """Its worker has been told to stop; what it said before still counts."""
 
-    def begin(self) -> int:
-        """A new one goes out; its serial."""
-        self._serial += 1
-        self._is_under_way, self._again_at_s = True, None
-        return self._serial
+    def leave(self) -> tuple[Cancel, ...]:
+        """Tells its worker to stop, once."""
+        if self.is_leaving:
+            return ()
+        self.is_leaving = True
+        return (Cancel(self.ref, self.server[0], is_final=False),)
 
-    def is_latest(self, serial: int) -> bool:
-        return serial == self._serial
+    def open_for(self, left_tokens: int) -> int:
+        """None near the answer's limit: a plan that leaves room for them would seem to reach it."""
+        is_open = not self.is_leaving and left_tokens >= self.open_tokens + LEFT_TOKENS
+        return self.open_tokens if is_open else 0
 
-    def on_known(self) -> None:
-        """The scheduler has it."""
-        self._is_under_way, self._failures = False, 0
+    def on_target(self, end: int, held: int, now_s: float) -> tuple[Cancel, ...]:
+        """The target has said its token before `end`, and `held` were there: is it time to change over?"""
+        self.frames += 1
+        is_level = end == held and now_s - self.heard_s <= FRESH_S
+        return self.leave() if end > held or is_level or self.frames >= MOST_FRAMES else ()
 
-    def on_refused(self) -> None:
-        """It failed; whether it is tried again (`again_later`) is the stream's to decide."""
-        self._is_under_way = False
+    def on_source(
+        self, delta: TokenDelta, worker: WorkerStart, tokens: list[int], ref: SequenceRef, now_s: float
+    ) -> tuple[StreamEffects, FinishReason | None]:
+        """The former attempt goes on. What it adds to `tokens` is appended and, while the target (its attempt
+        is `ref`) waits for it, passed on. Also how the former attempt ended, if it did.
+        """
+        held = len(tokens)
+        if worker != self.server or delta.first_index > held:
+            return (), None
+        news = delta.tokens[held - delta.first_index :]
+        tokens.extend(news)
+        self.heard_s = now_s
+        if delta.finish_reason is not None:
+            return (Acknowledge(worker[0], self.ref),), delta.finish_reason
+        if self.is_leaving or not news:
+            return (), None
+        return (Extend(self.target, ref, held, news),), None
 
-    def again_later(self, now_s: float) -> None:
-        self._again_at_s = now_s + min(self._timing.retry_s * 2**self._failures, MAX_RETRY_S)
-        self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
 
-    def is_due(self, now_s: float) -> bool:
-        """To be tried again now."""
-        return self._again_at_s is not None and now_s >= self._again_at_s
-
-    def check_integrity(self) -> None:
-        """AssertionError where one is under way and to be tried again."""
-        assert not (self._is_under_way and self._again_at_s is not None)
-
-
-class Faults:
-    """Of one stream. Losses of lent KV count as long as no token comes in between."""
-
-    def __init__(self, timing: StreamTiming) -> None:
-        self._timing = timing
-        self._internal_errors = 0
-        self._kv_losses = 0
-        self._tokens_at_loss = -1
-
-    def on_internal_error(self) -> bool:
-        """Of the scheduler, or of an engine; true when that was one too many."""
-        self._internal_errors += 1
-        return self._internal_errors >= self._timing.max_internal_errors
-
-    def on_end(self, reason: FinishReason, tokens: int) -> KvasirError | None:
-        """An attempt ended without an answer, with so many tokens held; the error to end the stream with."""
-        if reason is FinishReason.KV_LOST:
-            has_gone_on = tokens > self._tokens_at_loss
-            self._kv_losses = 1 if has_gone_on else self._kv_losses + 1
-            self._tokens_at_loss = tokens
-            if self._kv_losses >= self._timing.max_kv_losses:
-                return CreditorLost(
-                    f"workers that lent KV for this request were lost {self._kv_losses} times in a row"
-                    " without a new token: try again later, or ask for less",
-                    retry_after_s=5.0,
-                )
-        elif reason is not FinishReason.GATEWAY_LOST and self.on_internal_error():
-            return InternalError(f"the engine ended the sequence {self._internal_errors} times")
-        return None
+def agrees(delta: TokenDelta, tokens: Sequence[int]) -> bool:
+    """Whether it says of every index that is held already what `tokens` say."""
+    first, both = delta.first_index, min(delta.first_index + len(delta.tokens), len(tokens))
+    return delta.tokens[: max(0, both - first)] == tuple(tokens[first:both])
 
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH)
@@ -180,7 +174,7 @@ class Stream:
 
     def on_submitted(self, serial: int, now_s: float) -> StreamEffects:
         """The scheduler knows the attempt."""
-        if not self.is_open or not self._submission.is_latest(serial):
+        if not self.is_open or serial != self._submission.serial:
             return ()
         self._submission.on_known()
         self.accepted = True
@@ -190,7 +184,7 @@ class Stream:
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
         """Refusals end a stream (overload only one that is not accepted yet), and so do repeated errors of
         the scheduler; anything else is tried again."""
-        if not self.is_open or not self._submission.is_latest(serial):
+        if not self.is_open or serial != self._submission.serial:
             return ()
         self._submission.on_refused()
         if isinstance(error, CallerError) or (isinstance(error, Overloaded) and not self.accepted):

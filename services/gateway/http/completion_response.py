@@ -1,8 +1,8 @@
 """The answer to one completion request: wait for admission, then stream it or send it whole.
 
 An ASGI response. It watches the connection from the start, so that a client who leaves frees its blocks at
-once. What goes wrong before the headers are out is a plain HTTP error, after it an error event. Knows nothing
-of the bus.
+once. What goes wrong before the headers are out is a plain HTTP error, after it an error event. A stream of
+events sends comments while there is nothing to say. Knows nothing of the bus.
 """
 
 import asyncio
@@ -14,12 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.alignment import PlacedToken
-from services.gateway.deadline import Deadline
-from services.gateway.exchange import Exchange, admitted
-from services.gateway.http.body import ClientGone
-from services.gateway.http.request_log import RequestRecord
-from services.gateway.http.sse import DIRECT_WRITER, EventStream
+from services.gateway.errors import ClientGone
+from services.gateway.exchange import Deadline, Exchange, admitted
+from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
+from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.openai.replies import (
     DONE,
@@ -31,8 +29,74 @@ from services.gateway.openai.replies import (
     text_logprobs,
 )
 from services.gateway.sessions import Sessions
-from services.gateway.text.choice_text import ChoiceText, TextPiece
-from shared.errors import KvasirError
+from services.gateway.text.choice_text import ChoiceText, PlacedToken, TextPiece
+from shared.clock import monotonic_s
+from shared.errors import InternalError, KvasirError
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: parsers skip it, proxies and clients see that the connection lives."""
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """Begins with the first thing written, or when nothing was for `keep_alive_s`."""
+
+    def __init__(self, send: Send, keep_alive_s: float, writer: DirectWriter | None = None) -> None:
+        self._send = send
+        self._writer = writer
+        self._is_writing = False
+        self._keep_alive_s = keep_alive_s
+        self._loop = asyncio.get_running_loop()
+        self._wrote_s = self._loop.time()
+        self.has_begun = False
+        """The headers are out: from here on an error can only be an event."""
+
+    async def begin(self) -> None:
+        """Send the headers, unless they are out."""
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def write(self, events: bytes, *, is_last: bool = False) -> None:
+        """Send events, after the headers."""
+        self._is_writing = True
+        try:
+            await self.begin()
+            await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        finally:
+            self._is_writing = False
+        self._wrote_s = self._loop.time()
+
+    @property
+    def can_push(self) -> bool:
+        """Whether `push` may be called: the headers are out, and the client keeps up."""
+        writer = self._writer
+        return writer is not None and self.has_begun and not self._is_writing and writer.is_open
+
+    def push(self, events: bytes) -> None:
+        """Send events without waiting."""
+        if self._writer is None:
+            raise InternalError("there is no way to push events")
+        self._writer.write(events)
+        self._wrote_s = self._loop.time()
+
+    async def wait(self, exchange: Exchange) -> None:
+        """Until something changed; writes a comment whenever nothing was written for too long.
+
+        Raises what `Exchange.wait` raises.
+        """
+        while True:
+            try:
+                async with asyncio.timeout_at(self._wrote_s + self._keep_alive_s):
+                    return await exchange.wait()
+            except TimeoutError:
+                if self._loop.time() >= self._wrote_s + self._keep_alive_s:
+                    await self.write(KEEP_ALIVE)
+
 
 SALT_BYTES = 16
 
@@ -55,7 +119,7 @@ class Delivery(Response):
 
     def __init__(
         self,
-        desk: Sessions,
+        sessions: Sessions,
         job: AdmittedRequest,
         letterhead: Letterhead,
         record: RequestRecord,
@@ -63,7 +127,7 @@ class Delivery(Response):
         config: GatewayConfig,
     ) -> None:
         super().__init__()
-        self._desk = desk
+        self._sessions = sessions
         self._job = job
         self._letterhead = letterhead
         self._record = record
@@ -72,18 +136,22 @@ class Delivery(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
-        lane = scope.get(DIRECT_WRITER)
         salt = salt_of(self._record.tenant, self._job.cache_salt)
-        exchange = self._desk.open(self._job, self._record.request_id, self._deadline, salt)
-        answers = self._desk.answers(exchange, self._job)
+        exchange = self._sessions.open(self._job, self._record.request_id, self._deadline, salt)
+        answers = self._sessions.answers(exchange, self._job)
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
         remaining_s = self._deadline.remaining_s()
         loop = asyncio.get_running_loop()
-        timer = None if remaining_s is None else loop.call_later(remaining_s, exchange.expire)
+        timer = (
+            None
+            if remaining_s is None
+            else loop.call_later(remaining_s, exchange.fail, self._deadline.error())
+        )
         try:
             await admitted(exchange, self._config.admit_timeout_s)
             if self._job.stream:
-                await self._stream(exchange, answers, EventStream(send, self._config.sse_keep_alive_s, lane))
+                out = EventStream(send, self._config.sse_keep_alive_s, scope.get(DIRECT_WRITER))
+                await self._stream(exchange, answers, out)
             else:
                 await self._whole(exchange, answers, send)
         except ClientGone:
@@ -93,8 +161,8 @@ class Delivery(Response):
             watcher.cancel()
             if timer is not None:
                 timer.cancel()
-            self._desk.close(exchange)
-            self._desk.note_answered(answers, self._record)
+            self._sessions.close(exchange)
+            self._record.note_answers(answers)
 
     async def _whole(self, exchange: Exchange, answers: list[ChoiceText], send: Send) -> None:
         texts = [""] * len(answers)
@@ -159,15 +227,15 @@ class Delivery(Response):
         return b"".join(events)
 
     def _read(self, exchange: Exchange, answers: list[ChoiceText]) -> list[tuple[TextPiece, ChoiceText]]:
-        """What has become readable; a choice that a stop string has ended is finished at the desk."""
+        """What has become readable; the rest of a choice that a stop string has ended is cancelled."""
         pieces: list[tuple[TextPiece, ChoiceText]] = []
         for answer, sequence in zip(answers, exchange.sequences, strict=True):
             if (piece := answer.read()) is not None:
                 pieces.append((piece, answer))
                 if piece.finish_reason is not None and answer.is_cut:
-                    self._desk.finish(sequence, answer.completion_tokens)
-        if pieces:
-            self._record.note_first_token()
+                    self._sessions.finish(sequence, answer.completion_tokens)
+        if pieces and self._record.first_token_s is None and self._record.accepted_s is not None:
+            self._record.first_token_s = monotonic_s() - self._record.accepted_s
         return pieces
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any] | None:
@@ -175,7 +243,7 @@ class Delivery(Response):
         if (top := self._job.top_logprobs) is None:
             return None
         write = chat_logprobs if self._job.kind == "chat" else text_logprobs
-        return write(tokens, self._desk.vocabulary, top)
+        return write(tokens, self._sessions.vocabulary, top)
 
     def _usage(self, answers: list[ChoiceText]) -> Usage:
         prompt_tokens = sum(len(prompt) for prompt in self._job.prompts)

@@ -3,7 +3,9 @@
 Each reads its request, asks the service, and answers; errors are raised, never written here.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import orjson
 from fastapi import FastAPI, Request
@@ -13,12 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
-from services.gateway.deadline import HEADER, deadline_of
-from services.gateway.errors import HttpError, error_response, unknown_model
-from services.gateway.http.body import ClientGone, read_body
+from services.gateway.errors import ClientGone, HttpError, error_response, unknown_model
+from services.gateway.exchange import HEADER, deadline_of
 from services.gateway.http.completion_response import Delivery
-from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD
-from services.gateway.http.request_log import RequestRecord
+from services.gateway.http.connection import MAX_DISCARDED_BYTES
+from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord
 from services.gateway.openai.admission import Acceptance
 from services.gateway.openai.replies import Letterhead, ReplyKind, model_body
 from services.gateway.openai.tokenize import Tokenization
@@ -26,6 +27,47 @@ from services.gateway.sessions import Sessions
 from shared import metrics
 from shared.clock import unix_s
 from shared.errors import InternalError, InvalidRequest, KvasirError, NoResponder
+
+
+async def read_body(request: Request, config: GatewayConfig) -> bytes:
+    """The whole body.
+
+    Raises HttpError 413 over the cap and 408 past the deadline, ClientGone on a lost connection.
+    """
+    max_bytes, timeout_s = config.max_body_bytes, config.receive_timeout_s
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes + MAX_DISCARDED_BYTES:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _collect(request.receive, max_bytes)
+    except TimeoutError:
+        text = f"the request body did not arrive within {timeout_s:g} s"
+        raise HttpError(408, text, error_code="request_timeout", closes=True) from None
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    body = bytearray()
+    received_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        received_bytes += len(part)
+        if received_bytes <= max_bytes:
+            body += part
+        is_last = not message.get("more_body", False)
+        if received_bytes > max_bytes and (is_last or received_bytes > max_bytes + MAX_DISCARDED_BYTES):
+            raise _too_large(max_bytes)
+        if is_last:
+            return bytes(body)
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    text = f"the request body is longer than {max_bytes} bytes"
+    return HttpError(413, text, error_code="request_too_large", closes=True)
+
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
 
@@ -52,15 +94,15 @@ class Shortcut:
 VERSION = "0.1.0"
 
 
-def make_app(desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> ASGIApp:
+def make_app(sessions: Sessions, acceptance: Acceptance, config: GatewayConfig) -> ASGIApp:
     """The application behind `Edge`. It has no pages of its own: no schema, no docs."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    completions = _completions(desk, acceptance, config)
+    completions = _completions(sessions, acceptance, config)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
-    _add_tokenization(app, desk, acceptance, config)
-    _add_models(app, desk, config)
-    _add_probes(app, desk)
+    _add_tokenization(app, sessions, acceptance, config)
+    _add_models(app, sessions, config)
+    _add_probes(app, sessions)
 
     @app.get("/version")
     async def version() -> Response:
@@ -70,10 +112,10 @@ def make_app(desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> A
     return Shortcut(app, completions)
 
 
-def make_operator_app(desk: Sessions) -> ASGIApp:
+def make_operator_app(sessions: Sessions) -> ASGIApp:
     """What the operator's listener serves, behind an `Edge` of its own."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_probes(app, desk)
+    _add_probes(app, sessions)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -83,10 +125,12 @@ def make_operator_app(desk: Sessions) -> ASGIApp:
     return app
 
 
-def _completions(desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> dict[str, RouteHandler]:
+def _completions(
+    sessions: Sessions, acceptance: Acceptance, config: GatewayConfig
+) -> dict[str, RouteHandler]:
     async def complete(kind: ReplyKind, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
-        body = await _body(request, config)
+        body = await read_body(request, config)
         deadline = deadline_of(
             request.headers.get(HEADER),
             config.request_timeout_s,
@@ -95,72 +139,60 @@ def _completions(desk: Sessions, acceptance: Acceptance, config: GatewayConfig) 
         )
         accept = acceptance.chat if kind == "chat" else acceptance.text
         async with deadline.enforced():
-            job = await accept(body, lambda: desk.context_tokens(config.admit_timeout_s))
-        desk.note_accepted(job, record)
+            job = await accept(body, lambda: sessions.context_tokens(config.admit_timeout_s))
+        record.note_accepted(job)
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
         letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
-        return Delivery(desk, job, letterhead, record, deadline, config)
+        return Delivery(sessions, job, letterhead, record, deadline, config)
 
-    async def chat_completions(request: Request) -> Response:
-        return await complete("chat", request)
-
-    async def completions(request: Request) -> Response:
-        return await complete("text", request)
-
-    return {"/v1/chat/completions": chat_completions, "/v1/completions": completions}
+    return {"/v1/chat/completions": partial(complete, "chat"), "/v1/completions": partial(complete, "text")}
 
 
-def _add_models(app: FastAPI, desk: Sessions, config: GatewayConfig) -> None:
+def _add_models(app: FastAPI, sessions: Sessions, config: GatewayConfig) -> None:
     began_s = int(unix_s())
 
     @app.get("/v1/models")
     async def models() -> Response:
-        entry = model_body(config.served_name, began_s, desk.workers.context_tokens)
+        entry = model_body(config.served_name, began_s, sessions.workers.context_tokens)
         return _json({"object": "list", "data": [entry]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         if model_id != config.served_name:
             raise unknown_model(model_id, config.served_name)
-        return _json(model_body(config.served_name, began_s, desk.workers.context_tokens))
+        return _json(model_body(config.served_name, began_s, sessions.workers.context_tokens))
 
 
-def _add_probes(app: FastAPI, desk: Sessions) -> None:
+def _add_probes(app: FastAPI, sessions: Sessions) -> None:
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
-        reasons = desk.unready_reasons()
+        reasons = sessions.unready_reasons()
         if reasons:
             raise NoResponder("not ready: " + "; ".join(reasons))
         return _json({"status": "ready"})
 
 
-def _add_tokenization(app: FastAPI, desk: Sessions, acceptance: Acceptance, config: GatewayConfig) -> None:
+def _add_tokenization(
+    app: FastAPI, sessions: Sessions, acceptance: Acceptance, config: GatewayConfig
+) -> None:
     tokenization = Tokenization(
-        config.served_name, acceptance.codec, acceptance.threads, desk.vocabulary, config.max_messages
+        config.served_name, acceptance.codec, acceptance.threads, sessions.vocabulary, config.max_messages
     )
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await _body(request, config)
-        limit = await desk.context_tokens(config.admit_timeout_s)
+        body = await read_body(request, config)
+        limit = await sessions.context_tokens(config.admit_timeout_s)
         return _written(await tokenization.tokenize(body, limit))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _written(await tokenization.detokenize(await _body(request, config)))
-
-
-async def _body(request: Request, config: GatewayConfig) -> bytes:
-    """Raises as `read_body` does."""
-    length = request.headers.get("content-length")
-    return await read_body(
-        request.receive, length, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s
-    )
+        return _written(await tokenization.detokenize(await read_body(request, config)))
 
 
 def _json(content: object) -> Response:

@@ -10,8 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.config import GatewayConfig
-from services.gateway.connections import ConnectionTable
-from services.gateway.protocol import ServerConfig
+from services.gateway.http.connection import ConnectionTable, ServerConfig
 from shared.errors import ConfigError
 
 BACKLOG = 2048

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import unknown_model
-from services.gateway.http.body import parse_chat, parse_object
-from services.gateway.openai import schemas, unsupported
+from services.gateway.openai import schemas
 from services.gateway.openai.replies import ReplyKind
+from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.text.tokenizer import Codec, TokenizerThreads
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.messages.sequence import Sampling
@@ -130,7 +130,7 @@ class Acceptance:
     def _check(self, request: schemas.CompletionFields) -> None:
         if request.model != self._config.served_name:
             raise unknown_model(request.model, self._config.served_name)
-        unsupported.refuse_unsupported(request.model_extra or {})
+        schemas.refuse_unsupported(request.model_extra or {})
         if (request.n or 1) > self._config.max_n:
             raise InvalidRequest(f"n may be at most {self._config.max_n}", param="n")
 
@@ -159,7 +159,7 @@ class Acceptance:
             stops=tuple(request.stop or ()),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            unknown_fields=tuple(unsupported.unknown_fields(request.model_extra or {})),
+            unknown_fields=tuple(schemas.unknown_fields(request.model_extra or {})),
             cache_salt=request.cache_salt or "",
         )
 

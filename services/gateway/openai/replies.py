@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import orjson
 
-from services.gateway.core.alignment import PlacedToken
 from services.gateway.errors import body_of
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.choice_text import PlacedToken
+from services.gateway.text.tokenizer import Vocabulary
 from shared.errors import KvasirError
 
 LOWEST = -9999.0

@@ -10,11 +10,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, unknown_model
-from services.gateway.http.body import parse_chat, parse_object
 from services.gateway.openai import schemas
-from services.gateway.openai.unsupported import refuse_unsupported
-from services.gateway.text.tokenizer import Codec, TokenizerThreads
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.openai.schemas import parse_chat, parse_object, refuse_unsupported
+from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
 from shared.errors import InvalidRequest
 
 MAX_DETOKENIZED_TOKENS = 131_072

@@ -1,23 +1,97 @@
 """A model's tokenizer and chat template, read from a folder as Hugging Face lays it out, without torch.
 
-`Codec` turns chats and texts into token ids and says which ids end an answer. Knows nothing of requests or
-limits.
+`Codec` turns chats and texts into token ids and says which ids end an answer; `Vocabulary` says what a single
+id stands for. Templates are Jinja in a sandbox, set up as in transformers, so that prompts are equal. Knows
+nothing of requests or limits.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from services.gateway.text.chat_template import ChatMessage, ChatTemplate
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.log import get_logger
 from shared.model_files import revision_advice, source_of
+
+ChatMessage = Mapping[str, Any]
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training; here it is its
+    content.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template. `variables` are the special tokens by name (`bos_token`, …)."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._variables = dict(variables)
+
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text, ready for the answer unless `add_generation_prompt` is off.
+
+        Raises InvalidRequest when the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
 
 T = TypeVar("T")
 AT_ONCE_BYTES = 4096
@@ -222,3 +296,75 @@ def _end_token_ids(
             return tuple(int(token) for token in found)
     eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return () if eos is None else (eos,)
+
+
+SPACE_MARK = "▁"
+"""What sentencepiece writes for a space."""
+
+
+class Vocabulary:
+    """The bytes of each token, and a text for people. Remembers every id it was asked for.
+
+    The bytes of an answer's tokens, joined, are the bytes of its text (special tokens aside), also where a
+    character spans tokens. Knows the two ways tokenizers keep bytes (byte-level alphabets, byte fallback);
+    for any other a token's bytes are those of its decoded text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._kinds = _decoder_kinds(tokenizer)
+        self._added: dict[int, str] = {
+            token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()
+        }
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def text(self, token: int) -> str:
+        """Its text; bytes that are no whole characters are written as `\\xe2`, as OpenAI does."""
+        return self._look_up(token)[0]
+
+    def bytes_of(self, token: int) -> bytes:
+        """Its UTF-8 bytes, possibly a part of a character; none for an id the tokenizer does not know."""
+        return self._look_up(token)[1]
+
+    def _look_up(self, token: int) -> tuple[str, bytes]:
+        known = self._known.get(token)
+        if known is None:
+            data = self._bytes(token)
+            known = (data.decode("utf-8", "backslashreplace"), data)
+            if self._tokenizer.id_to_token(token) is not None:
+                self._known[token] = known
+        return known
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        written: str | None = self._tokenizer.id_to_token(token)
+        if written is None:
+            return b""
+        if "ByteLevel" in self._kinds:
+            alphabet = byte_alphabet()
+            return b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in written)
+        if "ByteFallback" in self._kinds and len(written) == 6 and written.startswith("<0x"):
+            return bytes([int(written[3:5], 16)])
+        if self._kinds & {"ByteFallback", "Metaspace"}:
+            return written.replace(SPACE_MARK, " ").encode()
+        decoded: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return decoded.encode()
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
+    """Names of the steps of its decoder."""
+    if tokenizer.decoder is None:
+        return frozenset()
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return frozenset(str(step.get("type")) for step in (state, *state.get("decoders", ())))
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """The 256 characters of GPT-2's byte-level alphabet: printable bytes are themselves, the rest follow
+    U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -11,13 +11,12 @@ from typing import Any
 from services.scheduler.core.effects import Effect, StepDown
 from services.scheduler.core.fleet import Fleet
 from services.scheduler.core.intake import Admission, Intake
+from services.scheduler.core.long_waits import OversizedWatch, Standstill, wanted
 from services.scheduler.core.moves import Moves
-from services.scheduler.core.oversized import OversizedWatch
 from services.scheduler.core.pressure import PressureWatch
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Sequence, kinds_of
-from services.scheduler.core.standstill import Standstill
 from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
@@ -206,7 +205,7 @@ class SchedulerCore:
             self._roster.expire(now_s)
         if now_s - self._wanted_s > WANT_INTERVAL_S and not self._deposed:
             self._wanted_s = now_s
-            wants = self._roster.wanted()
+            wants = wanted(self._roster)
             effects += self._pressure.with_limits(wants, now_s)
             effects += self._oversized.on_wants(wants, now_s)
         return self._after(effects, now_s)

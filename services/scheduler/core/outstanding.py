@@ -40,10 +40,6 @@ class SentPlan:
     steps_done: int = 0
 
     @property
-    def seq(self) -> int:
-        return self.plan.seq
-
-    @property
     def can_be_cut(self) -> bool:
         """Nothing but decodes in it: it may end between any two steps, or never run."""
         return self.batch.decodes_only and not self.plan.drops
@@ -106,7 +102,7 @@ class OutstandingPlans:
         if event.seq != self._stepped_seq + 1:
             return Trouble(f"step reports {self._stepped_seq + 1} to {event.seq - 1} are missing")
         self._stepped_seq = event.seq
-        sent = next((sent for sent in self._plans if sent.seq == event.plan_seq), None)
+        sent = next((sent for sent in self._plans if sent.plan.seq == event.plan_seq), None)
         if sent is None or event.epoch != self._epoch:
             return Progress()
         superseded = event.outcome is StepOutcome.SUPERSEDED and sent.can_be_cut
@@ -122,7 +118,7 @@ class OutstandingPlans:
         over: list[SentPlan] = []
         while self._plans[0] is not sent:
             if not self._plans[0].can_be_cut:
-                return Trouble(f"plan {self._plans[0].seq} was passed over")
+                return Trouble(f"plan {self._plans[0].plan.seq} was passed over")
             over.append(self._plans.popleft())
         sent.steps_done = event.steps_done
         self._progress_s = now_s
@@ -139,19 +135,19 @@ class OutstandingPlans:
         elif now_s - self._behind[1] > self._rules.report_grace_s:
             return Trouble(f"step reports up to {self._behind[0]} were lost")
         newest = self._plans[-1] if self._plans else None
-        unseen = newest is not None and report.epoch == self._epoch and report.plan_seq < newest.seq
+        unseen = newest is not None and report.epoch == self._epoch and report.plan_seq < newest.plan.seq
         if unseen and newest is not None and now_s - newest.sent_s > self._rules.plan_grace_s:
-            return Trouble(f"plan {newest.seq} never reached the worker")
+            return Trouble(f"plan {newest.plan.seq} never reached the worker")
         return None
 
     def on_tick(self, now_s: float) -> Trouble | None:
         """Outstanding plans must move: a worker whose engine hangs still sends heartbeats."""
         patience_s = self._rules.snapshot_patience_s + self._rules.valid_for_s
         if self._plans and now_s - self._progress_s > patience_s:
-            return Trouble(f"no step of plan {self._plans[0].seq} in {patience_s:g} s")
+            return Trouble(f"no step of plan {self._plans[0].plan.seq} in {patience_s:g} s")
         return None
 
     def check_integrity(self) -> None:
-        seqs = [sent.seq for sent in self._plans]
+        seqs = [sent.plan.seq for sent in self._plans]
         assert not seqs or seqs == list(range(seqs[0], seqs[0] + len(seqs))), f"plans out of order: {seqs}"
         assert all(sent.steps_done <= sent.batch.steps for sent in self._plans)

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from services.scheduler.core.effects import Effect, NoteRelief, WantKvAtWorker
 from services.scheduler.core.moves import Moves
-from services.scheduler.core.preemption import speeds_of
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import ReliefRules
 from services.scheduler.core.sequence import Phase, Sequence
-from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline, speeds_of
 from services.scheduler.policy.relief import (
     BY_KV,
     MemoryPressure,

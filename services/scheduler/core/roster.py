@@ -4,59 +4,103 @@ and go.
 Knows workers only as pipelines. Pure.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
 
-from services.scheduler.core.backlog import Backlog
-from services.scheduler.core.effects import CancelAtWorker, Effect, SequenceLeft, WantKvAtWorker
+from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, SequenceLeft
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import HELD, Phase, Sequence
+from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, names_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from shared.errors import KvasirError
-from shared.messages.commands import CancelSequence
-from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.commands import CancelSequence, PlacementItem
+from shared.messages.reports import WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
+from shared.messages.values import as_count, as_seconds
 from shared.ttl_map import RecentMap
 
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """How many blocks a sequence needs at its worker, and its place among those that want to borrow."""
-
-    order: tuple[float, SequenceKey]
-    worker_id: str
-    blocks: int
-    """All in all, those that the worker has among them."""
+NO_QUESTION = 0
+"""Questions are numbered from 1."""
 
 
-def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) -> list[Claim]:
-    """At most one for each worker, oldest first. The oldest of all is always among them."""
-    chosen: dict[str, Claim] = {}
-    for claim in sorted(claims, key=lambda one: one.order):
-        together = {**chosen, claim.worker_id: _larger(claim, chosen.get(claim.worker_id))}
-        if not chosen or _fit(together, capacities):
-            chosen = together
-        else:
-            break  # younger and smaller ones would take what this one waits for
-    return list(chosen.values())
+class Backlog:
+    """Ordered by arrival; bounded by whoever adds to it."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._waiting: list[Sequence] = []
+        self._question = NO_QUESTION
+        self._open: tuple[SequenceRef, ...] | None = None
+        self._due_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        at = bisect_left(self._waiting, sequence.order, key=_order)
+        return at < len(self._waiting) and self._waiting[at] is sequence
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_order)
+        self.poke()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Raises ValueError when it does not wait."""
+        if sequence not in self:
+            raise ValueError(f"{sequence.ref} is not in the backlog")
+        del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
+
+    def poke(self) -> None:
+        """Something changed: the next question need not wait for the interval."""
+        self._due_s = float("-inf")
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether somebody is to be asked about, and no question is open."""
+        return self._open is None and bool(self._waiting) and now_s >= self._due_s
+
+    def ask(
+        self, excluded_workers: tuple[str, ...], now_s: float, kinds: tuple[Kind, ...] = ()
+    ) -> AskPlacement | None:
+        """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks."""
+        if not self.is_due(now_s):
+            return None
+        batch = self._waiting[: self._rules.placement_batch]
+        self._question += 1
+        self._open = tuple(sequence.ref for sequence in batch)
+        self._due_s = float("inf")
+        items = tuple(_item(sequence, kinds, now_s) for sequence in batch)
+        return AskPlacement(self._question, items, excluded_workers)
+
+    def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
+        """The refs that the question was about; empty when it is not the open one. `more`: go on without a
+        pause."""
+        if question != self._question or self._open is None:
+            return ()
+        refs, self._open = self._open, None
+        poked = self._due_s == float("-inf")
+        self._due_s = float("-inf") if more or poked else now_s + self._rules.placement_interval_s
+        return refs
+
+    def check_integrity(self) -> None:
+        keys: list[SequenceKey] = [sequence.key for sequence in self._waiting]
+        assert len(keys) == len(set(keys))
+        assert self._waiting == sorted(self._waiting, key=_order), "out of order"
 
 
-def is_deprived(blocks: int, capacity: Capacity) -> bool:
-    """A sequence of so many blocks is larger than the worker's own KV, as far as that is not lent."""
-    return blocks > capacity.total_blocks - capacity.borrowed_blocks
-
-
-def _larger(claim: Claim, other: Claim | None) -> Claim:
-    return claim if other is None or claim.blocks > other.blocks else other
-
-
-def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> bool:
-    missing = sum(
-        max(0, claim.blocks - capacities[name].total_blocks + capacities[name].borrowed_blocks)
-        for name, claim in claims.items()
+def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> PlacementItem:
+    return PlacementItem(
+        ref=sequence.ref,
+        size_tokens=as_count(sequence.prompt_tokens + sequence.generated_tokens),
+        limit_tokens=as_count(sequence.limit_tokens),
+        prefixes=names_of(sequence, kinds),
+        waited_s=as_seconds(max(0.0, now_s - sequence.arrival_s)),
     )
-    lenders = (capacity for name, capacity in capacities.items() if name not in claims)
-    return missing <= sum(capacity.most_lent_blocks for capacity in lenders)
+
+
+_order = attrgetter("order")
 
 
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
@@ -188,29 +232,11 @@ class Roster:
         sequence.worker_id = pipeline.worker_id
         pipeline.arrive(sequence, now_s, midway=midway)
 
-    def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> Effect:
-        """For placement's books: the sequence is at this pipeline's worker, which nobody asked about."""
+    def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> AskPlacement:
+        """For placement's books: the sequence is at this pipeline's worker. Nobody waits for the answer."""
         others = tuple(name for name in self.pipelines if name != pipeline.worker_id)
-        return self.backlog.tell(sequence, (*self.closed_workers(), *others))
-
-    def wanted(self) -> list[WantKvAtWorker]:
-        """Which workers are to gather KV now, for a sequence that is too long for their own."""
-        capacities = {report.worker_id: report.capacity for report in self.reports()}
-        claims: list[Claim] = []
-        for sequence in self.sequences.values():
-            pipeline = self.pipelines.get(sequence.worker_id or "")
-            if pipeline is None or pipeline.worker_id not in capacities:
-                continue
-            blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
-            if is_deprived(blocks, pipeline.report.capacity):
-                claims.append(Claim(sequence.order, pipeline.worker_id, blocks))
-        chosen = who_may_borrow(claims, capacities)
-        return [
-            WantKvAtWorker(
-                claim.worker_id, claim.blocks * self.pipelines[claim.worker_id].report.block_tokens
-            )
-            for claim in chosen
-        ]
+        item = _item(sequence, (), sequence.arrival_s)
+        return AskPlacement(NO_QUESTION, (item,), (*self.closed_workers(), *others))
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """From a worker that never heard of it to the backlog."""

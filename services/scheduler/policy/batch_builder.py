@@ -1,24 +1,216 @@
-"""One batch in the making: the token budget, the batch's size, and how decisions become a `PlannedBatch`.
+"""What every policy stands on: the table of one worker's jobs, and one batch of them in the making.
 
-Every policy puts its batches together with a `BatchBuilder`. It decides who comes next and whether there are
-blocks; the builder says how much of a prompt this step may compute, counts, and projects what was decided on
-the job table. Knows no order and no admission rule.
+A job is a task together with its projected progress. Blocks are counted three ways. `held_blocks` are there
+physically. `own_blocks` are set aside for the job alone: never less than held, less what is hosted.
+`hosted_blocks` are lent to it out of another job's own (only EcoServe lends). The worker's capacity bounds
+the sum of `own_blocks` and with that, as no block is used by two at once, the sum of `held_blocks`.
+
+    capacity 10:  a holds 3, owns 5   b holds 4, owns 2, is hosted 2 by a   → free: 10 − 5 − 2 = 3
+
+A policy keeps its jobs in places of its own (a line, two queues), and asks the `JobTable` to hold, to set
+aside and to clear. It decides who comes next and whether there are blocks; a `BatchBuilder` says how much of
+a prompt this step may compute, counts, and projects what was decided on the table. Both know no order and no
+admission rule.
 
     budget 16:  decodes of a and b → 14 are left;  b is preempted → 15;  a prompt of 40 is cut to [0, 15)
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import Any
 
 from services.scheduler.policy.contract import (
+    Holding,
     PlannedBatch,
     PlannedDecode,
     PlannedPreemption,
     PlannedPrefill,
     PlannedQuestion,
     PolicySettings,
+    Task,
+    WorkerShape,
 )
-from services.scheduler.policy.job_table import Job, JobStage, JobTable
+from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
+
+
+class JobStage(StrEnum):
+    WAITING = "waiting"
+    """Nothing of it is at the worker."""
+    PREFILLING = "prefilling"
+    """Partly prefilled, or it holds blocks for that."""
+    READY = "ready"
+    """Prefilled, and not running: new, adopted, or paused with its KV in place."""
+    DECODING = "decoding"
+    COMPLETE = "complete"
+    """Planned to its limit: keeps its blocks until the end is confirmed."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One task's projected progress, and what policies that plan by predicted lengths note about it."""
+
+    task: Task
+    generated_tokens: int
+    prediction: LengthPrediction | None = None
+    first_prediction: LengthPrediction | None = None
+    stage: JobStage = JobStage.WAITING
+    computed_tokens: int = 0
+    held_blocks: int = 0
+    own_blocks: int = 0
+    hosted_blocks: int = 0
+    deadline_s: float = inf
+    due_s: float = inf
+    """What the slack classes of the queue it waits in count down to."""
+    rest_tokens: int = 0
+    """Padded tokens to come, as of when it last entered a queue or was predicted anew."""
+    end_tokens: int = 0
+    """Tokens in the cache when it is expected to end; of a running one."""
+    rank: tuple[Any, ...] = ()
+    """Its place in the queue it waits in; the last parts tell any two jobs apart."""
+    slack_class: int = 0
+    queued_as: int = 0
+    """Number of its stay in a queue: clocked events of earlier stays are void."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """What has to be computed before it decodes: the prompt, and the answer so far."""
+        return self.task.prompt_tokens + self.generated_tokens
+
+    @property
+    def missing_tokens(self) -> int:
+        """Of the answer, up to its limit."""
+        return self.task.max_tokens - self.generated_tokens
+
+    @property
+    def reserved_blocks(self) -> int:
+        """How far it may grow without asking again."""
+        return self.own_blocks + self.hosted_blocks
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether its prefill is still to be done, or to be finished."""
+        return self.stage in (JobStage.WAITING, JobStage.PREFILLING)
+
+
+def arrival_rank(job: Job) -> tuple[Any, ...]:
+    """First come, first served."""
+    return job.task.order
+
+
+class JobTable:
+    """One worker's jobs by key, and the sums of their blocks."""
+
+    def __init__(self, shape: WorkerShape) -> None:
+        self.block_tokens = shape.block_tokens
+        self.capacity_blocks = shape.capacity_blocks
+        self.jobs: dict[SequenceKey, Job] = {}
+        self.held_blocks = self.own_blocks = 0
+        self.changed = True
+        """Something may start that could not before. Whoever has looked, clears it."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Set aside for nobody. Negative after the worker shrank: somebody has to give up blocks."""
+        return self.capacity_blocks - self.own_blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def is_oversized(self, job: Job) -> bool:
+        """Whether it could never end here, as small as the worker is now."""
+        return self.blocks_for(job.task.limit_tokens) > self.capacity_blocks
+
+    def add(self, task: Task, holding: Holding | None = None) -> Job | None:
+        """A new job, with what it holds already; None when its key is known. The stage says where it stands:
+        what decodes at the worker is READY, or COMPLETE when nothing is missing."""
+        if task.key in self.jobs:
+            return None
+        job = self.jobs[task.key] = Job(task, task.generated_tokens, task.prediction, task.prediction)
+        if holding is not None:
+            job.computed_tokens = holding.computed_tokens
+            self.hold(job, holding.allocated_blocks)
+            if holding.decoding:
+                job.stage = JobStage.READY if job.missing_tokens > 0 else JobStage.COMPLETE
+            elif holding.computed_tokens or holding.allocated_blocks:
+                job.stage = JobStage.PREFILLING
+        return job
+
+    def remove(self, job: Job) -> None:
+        """It has ended: what it held is free."""
+        self.clear(job)
+        del self.jobs[job.task.key]
+
+    def clear(self, job: Job) -> None:
+        """It holds nothing any more; its tokens are to be computed again."""
+        self.held_blocks -= job.held_blocks
+        job.held_blocks = job.computed_tokens = 0
+        self.set_own(job, 0)
+        job.stage = JobStage.WAITING
+
+    def set_own(self, job: Job, blocks: int) -> None:
+        """So many are set aside for it alone from now on."""
+        self.own_blocks += blocks - job.own_blocks
+        self.changed = self.changed or blocks < job.own_blocks
+        job.own_blocks = blocks
+
+    def hold(self, job: Job, blocks: int) -> None:
+        """Physically so many from now on; what it is not hosted for is its own."""
+        self.held_blocks += blocks - job.held_blocks
+        job.held_blocks = blocks
+        if job.reserved_blocks < blocks:
+            self.set_own(job, blocks - job.hosted_blocks)
+
+    def finish_chunk(self, job: Job, end_tokens: int) -> None:
+        """A prefill gets to `end_tokens`; the chunk that reaches the end yields the first token."""
+        is_last = end_tokens == job.prefill_tokens
+        job.computed_tokens = end_tokens
+        if is_last:
+            job.generated_tokens += 1
+            job.stage = JobStage.DECODING if job.missing_tokens > 0 else JobStage.COMPLETE
+
+    def finish_decodes(self, job: Job, tokens: int) -> None:
+        """So many tokens more, with the blocks for them."""
+        job.computed_tokens += tokens
+        job.generated_tokens += tokens
+        self.hold(job, max(job.held_blocks, self.blocks_for(job.computed_tokens)))
+        if job.missing_tokens == 0:
+            job.stage = JobStage.COMPLETE
+
+    def take_back(self, job: Job, missing_tokens: int) -> None:
+        """So many planned tokens were not generated: one that was planned to its limit goes on."""
+        job.generated_tokens -= missing_tokens
+        job.computed_tokens -= missing_tokens
+        if job.stage is JobStage.COMPLETE and job.missing_tokens > 0:
+            job.stage = JobStage.DECODING
+
+    def note_prefix_hit(self, job: Job, cached_tokens: int) -> None:
+        """The worker has so much of a prefilling one stored. It counts as far as the free blocks reach, as
+        if it were the job's own."""
+        room_blocks = job.held_blocks + max(0, self.free_blocks)
+        cached_tokens = min(cached_tokens, job.prefill_tokens - 1, room_blocks * self.block_tokens)
+        if cached_tokens > job.computed_tokens:
+            job.computed_tokens = cached_tokens
+            self.hold(job, max(job.held_blocks, self.blocks_for(cached_tokens)))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a sum is wrong, or a job's tokens, blocks and stage contradict."""
+        jobs = list(self.jobs.values())
+        assert self.held_blocks == sum(job.held_blocks for job in jobs)
+        assert self.own_blocks == sum(job.own_blocks for job in jobs)
+        for job in jobs:
+            assert 0 <= job.generated_tokens <= job.task.max_tokens
+            assert job.computed_tokens <= job.held_blocks * self.block_tokens
+            assert job.held_blocks <= job.reserved_blocks and job.own_blocks >= 0
+            if job.stage is JobStage.WAITING:
+                assert job.computed_tokens == job.held_blocks == 0
+            elif job.stage is JobStage.PREFILLING:
+                assert job.held_blocks > 0 or job.computed_tokens > 0
+            else:
+                assert job.computed_tokens == job.prefill_tokens - 1
+                assert (job.missing_tokens == 0) == (job.stage is JobStage.COMPLETE)
 
 
 class BatchBuilder:

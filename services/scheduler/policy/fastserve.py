@@ -15,6 +15,7 @@ papers/003 §2 uses it, with max-allocation; algorithms.md §1.
 from dataclasses import dataclass
 from typing import Any
 
+from services.scheduler.policy.batch_builder import Job, JobStage
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -23,9 +24,8 @@ from services.scheduler.policy.contract import (
     WorkerShape,
     read_options,
 )
-from services.scheduler.policy.job_table import Job, JobStage
-from services.scheduler.policy.line import Line
 from services.scheduler.policy.ranked import RankedPolicy
+from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
 
 _DEFAULTS = {"levels": 5, "quantum_steps": 8, "starve_s": 10.0}

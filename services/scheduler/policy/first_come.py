@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, JobTable
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -32,8 +32,7 @@ from services.scheduler.policy.contract import (
     WorkerShape,
     read_options,
 )
-from services.scheduler.policy.job_table import Job, JobStage, JobTable
-from services.scheduler.policy.line import Line
+from services.scheduler.policy.waiting_queue import Line
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 

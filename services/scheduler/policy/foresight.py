@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -19,7 +19,6 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.first_come import FirstComePolicy
-from services.scheduler.policy.job_table import Job, JobStage
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 

@@ -19,9 +19,8 @@ from heapq import merge
 from itertools import islice
 from typing import Any
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.job_table import Job, JobStage
 from services.scheduler.policy.lengths import Calibration, LengthEstimates
 from services.scheduler.policy.options import parse_options
 from services.scheduler.policy.profile import UsageProfile, bucket_tokens

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from math import inf, log2
 from typing import Any
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job
 from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
 from services.scheduler.policy.foresight import ExactPolicy
-from services.scheduler.policy.job_table import Job
-from services.scheduler.policy.line import Line
+from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
 
 _ROWS_PER_OCTAVE = 4

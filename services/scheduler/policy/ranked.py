@@ -15,11 +15,10 @@ papers/003 §2 (its FastServe and SRTF); algorithms.md §1.
 from itertools import islice
 from typing import Any
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
 from services.scheduler.policy.first_come import FirstComePolicy
 from services.scheduler.policy.foresight import Foreseeing
-from services.scheduler.policy.job_table import Job, JobStage
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
 from services.scheduler.policy.foresight import ExactPolicy
-from services.scheduler.policy.job_table import Job, JobStage
-from services.scheduler.policy.line import Line
+from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
 
 

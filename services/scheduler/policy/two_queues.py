@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from itertools import chain
 from math import ceil
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, JobTable, arrival_rank
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -28,7 +28,6 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.job_table import Job, JobStage, JobTable, arrival_rank
 from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.waiting_queue import WaitingQueue

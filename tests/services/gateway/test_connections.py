@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.connections import ConnectionTable, address_key
 from services.gateway.errors import HttpError
+from services.gateway.http.connection import ConnectionTable, address_key
 
 
 def full(engaged: tuple[str, ...] = (), idle: tuple[str, ...] = ()) -> ConnectionTable[str]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from services.gateway.deadline import HEADER, NONE, Deadline, deadline_of
+from services.gateway.exchange import HEADER, NONE, Deadline, deadline_of
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InvalidRequest
 from tests.patience import until

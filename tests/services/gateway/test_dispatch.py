@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from services.gateway import dispatch as module
 from services.gateway.config import GatewayConfig
-from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, StreamTiming, Submit
+from services.gateway.core.effects import Acknowledge, Cancel, Fetch, StreamEffects, Submit
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream
 from services.gateway.counters import Counters
 from services.gateway.dispatch import Dispatch, NoticeOutbox

@@ -5,11 +5,10 @@ from contextvars import copy_context
 
 import pytest
 
-from services.gateway.core.effects import StreamTiming
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream
-from services.gateway.deadline import Deadline
-from services.gateway.exchange import Exchange, OpenChoice, admitted
-from services.gateway.http.body import ClientGone
+from services.gateway.errors import ClientGone
+from services.gateway.exchange import Deadline, Exchange, OpenChoice, admitted
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder
 from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
@@ -106,7 +105,7 @@ async def test_an_expired_deadline_ends_every_wait() -> None:
     exchange.deadline = Deadline(0.0, 2.0)
     waiting = asyncio.create_task(admitted(exchange, 5))
     await asyncio.sleep(0)
-    exchange.expire()
+    exchange.fail(exchange.deadline.error())
     with pytest.raises(DeadlineExceeded, match="within the 2 s"):
         await asyncio.wait_for(waiting, 1)
     assert exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s == 0.0

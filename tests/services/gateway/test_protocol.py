@@ -11,15 +11,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
+from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import HttpError, error_response
-from services.gateway.http.body import ClientGone, read_body
+from services.gateway.errors import ClientGone, HttpError, error_response
+from services.gateway.http.connection import ENGAGE
+from services.gateway.http.routes import read_body
 from services.gateway.http.server import bind, make_server
-from services.gateway.protocol import ENGAGE
 
 FLOOD = 64
+LIMITS = GatewayConfig.model_validate({"max_body_bytes": 1000, "receive_timeout_s": 0.3})
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -39,7 +41,7 @@ class Application:
         scope[ENGAGE]()
         try:
             if scope["path"] != "/early":
-                body = await read_body(receive, None, max_bytes=1000, timeout_s=0.3)
+                body = await read_body(Request(scope, receive), LIMITS)
         except ClientGone:
             self.left += 1
             return

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from services.scheduler.core import standstill
+from services.scheduler.core import long_waits
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.leader_term import _say_lost
 from shared import metrics, subjects
@@ -100,8 +100,8 @@ async def test_work_that_waits_where_nothing_moves_shows_in_log_status_and_metri
     stack: BusStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stack that had stopped for minutes looked like one that was idle."""
-    monkeypatch.setattr(standstill, "STANDSTILL_S", 0.4)
-    monkeypatch.setattr(standstill, "_LOOK_S", 0.1)
+    monkeypatch.setattr(long_waits, "STANDSTILL_S", 0.4)
+    monkeypatch.setattr(long_waits, "_LOOK_S", 0.1)
     worker, scheduler = await stack.worker(), await stack.scheduler()
     async with running(worker.run(), scheduler.serve()):
         await until(lambda: bool(stack.reader.announced))

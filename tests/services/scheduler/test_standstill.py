@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.scheduler.core.standstill import ANYWHERE, STANDSTILL_S
+from services.scheduler.core.long_waits import ANYWHERE, STANDSTILL_S
 from services.scheduler.policy.contract import PlannedBatch
 from services.scheduler.policy.first_come import VllmPolicy
 from tests.services.scheduler.world import SMALL, small_world

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.stack import obstructions
-from services.stack.leftovers import end_leftovers
+from services.stack.down import end_leftovers
 from tests.services.stack.commands import DEADLINE_S, start, state_of
 
 

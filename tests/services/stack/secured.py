@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from services.stack import nats_server, obstructions
-from services.stack.access import BusAccess
-from services.stack.certificates import certificate_for
+from services.stack.access import BusAccess, certificate_for
 from services.stack.config import StackConfig
 from services.stack.probes import TcpProbe
 from services.stack.process import ChildProcess

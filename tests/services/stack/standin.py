@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.stack.access import BusAccess
-from services.stack.children import ChildSpec
 from services.stack.cli import Program, main
 from services.stack.config import StackConfig
-from services.stack.launch import SeedLauncher
 from services.stack.probes import HttpProbe, UnixProbe
+from services.stack.process import SeedLauncher
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
+from services.stack.supervisor import ChildSpec
 
 FRONT = """
 import http.server, sys

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.stack.access import BusAccess
+from services.stack.access import BusAccess, Certificate, certificate_for
 from services.stack.authority import make_certificate
-from services.stack.certificates import Certificate, certificate_for
 from services.stack.config import StackConfig
 from services.stack.rundir import Credentials, RunDirectory
 from shared.config import BusConfig

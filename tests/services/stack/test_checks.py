@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.stack.children import ChildSpec
 from services.stack.cli import main
 from services.stack.obstructions import check_settings
+from services.stack.supervisor import ChildSpec
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

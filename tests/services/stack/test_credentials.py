@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 from rich.console import Console
 
-from services.stack.credentials import credentials
+from services.stack.nats_server import credentials
 from services.stack.rundir import RunDirectory
 from shared.bus import Bus
 from shared.config import BusConfig, ServiceConfig, load

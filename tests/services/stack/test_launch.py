@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.stack import launch
-from services.stack.launch import ProgramLauncher, SeedLauncher, socket_fits
-from services.stack.leftovers import is_alive as alive
+from services.stack import process
+from services.stack.down import is_alive as alive
+from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.rundir import RunDirectory
 from tests.services.stack.commands import command, pids_of, state_of, until
 from tests.services.stack.standin import PYTHON
@@ -30,7 +30,7 @@ async def test_a_program_runs_its_argv(tmp_path: Path) -> None:
 async def test_a_seed_that_does_not_help_is_done_without(
     tmp_path: Path, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "become_subreaper", lambda: True)
+    monkeypatch.setattr(process, "become_subreaper", lambda: True)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
@@ -47,8 +47,8 @@ async def test_a_seed_that_does_not_help_is_done_without(
 async def test_no_seed_at_all_is_waited_for_and_then_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "become_subreaper", lambda: True)
-    monkeypatch.setattr(launch, "_SEED_DEADLINE_S", 0.1)
+    monkeypatch.setattr(process, "become_subreaper", lambda: True)
+    monkeypatch.setattr(process, "_SEED_DEADLINE_S", 0.1)
     seedling = SeedLauncher(tmp_path / "none.sock", "x", "json", ())
     child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
     assert await child.wait() == 0

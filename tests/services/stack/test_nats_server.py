@@ -22,9 +22,8 @@ from nats.js.api import StorageType
 from prometheus_client import CollectorRegistry
 
 from services.stack import nats_server
-from services.stack.access import BusAccess
+from services.stack.access import BusAccess, certificate_for
 from services.stack.authority import make_certificate
-from services.stack.certificates import certificate_for
 from services.stack.config import StackConfig
 from services.stack.rundir import RunDirectory
 from shared import subjects

@@ -1,7 +1,6 @@
 """Readiness probes against real sockets."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -31,8 +30,8 @@ async def answering(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
 
 
 async def test_alive_for_a_moment() -> None:
-    assert await AliveProbe(10.0).obstacle(time.time()) is not None
-    assert await AliveProbe(10.0).obstacle(time.time() - 11.0) is None
+    assert await AliveProbe(10.0).obstacle(0.0) is not None
+    assert await AliveProbe(10.0).obstacle(11.0) is None
 
 
 async def test_tcp(free_port: int) -> None:

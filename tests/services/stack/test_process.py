@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.stack.leftovers import is_alive as alive
+from services.stack.down import is_alive as alive
 from services.stack.process import ChildProcess, describe_exit
 from tests.patience import PATIENCE_S
 from tests.services.stack.standin import DEAF, PARENT, PYTHON

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from services.stack.leftovers import end_leftovers
-from services.stack.leftovers import is_alive as alive
+from services.stack.down import end_leftovers
+from services.stack.down import is_alive as alive
 from services.stack.process import ChildProcess
 from services.stack.rundir import RunDirectory
 from shared.subjects import OPERATOR

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.stack.leftovers import is_alive
+from services.stack.down import is_alive
 from tests.services.stack.commands import pids_of, state_of, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs subreapers")

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stack.children import Backoff, ChildSpec, ChildState
-from services.stack.launch import SeedLauncher
-from services.stack.leftovers import is_alive as alive
+from services.stack.down import is_alive as alive
 from services.stack.probes import HttpProbe
-from services.stack.supervisor import StartFailed, Supervisor, tail
+from services.stack.process import SeedLauncher
+from services.stack.supervisor import Backoff, ChildSpec, ChildState, StartFailed, Supervisor, tail
 from tests.patience import until
 from tests.services.stack.standin import DEAF, FRONT, PYTHON
 

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from services.stack import display
 from services.stack.access import BusAccess
-from services.stack.children import Backoff, Child, ChildSpec, ChildState
 from services.stack.config import StackConfig
 from services.stack.display import StartDisplay, curl_line
-from services.stack.launch import ProgramLauncher, SeedLauncher
 from services.stack.probes import HttpProbe, TcpProbe
+from services.stack.process import ProgramLauncher, SeedLauncher
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
+from services.stack.supervisor import Backoff, Child, ChildSpec, ChildState
 from services.stack.table import is_scaled, kvasir_table, parse_override
 from shared.config import BusConfig
 from shared.errors import ConfigError

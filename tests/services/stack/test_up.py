@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -16,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.stack.leftovers import is_alive as alive
+from services.stack.down import is_alive as alive
 from services.stack.rundir import RunDirectory
-from services.stack.scaling import WorkerScaling, differences
+from services.stack.supervisor import ChildSpec, ChildState, Supervisor
+from services.stack.up import WorkerScaling, differences
 from shared.messages.moves import WorkersWanted
 from tests.services.stack.commands import (
     DEADLINE_S,
@@ -144,20 +144,20 @@ def test_differences(
     assert differences(event, running, stopped) == expected
 
 
-@dataclass
-class Fleet:
-    """Starts and stops at once."""
+class Fleet(Supervisor):
+    """Its children start and stop at once."""
 
-    running: list[str] = field(default_factory=lambda: list(NAMES))
+    def __init__(self) -> None:
+        specs = [ChildSpec(name, (), {}) for name in NAMES]
+        super().__init__(specs, cwd=Path(), logs=Path(), say=lambda _: None)
 
-    def workers(self) -> tuple[list[str], list[str]]:
-        return list(self.running), [name for name in NAMES if name not in self.running]
+    @property
+    def running(self) -> list[str]:
+        return [name for name, child in self.children.items() if child.wanted.is_set()]
 
-    def stop(self, worker_id: str) -> None:
-        self.running.remove(worker_id)
-
-    def start(self, worker_id: str) -> None:
-        self.running.append(worker_id)
+    def park(self, name: str) -> None:
+        super().park(name)
+        self.children[name].state = ChildState.PARKED
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.sampled_from(NAMES))), max_size=20))

@@ -13,7 +13,7 @@ reserve; else it pauses and keeps its KV (algorithms.md §1, Beyond the paper: `
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
 
-from services.scheduler.policy.job_table import Job, JobTable
+from services.scheduler.policy.batch_builder import Job, JobTable
 from services.scheduler.policy.lengths import LengthEstimates
 from services.scheduler.policy.profile import UsageProfile
 from services.scheduler.policy.waiting_queue import WaitingQueue

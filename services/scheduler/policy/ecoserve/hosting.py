@@ -24,8 +24,8 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
-from services.scheduler.policy.job_table import Job, JobStage, JobTable
-from services.scheduler.policy.line import Line
+from services.scheduler.policy.batch_builder import Job, JobStage, JobTable
+from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
 
 MAX_LEVEL = 3

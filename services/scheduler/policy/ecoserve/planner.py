@@ -1,7 +1,7 @@
 """EcoServe's planning step: generations fill the KV cache, prompts fill the rest of the forward size.
 
 Two queues (`policy/two_queues.py`); blocks set aside for each generation when it starts (`admission.py`), in
-order or in groups that end together (`groups.py`); a reserve for prompts and for answers longer than
+order or in groups that end together (`Groups`); a reserve for prompts and for answers longer than
 predicted; offload-free pauses; and slots of running jobs that are lent to others (`hosting.py`).
 
 The variants that papers/003 §4 compares, and one beyond it, by what each adds to the one before:
@@ -13,21 +13,94 @@ E[RL − g | RL > g], prompts leave room for the head of the generation queue, a
 of the admissions. Source: papers/003 §3.2, §3.3, §3.5 (Algorithm 1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from services.scheduler.policy.batch_builder import BatchBuilder
+from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, arrival_rank
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
 from services.scheduler.policy.ecoserve.admission import AdmissionRule, ExactAdmission, ProfileAdmission
-from services.scheduler.policy.ecoserve.groups import BIN_TOKENS, Groups
 from services.scheduler.policy.ecoserve.hosting import Hosting
-from services.scheduler.policy.job_table import Job, JobStage, arrival_rank
 from services.scheduler.policy.lengths import LengthEstimates
 from services.scheduler.policy.options import TwoQueueOptions, parse_options
 from services.scheduler.policy.two_queues import TwoQueuePolicy
-from services.scheduler.policy.waiting_queue import AgingTurns, QueueRank, WaitingQueue
+from services.scheduler.policy.waiting_queue import AgingTurns, Line, QueueRank, WaitingQueue
 from shared.messages.sequence import SequenceKey
+
+GROUP_TOKENS = 32
+BIN_TOKENS = 128
+"""Occupied KV and lengths are compared in bins of so many."""
+
+
+def _by_due(job: Job) -> tuple[Any, ...]:
+    return (job.due_s, job.task.order)
+
+
+def _by_occupied(job: Job) -> tuple[Any, ...]:
+    return (job.computed_tokens, job.task.order)
+
+
+@dataclass(slots=True)
+class Group:
+    members: Line[Job] = field(default_factory=lambda: Line(arrival_rank))
+    due: Line[Job] = field(default_factory=lambda: Line(_by_due))
+    occupied: Line[Job] = field(default_factory=lambda: Line(_by_occupied))
+
+
+class Groups:
+    """All ready jobs by their length; in a synced policy those of one group start together where they fit."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+
+    def add(self, job: Job) -> None:
+        group = self._groups.setdefault(_length_of(job), Group())
+        for line in (group.members, group.due, group.occupied):
+            line.add(job)
+
+    def remove(self, job: Job) -> None:
+        group = self._groups[_length_of(job)]
+        for line in (group.members, group.due, group.occupied):
+            line.remove(job)
+        if not len(group.members):
+            del self._groups[_length_of(job)]
+
+    def by_arrival(self) -> list[list[Job]]:
+        """The group with the oldest member first; members oldest first."""
+        groups = [list(group.members) for group in self._groups.values()]
+        return sorted(groups, key=lambda members: members[0].task.order)
+
+    def by_slack(self, class_of: Callable[[float], int]) -> list[list[Job]]:
+        """Slack class of the most urgent member, then the most occupied KV, then the longest, then the
+        oldest."""
+
+        def key(item: tuple[int, Group]) -> tuple[Any, ...]:
+            length, group = item
+            due, occupied, oldest = group.due.first(), group.occupied.last(), group.members.first()
+            assert due is not None and occupied is not None and oldest is not None
+            return (
+                class_of(due.due_s),
+                -(occupied.computed_tokens // BIN_TOKENS),
+                -(length * GROUP_TOKENS // BIN_TOKENS),
+                oldest.task.order,
+            )
+
+        return [list(group.members) for _, group in sorted(self._groups.items(), key=key)]
+
+    def check_integrity(self, jobs: set[int]) -> None:
+        """Raises AssertionError unless exactly the jobs with these identities are here, grouped right."""
+        found: list[int] = []
+        for length, group in self._groups.items():
+            assert len(group.members) == len(group.due) == len(group.occupied) > 0
+            assert all(_length_of(job) == length for job in group.members)
+            found += [id(job) for job in group.members]
+        assert len(found) == len(jobs) and set(found) == jobs
+
+
+def _length_of(job: Job) -> int:
+    return -(-job.rest_tokens // GROUP_TOKENS)
+
 
 _OF_A_BIN = 8
 """So many of one bin of lengths are tried before shorter ones are."""

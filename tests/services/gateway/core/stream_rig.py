@@ -1,6 +1,7 @@
 """What tests say to one stream: deltas, reports of workers, and a stream that has begun."""
 
-from services.gateway.core.effects import StreamTiming, Submit, WorkerStart
+from services.gateway.core.effects import Submit, WorkerStart
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceRef

@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.gateway.core.effects import (
-    Fetch,
-    StreamEffect,
-    StreamEffects,
-    StreamTiming,
-    Submit,
-    WorkerStart,
-)
+from services.gateway.core.effects import Fetch, StreamEffect, StreamEffects, Submit, WorkerStart
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream, StreamPhase
 from shared.errors import DeadlineExceeded
 from shared.messages.reports import SequenceReport

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.alignment import Alignment
+from services.gateway.text.choice_text import Alignment
 from shared.messages.tokens import TokenLogprobs
 
 

@@ -1,7 +1,6 @@
 """What a stream lacks of its worker's answer is fetched once at a time, when it is due."""
 
-from services.gateway.core.effects import StreamTiming
-from services.gateway.core.gap_fetch import MAX_FETCH_FAILURES, Missing
+from services.gateway.core.retries import MAX_FETCH_FAILURES, Missing, StreamTiming
 
 TIMING = StreamTiming(fetch_grace_s=0.25, retry_s=0.2)
 

@@ -1,8 +1,8 @@
 """The former worker is read on until the next one has caught up; nothing twice, nothing missing, one text."""
 
-from services.gateway.core.effects import Acknowledge, Cancel, Extend, StreamTiming, Submit
-from services.gateway.core.handover import FRESH_S, LEFT_TOKENS, OVERLAP_S
-from services.gateway.core.stream import Stream, StreamPhase
+from services.gateway.core.effects import Acknowledge, Cancel, Extend, Submit
+from services.gateway.core.retries import StreamTiming
+from services.gateway.core.stream import FRESH_S, LEFT_TOKENS, OVERLAP_S, Stream, StreamPhase
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
 from tests.shared.messages.builders import ref

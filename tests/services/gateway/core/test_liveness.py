@@ -1,7 +1,6 @@
 """What silence asks for: an audit, a hand-over, an end."""
 
-from services.gateway.core.effects import StreamTiming
-from services.gateway.core.liveness import MAX_AUDIT_FACTOR, Signs
+from services.gateway.core.retries import MAX_AUDIT_FACTOR, Signs, StreamTiming
 
 TIMING = StreamTiming(frame_timeout_s=3.0, give_up_s=60.0)
 

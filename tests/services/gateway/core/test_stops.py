@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.stops import StopMatcher
+from services.gateway.text.choice_text import StopMatcher
 
 TEXTS = st.text(alphabet="ab\n", max_size=20)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)

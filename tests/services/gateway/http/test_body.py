@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Iterable
 
 import pytest
+from fastapi import Request
 from starlette.types import Message, Receive
 
-from services.gateway.errors import HttpError
-from services.gateway.http import body
-from services.gateway.http.body import ClientGone, parse_object, read_body
+from services.gateway.config import GatewayConfig
+from services.gateway.errors import ClientGone, HttpError
+from services.gateway.http import routes
+from services.gateway.http.routes import read_body
+from services.gateway.openai.schemas import parse_object
 from shared.errors import InvalidRequest
 
 
@@ -29,7 +32,11 @@ def arriving(parts: Iterable[bytes], *, ends: bool = True, gone: bool = False) -
 
 
 async def read(receive: Receive, length: str | None = None) -> bytes:
-    return await read_body(receive, length, max_bytes=10, timeout_s=0.1)
+    headers = [] if length is None else [(b"content-length", length.encode())]
+    request = Request({"type": "http", "headers": headers}, receive)
+    return await read_body(
+        request, GatewayConfig.model_validate({"max_body_bytes": 10, "receive_timeout_s": 0.1})
+    )
 
 
 async def test_parts_are_joined() -> None:
@@ -46,7 +53,7 @@ async def test_over_the_cap_is_413_after_the_client_has_said_it_all(length: str 
 
 
 async def test_far_over_the_cap_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "MAX_DISCARDED_BYTES", 100)
+    monkeypatch.setattr(routes, "MAX_DISCARDED_BYTES", 100)
     with pytest.raises(HttpError) as caught:
         await read(arriving([], ends=False), "111")
     assert caught.value.status == 413

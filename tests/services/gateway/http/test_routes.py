@@ -15,9 +15,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.body import ClientGone
-from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD
-from services.gateway.http.request_log import RequestRecord
+from services.gateway.errors import ClientGone
+from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord
 from services.gateway.http.routes import Shortcut
 from shared.errors import InvalidRequest, NoResponder, Overloaded
 from tests.conformance.schemas import violations

@@ -10,10 +10,11 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.config import GatewayConfig
+from services.gateway.errors import ClientGone
 from services.gateway.exchange import Exchange
-from services.gateway.http.body import ClientGone
+from services.gateway.http.completion_response import KEEP_ALIVE, EventStream
+from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.server import bind, make_server
-from services.gateway.http.sse import DIRECT_WRITER, KEEP_ALIVE, DirectWriter, EventStream
 from tests.services.gateway.conftest import ANSWER, MakeStack
 from tests.services.gateway.fakes import MODEL
 

@@ -12,7 +12,6 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway.core.alignment import PlacedToken
 from services.gateway.openai.replies import (
     LOWEST,
     FinishedChoice,
@@ -25,8 +24,8 @@ from services.gateway.openai.replies import (
     model_body,
     text_logprobs,
 )
-from services.gateway.text.tokenizer import Codec
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.choice_text import PlacedToken
+from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared.errors import Overloaded
 from shared.messages.tokens import TokenLogprobs
 from tests.conformance.schemas import violations

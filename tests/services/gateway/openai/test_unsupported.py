@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.gateway.errors import UnsupportedFeature
-from services.gateway.openai.unsupported import (
+from services.gateway.openai.schemas import (
     IGNORED,
     INSTEAD,
     UNSUPPORTED,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.tokenizer import ChatTemplate
 from shared.errors import InvalidRequest
 
 MESSAGES = [

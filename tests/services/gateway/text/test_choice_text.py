@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.effects import StreamTiming
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream
 from services.gateway.text.choice_text import ChoiceText, Detokenizer, TextPiece, decode
-from services.gateway.text.tokenizer import Codec
-from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
 from tests.services.gateway.conftest import ANSWER

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.text.tokenizer import Codec, load_codec
-from services.gateway.text.vocabulary import Vocabulary, byte_alphabet
+from services.gateway.text.tokenizer import Codec, Vocabulary, byte_alphabet, load_codec
 from tests.services.gateway.conftest import ANSWER
 
 

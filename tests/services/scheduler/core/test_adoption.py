@@ -2,8 +2,8 @@
 
 import msgspec
 
-from services.scheduler.core.adoption import adopt_snapshot
 from services.scheduler.core.effects import Effect, SendPlan
+from services.scheduler.core.fleet import adopt_snapshot
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Phase

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.core.backlog import Backlog
+from services.scheduler.core.roster import Backlog
 from services.scheduler.core.rules import Rules
 from tests.services.scheduler.core.builders import sequence
 

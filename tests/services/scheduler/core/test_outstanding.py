@@ -69,7 +69,7 @@ def test_steps_count_down_and_a_finished_plan_leaves() -> None:
     assert isinstance(first, Progress) and first.ran is not None and first.over == ()
     assert plans.steps == 3
     last = hear(plans, stepped(12, done=4, over=True))
-    assert isinstance(last, Progress) and [sent.seq for sent in last.over] == [1]
+    assert isinstance(last, Progress) and [sent.plan.seq for sent in last.over] == [1]
     assert len(plans) == 0
 
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from services.scheduler.core.preemption import Preempting, weigh
 from services.scheduler.core.rules import ReliefRules
+from services.scheduler.core.worker_pipeline import Preempting, weigh
 from services.scheduler.policy.contract import PlannedPreemption
 from services.scheduler.policy.relief import Rung
 from shared.messages.plans import PreemptMode

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.core.effects import CancelAtWorker, SequenceLeft, WantKvAtWorker
-from services.scheduler.core.roster import Claim, Roster, is_deprived, who_may_borrow
+from services.scheduler.core.long_waits import Claim, is_deprived, wanted, who_may_borrow
+from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Phase
 from services.scheduler.core.worker_pipeline import WorkerPipeline
@@ -85,9 +86,9 @@ def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
     for item in (short, long):
         roster.add(item)
         roster.place(item, pipeline, 0.0)
-    assert roster.wanted() == [WantKvAtWorker("worker-0", 96)], "whole blocks"
+    assert wanted(roster) == [WantKvAtWorker("worker-0", 96)], "whole blocks"
     roster.leave(long, Phase.CANCELLED, 0.0)
-    assert roster.wanted() == []
+    assert wanted(roster) == []
 
 
 OWN, MOST_LENT = 10, 8

@@ -2,9 +2,9 @@
 
 import pytest
 
+from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import Task
 from services.scheduler.policy.foresight import Foresight
-from services.scheduler.policy.job_table import Job
 from tests.shared.messages.builders import predicted
 
 KEY = ("a", 0)

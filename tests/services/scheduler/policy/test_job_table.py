@@ -2,9 +2,9 @@
 
 import pytest
 
+from services.scheduler.policy.batch_builder import Job, JobStage
 from services.scheduler.policy.contract import Holding, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
-from services.scheduler.policy.job_table import Job, JobStage
 
 KEY = ("a", 0)
 

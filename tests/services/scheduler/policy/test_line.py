@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.line import Line
+from services.scheduler.policy.waiting_queue import Line
 
 
 @given(numbers=st.sets(st.integers()), gone=st.sets(st.integers()))

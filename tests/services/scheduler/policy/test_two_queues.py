@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.policy.batch_builder import JobStage
 from services.scheduler.policy.contract import (
     BatchPolicy,
     Holding,
@@ -17,7 +18,6 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeProfile, EcoServeSDO
-from services.scheduler.policy.job_table import JobStage
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from tests.services.scheduler.policy.batch_rig import (

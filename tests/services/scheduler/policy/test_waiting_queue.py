@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.job_table import Job
 from services.scheduler.policy.options import TwoQueueOptions
 from services.scheduler.policy.waiting_queue import AgingTurns, WaitingQueue
 

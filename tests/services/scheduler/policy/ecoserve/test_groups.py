@@ -1,8 +1,8 @@
 """Groups by length: who is together, and in which order."""
 
+from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.ecoserve.groups import Groups
-from services.scheduler.policy.job_table import Job
+from services.scheduler.policy.ecoserve.planner import Groups
 
 
 def job_of(number: int, rest: int, *, due_s: float = 9.0, computed: int = 10) -> Job:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.ecoserve.hosting import (
     Lodging,
@@ -17,7 +18,6 @@ from services.scheduler.policy.ecoserve.hosting import (
     open_slots,
 )
 from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeSDO
-from services.scheduler.policy.job_table import Job
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,

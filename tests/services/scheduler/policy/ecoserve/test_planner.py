@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 
+from services.scheduler.policy.batch_builder import JobStage
 from services.scheduler.policy.contract import (
     Holding,
     PlannedBatch,
@@ -12,7 +13,6 @@ from services.scheduler.policy.contract import (
     WorkerShape,
 )
 from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
-from services.scheduler.policy.job_table import JobStage
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,

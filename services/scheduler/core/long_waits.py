@@ -1,0 +1,234 @@
+"""What waits for long: sequences that are too large for their worker, and work where nothing moves. Pure.
+
+A worker shrinks when it lends, when Pie takes its blocks back, and when somebody who lent to it is gone. Who
+holds nothing there and is too large for what is left would wait as long as that lasts. It has `wait_s` where
+its worker could not even borrow enough, and else `gather_s` from its turn to borrow (`wanted`). Then it
+goes to another worker that has the room, or its gateway is told that there is none.
+
+No policy, pool or loan should bring about that work waits where nothing moves, and only the scheduler sees
+both: `Standstill` says so, and mends nothing. A worker moves while plans are out or being made for it,
+however slow its steps are; a hung engine is the pipeline's affair (`outstanding`). What needs more than its
+worker's own memory, and what has no worker yet, waits for others with good reason: that counts where nothing
+moves anywhere.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from services.scheduler.core.effects import Effect, NoteStandstill, WantKvAtWorker
+from services.scheduler.core.moves import Moves
+from services.scheduler.core.roster import Roster
+from services.scheduler.core.rules import OversizedRules
+from services.scheduler.core.sequence import Phase, Sequence
+from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from shared.errors import ContextOverflow, InvalidRequest
+from shared.messages.moves import MoveMode, SequenceMove
+from shared.messages.reports import Capacity, WorkerReported
+from shared.messages.sequence import SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How many blocks a sequence needs at its worker, and its place among those that want to borrow."""
+
+    order: tuple[float, SequenceKey]
+    worker_id: str
+    blocks: int
+    """All in all, those that the worker has among them."""
+
+
+def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) -> list[Claim]:
+    """At most one for each worker, oldest first. The oldest of all is always among them."""
+    chosen: dict[str, Claim] = {}
+    for claim in sorted(claims, key=lambda one: one.order):
+        together = {**chosen, claim.worker_id: _larger(claim, chosen.get(claim.worker_id))}
+        if not chosen or _fit(together, capacities):
+            chosen = together
+        else:
+            break  # younger and smaller ones would take what this one waits for
+    return list(chosen.values())
+
+
+def wanted(roster: Roster) -> list[WantKvAtWorker]:
+    """Which workers are to gather KV now, for a sequence that is too long for their own."""
+    capacities = {report.worker_id: report.capacity for report in roster.reports()}
+    claims: list[Claim] = []
+    for sequence in roster.sequences.values():
+        pipeline = roster.pipelines.get(sequence.worker_id or "")
+        if pipeline is None or pipeline.worker_id not in capacities:
+            continue
+        blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
+        if is_deprived(blocks, pipeline.report.capacity):
+            claims.append(Claim(sequence.order, pipeline.worker_id, blocks))
+    return [
+        WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)
+        for claim in who_may_borrow(claims, capacities)
+    ]
+
+
+def is_deprived(blocks: int, capacity: Capacity) -> bool:
+    """A sequence of so many blocks is larger than the worker's own KV, as far as that is not lent."""
+    return blocks > capacity.total_blocks - capacity.borrowed_blocks
+
+
+def _larger(claim: Claim, other: Claim | None) -> Claim:
+    return claim if other is None or claim.blocks > other.blocks else other
+
+
+def _fit(claims: Mapping[str, Claim], capacities: Mapping[str, Capacity]) -> bool:
+    missing = sum(
+        max(0, claim.blocks - capacities[name].total_blocks + capacities[name].borrowed_blocks)
+        for name, claim in claims.items()
+    )
+    lenders = (capacity for name, capacity in capacities.items() if name not in claims)
+    return missing <= sum(capacity.most_lent_blocks for capacity in lenders)
+
+
+class OversizedWatch:
+    """To be asked as often as workers are told what to gather."""
+
+    def __init__(self, roster: Roster, moves: Moves, rules: OversizedRules) -> None:
+        self._roster = roster
+        self._moves = moves
+        self._rules = rules
+        self._since_s: dict[SequenceKey, float] = {}
+        """When the patience with each that is too large began."""
+        self._sent_on: dict[SequenceKey, None] = {}
+        """Those that were to move already."""
+
+    def on_wants(self, wants: list[WantKvAtWorker], now_s: float) -> list[Effect]:
+        """`wants`: what workers are told to gather now."""
+        gathering = {want.worker_id: want.tokens for want in wants}
+        before, self._since_s = self._since_s, {}
+        effects: list[Effect] = []
+        for sequence in list(self._roster.sequences.values()):
+            pipeline = self._oversized_at(sequence)
+            if pipeline is None:
+                continue
+            patience_s = self._patience_s(sequence, pipeline, gathering)
+            since_s = before.get(sequence.key, now_s)
+            if patience_s is None or self._moves.is_moving(sequence.key):
+                continue
+            if now_s - since_s < patience_s:
+                self._since_s[sequence.key] = since_s
+            else:
+                effects += self._resolve(sequence, pipeline, now_s)
+        self._sent_on = {key: None for key in self._sent_on if key in self._roster.sequences}
+        return effects
+
+    def _oversized_at(self, sequence: Sequence) -> WorkerPipeline | None:
+        """The pipeline at which it waits without KV, larger than all that the worker has."""
+        if sequence.phase not in (Phase.PLACED, Phase.WAITING):
+            return None
+        pipeline = self._roster.pipelines.get(sequence.worker_id or "")
+        is_oversized = (
+            pipeline is not None and pipeline.sync is Sync.IN_STEP and not _holds(pipeline.report, sequence)
+        )
+        return pipeline if is_oversized else None
+
+    def _patience_s(
+        self, sequence: Sequence, pipeline: WorkerPipeline, gathering: dict[str, int]
+    ) -> float | None:
+        """None: others that are older borrow first."""
+        if sequence.limit_tokens > pipeline.report.max_context_tokens:
+            return self._rules.wait_s
+        is_its_turn = gathering.get(pipeline.worker_id, 0) >= sequence.limit_tokens
+        return self._rules.gather_s if is_its_turn else None
+
+    def _resolve(self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float) -> list[Effect]:
+        others = [
+            other
+            for other in self._roster.pipelines.values()
+            if other is not pipeline and other.sync is Sync.IN_STEP and _holds(other.report, sequence)
+        ]
+        target = max(
+            others, key=lambda other: (other.report.capacity.plannable_blocks, other.worker_id), default=None
+        )
+        if target is not None and sequence.phase is Phase.PLACED:
+            self._roster.take_back(sequence, now_s)
+            self._roster.place(sequence, target, now_s)
+            return [self._roster.told_of(sequence, target)]
+        if target is not None and sequence.key not in self._sent_on:
+            self._sent_on[sequence.key] = None
+            order = SequenceMove(ref=sequence.ref, target=target.worker_id, mode=MoveMode.TOKENS)
+            try:
+                return self._moves.begin(order, now_s)
+            except InvalidRequest:
+                pass  # it cannot be moved: refused below
+        tokens = pipeline.report.capacity.total_blocks * pipeline.report.block_tokens
+        error = ContextOverflow(
+            f"{pipeline.worker_id} shrank to {tokens} tokens, and no other worker has room for the"
+            f" {sequence.limit_tokens} of prompt and answer; send a shorter prompt, ask for fewer tokens, or"
+            " try again when more workers run",
+            param="messages",
+        )
+        return [self._roster.give_up(sequence, error, now_s)]
+
+
+def _holds(report: WorkerReported, sequence: Sequence) -> bool:
+    """Whether the worker's pool, as it is, can hold prompt and longest answer."""
+    capacity = report.capacity
+    lasting_blocks = capacity.total_blocks - capacity.doomed_blocks
+    needed_blocks = -(-(sequence.limit_tokens - 1) // report.block_tokens)
+    return needed_blocks <= lasting_blocks and sequence.limit_tokens <= report.max_context_tokens
+
+
+STANDSTILL_S = 15.0
+"""As long as a pipeline waits for a plan's next step before it asks what is the matter."""
+_LOOK_S = 1.0
+_REPEAT_S = 60.0
+ANYWHERE = "anywhere"
+
+
+class Standstill:
+    """One term's. Places are worker ids, and `ANYWHERE`."""
+
+    def __init__(self, roster: Roster, now_s: float) -> None:
+        self._roster = roster
+        self._looked_s = self._noted_s = now_s
+        self._since_s: dict[str, float] = {}
+
+    def still_s(self, now_s: float) -> float:
+        """For so long something has waited where nothing moved; 0 where that is not long enough to say so."""
+        longest_s = max((now_s - since_s for since_s in self._since_s.values()), default=0.0)
+        return longest_s if longest_s >= STANDSTILL_S else 0.0
+
+    def on_tick(self, now_s: float) -> list[Effect]:
+        """Says so when it begins, and once a minute."""
+        if now_s - self._looked_s < _LOOK_S:
+            return []
+        was_still = self.still_s(self._looked_s) > 0
+        moving = {
+            pipeline.worker_id for pipeline in self._roster.pipelines.values() if self._has_moved(pipeline)
+        }
+        waiting = self._waiting()
+        self._since_s = {
+            place: self._since_s.get(place, now_s)
+            for place in waiting
+            if (not moving if place == ANYWHERE else place not in moving)
+        }
+        self._looked_s = now_s
+        if not self.still_s(now_s) or (was_still and now_s - self._noted_s < _REPEAT_S):
+            return []
+        self._noted_s = now_s
+        return [
+            NoteStandstill(place, waiting[place], now_s - since_s)
+            for place, since_s in self._since_s.items()
+            if now_s - since_s >= STANDSTILL_S
+        ]
+
+    def _has_moved(self, pipeline: WorkerPipeline) -> bool:
+        """Since the last look."""
+        return pipeline.outstanding_steps > 0 or pipeline.planned_s > self._looked_s
+
+    def _waiting(self) -> dict[str, int]:
+        """Sequences by where something must move for them."""
+        counts: dict[str, int] = {}
+        for sequence in self._roster.sequences.values():
+            pipeline = self._roster.pipelines.get(sequence.worker_id or "")
+            place = ANYWHERE
+            if pipeline is not None:
+                blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
+                place = ANYWHERE if is_deprived(blocks, pipeline.report.capacity) else pipeline.worker_id
+            counts[place] = counts.get(place, 0) + 1
+        return counts
