@@ -19,7 +19,7 @@ HEADER = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Of one request; counts from the arrival of its headers. Without `timeout_s` there is none."""
+    """How long a client waits for its whole answer, from its headers on. Without `timeout_s`: for ever."""
 
     began_s: float = 0.0
     timeout_s: float | None = None

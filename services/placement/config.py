@@ -4,7 +4,7 @@ from pydantic import Field
 
 from services.placement.core.move_mode import ModeChoice
 from services.placement.core.order import find_order
-from services.placement.core.packing_types import PackingRules
+from services.placement.core.packer import PackingRules
 from services.placement.core.scaling import ScalingRules
 from services.placement.policy import LIVE_PACKINGS, create
 from shared.config import ServiceConfig

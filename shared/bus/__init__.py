@@ -6,9 +6,9 @@ one of `shared.errors`. Knows no service and no message by name.
 
 from shared.bus.connection import Bus
 from shared.bus.express import Express
-from shared.bus.handlers import Endpoint, Gatherable, Handler, Listener, status_handlers
 from shared.bus.lease import Lease
 from shared.bus.runtime import fenced, run_main, run_service
+from shared.bus.serving import Endpoint, Gatherable, Handler, Listener, status_handlers
 
 __all__ = [
     "Bus",

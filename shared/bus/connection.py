@@ -20,11 +20,10 @@ from shared.bus import tracing
 from shared.bus.clearance import Clearance, publish_refused
 from shared.bus.counters import BusCounters
 from shared.bus.express import Express, close_unwanted
-from shared.bus.handlers import Handler, Listener, handle_inline
 from shared.bus.inbox import Gathering, Inbox, is_unserved, reply_in
 from shared.bus.lease import Lease, acquire
 from shared.bus.link import Link
-from shared.bus.serving import ServedEndpoint, ServedListener
+from shared.bus.serving import Handler, Listener, ServedEndpoint, ServedListener, handle_inline
 from shared.config import BusConfig
 from shared.errors import (
     BusUnavailable,

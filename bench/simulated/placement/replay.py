@@ -13,7 +13,7 @@ from bench.simulated.placement.jobs import BLOCK_TOKENS, Hardware, Job
 from services.placement.policy import create_packing
 from services.placement.policy.bounds import lower_bound
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
-from services.placement.policy.load_balance import LoadBalance
+from services.placement.policy.dispatch import LoadBalance
 
 
 @dataclass

@@ -33,7 +33,7 @@ _MOST_DOUBLINGS = 10
 
 
 class Submission:
-    """The latest of one stream; answers to earlier ones mean nothing."""
+    """A stream's latest submission to the scheduler; answers to earlier ones mean nothing."""
 
     def __init__(self, timing: StreamTiming) -> None:
         self._timing = timing
@@ -75,7 +75,7 @@ class Submission:
 
 
 class Faults:
-    """Of one stream. Losses of lent KV count as long as no token comes in between."""
+    """How often a stream's attempts failed. Losses of lent KV count as long as no token comes in between."""
 
     def __init__(self, timing: StreamTiming) -> None:
         self._timing = timing
@@ -109,8 +109,8 @@ MAX_AUDIT_FACTOR = 4
 """Audits come ever more rarely, up to so many times `frame_timeout_s` apart."""
 
 
-class Signs:
-    """Of one stream: from anyone, and from the worker that serves it."""
+class SignsOfLife:
+    """When a stream was last heard of: by anyone, and by the worker that serves it; what silence asks for."""
 
     def __init__(self, timing: StreamTiming, now_s: float) -> None:
         self._timing = timing
@@ -164,8 +164,12 @@ class _Behind:
     fetch_at_s: float
 
 
-class Missing:
-    """Of one stream, from the worker of its current attempt."""
+class GapFetch:
+    """Tokens that the worker of the current attempt is known to have and the stream has not, and their fetch.
+
+    Learned from a gap between frames, or from a heartbeat that lists more than came. One fetch is under way
+    at a time.
+    """
 
     def __init__(self, timing: StreamTiming) -> None:
         self._timing = timing

@@ -24,7 +24,7 @@ from services.gateway.core.effects import (
     WorkerStart,
     disown,
 )
-from services.gateway.core.retries import Faults, Missing, Signs, StreamTiming, Submission
+from services.gateway.core.retries import Faults, GapFetch, SignsOfLife, StreamTiming, Submission
 from shared.errors import CallerError, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
@@ -41,7 +41,7 @@ OVERLAP_S = 1.0
 
 
 @dataclass(slots=True)
-class Overlap:
+class Handover:
     """The attempt before a prepared hand-over, read on until the next one has caught up (docs/migration.md).
 
     Sampling depends on seed and index, so both workers compute the same answer; what they say of one index is
@@ -134,11 +134,11 @@ class Stream:
         self.server: WorkerStart | None = None
         self.handovers: dict[str, int] = {}
         self.stale_deltas = 0
-        self._signs = Signs(timing, now_s)
+        self._signs = SignsOfLife(timing, now_s)
         self._submission = Submission(timing)
-        self._missing = Missing(timing)
+        self._missing = GapFetch(timing)
         self._faults = Faults(timing)
-        self._before: Overlap | None = None
+        self._before: Handover | None = None
         """Of a hand-over that was prepared, until the new attempt has said something new."""
 
     @property
@@ -232,7 +232,7 @@ class Stream:
         return ()
 
     def _on_late(
-        self, before: Overlap, delta: TokenDelta, worker: WorkerStart, now_s: float
+        self, before: Handover, delta: TokenDelta, worker: WorkerStart, now_s: float
     ) -> StreamEffects:
         """The former attempt goes on while the new one gets ready."""
         effects, reason = before.on_source(delta, worker, self.tokens, self.ref, now_s)
@@ -297,7 +297,7 @@ class Stream:
         effects = self._hand_over("moved", now_s)
         if not open_tokens or server is None:
             return effects
-        self._before = Overlap(ref, server, target, open_tokens, now_s + OVERLAP_S)
+        self._before = Handover(ref, server, target, open_tokens, now_s + OVERLAP_S)
         return tuple(effect for effect in effects if not isinstance(effect, Cancel))
 
     # --- time and the client

@@ -114,7 +114,7 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
-class Delivery(Response):
+class CompletionResponse(Response):
     """Made by the route once the job is accepted; does everything else when it is called."""
 
     def __init__(

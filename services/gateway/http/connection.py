@@ -26,13 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import (
-    HttpError,
-    ShuttingDown,
-    body_of,
-    headers_of,
-    status_of,
-)
+from services.gateway.errors import HttpError, ShuttingDown, body_of, headers_of, status_of
 from shared.errors import KvasirError
 
 DIRECT_WRITER: Final = "kvasir.direct_writer"

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response, unknown_model
 from services.gateway.exchange import HEADER, deadline_of
-from services.gateway.http.completion_response import Delivery
+from services.gateway.http.completion_response import CompletionResponse
 from services.gateway.http.connection import MAX_DISCARDED_BYTES
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord
 from services.gateway.openai.admission import Acceptance
@@ -144,7 +144,7 @@ def _completions(
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
         letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
-        return Delivery(sessions, job, letterhead, record, deadline, config)
+        return CompletionResponse(sessions, job, letterhead, record, deadline, config)
 
     return {"/v1/chat/completions": partial(complete, "chat"), "/v1/completions": partial(complete, "text")}
 

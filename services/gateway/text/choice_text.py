@@ -27,7 +27,7 @@ class PlacedToken:
 
 
 class Alignment:
-    """Of one answer.
+    """Which tokens of one answer have been shown with their whole text.
 
     Tokens that are parts of one character share its place; a token that shows nothing shares the next one's.
     """

@@ -7,15 +7,60 @@ It knows no bus and no clock. Source: papers/000 §VI-C; `algorithms.md` §3.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from services.placement.core.fleet import FleetCapacity, Reservation, Resident
-from services.placement.core.packing_types import PackedSequence, PackingCounts, PackingRules
 from services.placement.policy.contract import Action, Operation, PackingEffects, PackingPolicy
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import WorkerStepped
 from shared.messages.sequence import SequenceKey, SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """How much of a worker is packed, and how long a sequence is waited for or left alone."""
+
+    share: float = 0.85
+    """Of a worker's blocks that are packed; the rest is for growth between epochs and for moves."""
+    most_sequences: int = 64
+    """On one worker: each counts as at least so small a share of it."""
+    patience_s: float = 5.0
+    """A placed sequence is waited for."""
+    move_patience_s: float = 30.0
+    """A move that nobody reported on is forgotten."""
+    calm_s: float = 3.0
+    """A sequence that was moved, or whose move failed, is left alone for so long."""
+
+    def capacity(self, total_blocks: int) -> int:
+        """Of a worker of so many, that are packed."""
+        return max(1, int(self.share * total_blocks))
+
+
+@dataclass(slots=True)
+class PackedSequence:
+    """A sequence in the packer's books: its size there, and where it was seen last."""
+
+    ref: SequenceRef
+    blocks: int
+    heard_s: float
+    worker_id: str | None = None
+    """Where it was seen last; None: placed, and not seen yet."""
+    moving_s: float | None = None
+    calm_until_s: float = float("-inf")
+
+
+@dataclass(slots=True)
+class PackingCounts:
+    """How many moves there were since the start, for `status`."""
+
+    ordered: int = 0
+    moved: int = 0
+    failed: int = 0
+    strays: int = 0
+    """Seen running where the books had no room for them."""
+
 
 GROWTH_BLOCKS = 1
 """Counted beside what a sequence has, for what it generates until the next epoch."""

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from services.placement.policy.contract import PackingPolicy, PlacementPolicy
-from services.placement.policy.dispatch import DispatchPolicy
-from services.placement.policy.fit import BestFit, WorstFit
-from services.placement.policy.load_balance import LoadBalance
+from services.placement.policy.dispatch import DispatchPolicy, LoadBalance
+from services.placement.policy.fit import BestFit, PrefixAware, WorstFit
 from services.placement.policy.mell import Mell
 from services.placement.policy.mell.settings import EAGER
-from services.placement.policy.prefix_aware import PrefixAware
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.placement.policies"

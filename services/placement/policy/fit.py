@@ -1,11 +1,40 @@
-"""By free memory alone: worst fit spreads load and leaves everyone room to grow, best fit fills workers up.
+"""One worker for one sequence: by what its prompt costs there, or by free memory alone. They never migrate.
 
-Baselines of papers/000 §VI. They never migrate.
+Prefix aware: cost = tokens to compute + `LOAD_WEIGHT` · tokens that worker already holds for others. Tokens
+in a lower tier save less than those on the device; where no worker has anything of the prompt, worst fit
+decides. Source: `algorithms.md` §5; the form of the cost is that of Dynamo's KV router. Worst fit spreads
+load and leaves everyone room to grow, best fit fills workers up: baselines of papers/000 §VI.
 """
 
 from collections.abc import Sequence
 
 from services.placement.policy.contract import Room
+
+SAVED = (1.0, 0.9, 0.6)
+"""Of a token's computation, when it is found in that tier: loading takes time as well."""
+LOAD_WEIGHT = 0.25
+
+
+class PrefixAware:
+    """The worker with the least cost; then the most free memory, the fewest sequences, the lowest id."""
+
+    def __init__(self, load_weight: float = LOAD_WEIGHT) -> None:
+        self._load_weight = load_weight
+        self._default = WorstFit()
+
+    def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
+        if not any(sum(room.cached_tokens) for room in rooms):
+            return self._default.choose(size_tokens, rooms)
+        return min(rooms, key=lambda room: (self._cost(size_tokens, room), *_order(room))).worker_id
+
+    def _cost(self, size_tokens: int, room: Room) -> float:
+        saved = sum(tokens * share for tokens, share in zip(room.cached_tokens, SAVED, strict=True))
+        held_tokens = room.total_tokens - room.free_tokens
+        return max(0.0, size_tokens - saved) + self._load_weight * held_tokens
+
+
+def _order(room: Room) -> tuple[int, int, str]:
+    return (-room.free_tokens, room.sequences, room.worker_id)
 
 
 class BestFit:

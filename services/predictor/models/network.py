@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.predictor.core.curve import LEVELS
-from services.predictor.core.distribution import Floats
+from services.predictor.core.distribution import LEVELS, Floats
 from services.predictor.core.features import BUCKETS, DENSE, Features
 
 WIDTH = 32

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.predictor.core.curve import predict_from
+from services.predictor.core.distribution import predict_from
 from services.predictor.core.features import features_of
 from services.predictor.core.histogram import HistogramModel
 from services.predictor.core.length_model import LengthQuery, LengthSample, ModelSettings, PredictedLength

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.predictor.core.curve import LEVELS
+from services.predictor.core.distribution import LEVELS
 from services.predictor.core.features import Features, features_of
 from services.predictor.core.length_model import LengthSample
 from services.predictor.models.network import Ensemble, Member

@@ -6,8 +6,7 @@ import pytest
 
 from services.placement.config import PlacementConfig
 from services.placement.policy import LIVE_PACKINGS, POLICIES, create
-from services.placement.policy.fit import WorstFit
-from services.placement.policy.prefix_aware import PrefixAware
+from services.placement.policy.fit import PrefixAware, WorstFit
 from services.placement.service import HANDLERS, Placement
 from shared import subjects
 from shared.bus import Endpoint

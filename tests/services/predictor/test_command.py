@@ -13,8 +13,7 @@ import pytest
 
 from services.predictor.command import main
 from services.predictor.core.report import evaluate, held_out_of
-from services.predictor.models import versions
-from services.predictor.models.constant import ConstantModel
+from services.predictor.models import ConstantModel, versions
 from services.predictor.models.training import TrainingPlan
 from services.predictor.samples import write_samples
 from services.predictor.trial import Verdict, hold_trial

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.predictor.models import create, model_names
-from services.predictor.models.constant import ConstantModel
+from services.predictor.models import ConstantModel, create, model_names
 from shared.errors import ConfigError
 
 PACKAGE = """
-from services.predictor.models.constant import ConstantModel
+from services.predictor.models import ConstantModel
 
 def fives(settings):
     return ConstantModel(5)

@@ -28,7 +28,7 @@ from services.stack.config import StackConfig
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus, Endpoint, Gatherable, Listener
-from shared.bus.handlers import Handler, subject_for
+from shared.bus.serving import Handler, subject_for
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError, MessageTooLarge, NoResponder, PermissionRefused
 from shared.messages.base import Empty

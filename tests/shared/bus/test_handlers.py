@@ -14,7 +14,7 @@ from opentelemetry import context, trace
 
 from shared import subjects
 from shared.bus import Listener, tracing
-from shared.bus.handlers import Lanes, handle_inline, subject_for
+from shared.bus.serving import Lanes, handle_inline, subject_for
 from shared.messages.base import Message, encode
 from tests.conftest import ConnectBus
 from tests.patience import until

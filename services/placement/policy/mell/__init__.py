@@ -7,10 +7,8 @@ a move is done, nor anything of a request but its size.
 from collections.abc import Iterable
 
 from services.placement.policy.contract import Action, Operation, PackingEffects, RequestKey, check_blocks
-from services.placement.policy.mell.bundles import Bundles
 from services.placement.policy.mell.cluster import Cluster, Gpu, Item
-from services.placement.policy.mell.journal import Journal
-from services.placement.policy.mell.placing import Placing
+from services.placement.policy.mell.placing import Bundles, Journal, Placing
 from services.placement.policy.mell.repairs import Repairs
 from services.placement.policy.mell.settings import MellSettings, SizeClass
 

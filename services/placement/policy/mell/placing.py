@@ -2,12 +2,146 @@
 
 Looser than the paper in one place: T-items go to any GPU with room, S-GPUs and fuller M-GPUs included; the
 paper skips those, and breaks its own property 5.
+
+Requests of at most C/8 go together as items of at most C/4 (papers/000 §VI-C, "multi-items"): `Bundles`. What
+an operation, or an epoch of them, has changed is in the `Journal` (the operation buffer of §VI-C).
 """
 
-from services.placement.policy.mell.bundles import Bundles
+from services.placement.policy.contract import PackedMove, PackingEffects, RequestKey
 from services.placement.policy.mell.cluster import MEDIUM, SMALL, TINY, Cluster, Gpu, Item
-from services.placement.policy.mell.journal import Journal
-from services.placement.policy.mell.settings import MellSettings
+from services.placement.policy.mell.settings import MellSettings, SizeClass, class_of, is_crumb
+
+
+class Bundles:
+    """Puts requests on GPUs and takes them off; small ones in bundles, the others as items of their own."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._capacity = cluster.capacity
+
+    def item_for(self, request: RequestKey, blocks: int) -> Item:
+        """A new item, on no GPU yet."""
+        is_bundle = is_crumb(blocks, self._capacity)
+        size_class = SizeClass.TINY if is_bundle else class_of(blocks, self._capacity)
+        return Item({request: blocks}, blocks, size_class, is_bundle)
+
+    def put(self, item: Item, gpu: Gpu) -> None:
+        """On that GPU, joined with a bundle there that has room for all of it."""
+        host = self._roomy(gpu, item) if item.is_bundle else None
+        if host is None:
+            self._cluster.put(item, gpu)
+            host = item
+        else:
+            host.members |= item.members
+            gpu.requests += len(item.members)
+            self._cluster.resize(host, host.size + item.size)
+        for request in item.members:
+            self._cluster.homes[request] = host
+
+    def grow(self, request: RequestKey, blocks: int) -> Item:
+        """Its item afterwards: another one when it left its bundle or the bundle was split."""
+        cluster = self._cluster
+        item = cluster.homes[request]
+        if not item.is_bundle:
+            item.members[request] = blocks
+            cluster.resize(item, blocks)
+            return item
+        if is_crumb(blocks, self._capacity):
+            grown = item.size + blocks - item.members[request]
+            if 4 * grown <= self._capacity:
+                item.members[request] = blocks
+                cluster.resize(item, grown)
+                return item
+        gpu = self.remove(request)
+        self.put(self.item_for(request, blocks), gpu)
+        return cluster.homes[request]
+
+    def remove(self, request: RequestKey) -> Gpu:
+        """Off its GPU, which is returned. Raises KeyError for a request that is not there."""
+        cluster = self._cluster
+        item = cluster.homes.pop(request)
+        gpu = item.gpu
+        assert gpu is not None
+        blocks = item.members.pop(request)
+        gpu.requests -= 1
+        if not item.members:
+            cluster.take(item)
+            return gpu
+        cluster.resize(item, item.size - blocks)
+        if is_crumb(item.size, self._capacity):
+            self._join(item, gpu)
+        return gpu
+
+    def _join(self, item: Item, gpu: Gpu) -> None:
+        """A bundle that has become under-full joins another that is, or has room."""
+        if self._roomy(gpu, item) is not None:
+            self._cluster.take(item)
+            self.put(item, gpu)
+
+    def _roomy(self, gpu: Gpu, item: Item) -> Item | None:
+        for other in gpu.held[SizeClass.TINY]:
+            if other.is_bundle and other is not item and 4 * (other.size + item.size) <= self._capacity:
+                return other
+        return None
+
+
+class Journal:
+    """Collects changes from the first one to `close`, and tells their net effects then."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._origins: dict[RequestKey, str] = {}
+        self._arrived: dict[RequestKey, None] = {}
+        self._effects = PackingEffects()
+        self.steps = 0
+        """Moves of items so far, before any are composed or dropped."""
+
+    def moved(self, item: Item, source: Gpu) -> None:
+        """`item` was taken off `source` and is about to be put elsewhere."""
+        for request in item.members:
+            if request not in self._arrived:
+                self._origins.setdefault(request, source.worker_id)
+        self.steps += 1
+
+    def arrived(self, request: RequestKey) -> None:
+        self._arrived[request] = None
+
+    def ended(self, request: RequestKey) -> None:
+        self._origins.pop(request, None)
+        self._arrived.pop(request, None)
+
+    def waits(self, request: RequestKey) -> None:
+        self._effects.waiting.append(request)
+
+    def displaced(self, request: RequestKey) -> None:
+        """It has to leave its worker and there is no other; an arrival of the same epoch just waits."""
+        if request in self._arrived:
+            del self._arrived[request]
+            self._effects.waiting.append(request)
+        else:
+            self._origins.pop(request, None)
+            self._effects.displaced.append(request)
+
+    def close(self) -> PackingEffects:
+        """The net effects; the journal is empty afterwards."""
+        effects, cluster = self._effects, self._cluster
+        homes = cluster.homes
+        items: set[tuple[str, int]] = set()
+        for request, source in self._origins.items():
+            item = homes[request]
+            assert item.gpu is not None
+            if item.gpu.worker_id != source:
+                effects.moves.append(PackedMove(request, source, item.gpu.worker_id, item.members[request]))
+                items.add((source, id(item)))
+        for request in self._arrived:
+            gpu = homes[request].gpu
+            assert gpu is not None
+            effects.placed[request] = gpu.worker_id
+        effects.item_moves = len(items)
+        effects.activated, cluster.activated = list(cluster.activated), {}
+        effects.terminated, cluster.terminated = list(cluster.terminated), {}
+        self._origins, self._arrived, self._effects, self.steps = {}, {}, PackingEffects(), 0
+        return effects
 
 
 class Placing:

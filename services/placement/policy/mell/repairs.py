@@ -10,8 +10,7 @@ while more than 3/4 of the active memory is in use; repairing them all the same 
 """
 
 from services.placement.policy.mell.cluster import LARGE, MEDIUM, SMALL, TINY, Cluster, Gpu, Item
-from services.placement.policy.mell.journal import Journal
-from services.placement.policy.mell.placing import Placing, item_size
+from services.placement.policy.mell.placing import Journal, Placing, item_size
 from services.placement.policy.mell.settings import MellSettings, SizeClass
 
 _STEP_MOVES = 5

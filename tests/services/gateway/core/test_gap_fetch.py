@@ -1,12 +1,12 @@
 """What a stream lacks of its worker's answer is fetched once at a time, when it is due."""
 
-from services.gateway.core.retries import MAX_FETCH_FAILURES, Missing, StreamTiming
+from services.gateway.core.retries import MAX_FETCH_FAILURES, GapFetch, StreamTiming
 
 TIMING = StreamTiming(fetch_grace_s=0.25, retry_s=0.2)
 
 
 def test_a_gap_is_fetched_at_once_and_only_once() -> None:
-    missing = Missing(TIMING)
+    missing = GapFetch(TIMING)
     assert not missing.is_anything and not missing.begin_fetch(3, 1.0)
     missing.on_gap(9, ended=False, now_s=1.0)
     assert missing.begin_fetch(3, 1.0)
@@ -17,7 +17,7 @@ def test_a_gap_is_fetched_at_once_and_only_once() -> None:
 
 
 def test_what_a_heartbeat_lists_has_time_to_come_by_itself() -> None:
-    missing = Missing(TIMING)
+    missing = GapFetch(TIMING)
     missing.on_listed(9, ended=False, now_s=1.0)
     missing.on_listed(9, ended=False, now_s=1.2)
     assert not missing.begin_fetch(3, 1.24) and missing.begin_fetch(3, 1.25), "counted from the first"
@@ -27,13 +27,13 @@ def test_what_a_heartbeat_lists_has_time_to_come_by_itself() -> None:
 
 
 def test_an_end_is_fetched_although_no_token_is_missing() -> None:
-    missing = Missing(TIMING)
+    missing = GapFetch(TIMING)
     missing.on_listed(9, ended=True, now_s=1.0)
     assert missing.begin_fetch(9, 1.25)
 
 
 def test_failures_are_repeated_later_and_counted_in_a_row() -> None:
-    missing = Missing(TIMING)
+    missing = GapFetch(TIMING)
     missing.on_gap(9, ended=False, now_s=1.0)
     for count in range(1, MAX_FETCH_FAILURES + 1):
         now_s = 1.0 + count

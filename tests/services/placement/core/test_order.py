@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.placement.core.fleet import FleetCapacity
 from services.placement.core.order import NOT_CACHED, ORDERS, Waiting, arrange, distance, find_order
-from services.placement.policy.prefix_aware import PrefixAware
+from services.placement.policy.fit import PrefixAware
 from shared.errors import ConfigError
 from tests.services.placement.rig import BLOCK, chain, item, news, report
 

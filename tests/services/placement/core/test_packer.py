@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.core.fleet import FleetCapacity
-from services.placement.core.packer import Packer
-from services.placement.core.packing_types import PackingRules
+from services.placement.core.packer import Packer, PackingRules
 from services.placement.policy import LIVE_PACKINGS, create_packing
 from shared.messages.moves import SequenceMove, SequenceMoved
 from shared.messages.plans import EndedSequence

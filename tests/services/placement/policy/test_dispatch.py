@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.policy.contract import Action, Operation, PackingPolicy, Room
-from services.placement.policy.dispatch import DispatchPolicy
-from services.placement.policy.fit import WorstFit
-from services.placement.policy.load_balance import LoadBalance
-from services.placement.policy.prefix_aware import PrefixAware
+from services.placement.policy.dispatch import DispatchPolicy, LoadBalance
+from services.placement.policy.fit import PrefixAware, WorstFit
 from shared.errors import InvalidRequest
 from tests.services.placement.policy.histories import CAPACITY, World, steps
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.predictor.core.curve import LEVELS, mass_of, predict_from
-from services.predictor.core.distribution import summarize
+from services.predictor.core.distribution import LEVELS, mass_of, predict_from, summarize
 from services.predictor.core.length_model import LengthQuery
 
 lengths_of = st.lists(st.floats(0.1, 1e5), min_size=len(LEVELS), max_size=len(LEVELS))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.predictor.core.length_model import LengthSample, ModelSettings
-from services.predictor.models import create
-from services.predictor.models.constant import ConstantModel
+from services.predictor.models import ConstantModel, create
 from services.predictor.models.oracle import OracleModel
 from shared.errors import ConfigError
 from shared.messages.sequence import pack_tokens

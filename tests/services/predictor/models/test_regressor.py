@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.predictor.core.curve import LEVELS
+from services.predictor.core.distribution import LEVELS
 from services.predictor.core.features import features_of
 from services.predictor.core.length_model import LengthQuery, ModelSettings
 from services.predictor.models import create, versions
