@@ -227,7 +227,8 @@ class WorkerScaling:
     def on_wanted(self, event: WorkersWanted) -> None:
         children = [c for name, c in self._supervisor.children.items() if name.startswith("worker-")]
         running = [child.spec.name for child in children if child.wanted.is_set()]
-        stopped = [child.spec.name for child in children if child.state is ChildState.PARKED]
+        parked = [child.spec.name for child in children if child.state is ChildState.PARKED]
+        stopped = [name for name in parked if name not in running]  # a moment ago it was told to start
         to_stop, to_start = differences(event, running, stopped)
         for worker_id in to_stop:
             self._supervisor.park(worker_id)

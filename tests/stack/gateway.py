@@ -4,16 +4,9 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.effects import (
-    Acknowledge,
-    Cancel,
-    Extend,
-    Fetch,
-    StreamEffect,
-    StreamTiming,
-    Submit,
-)
+from services.gateway.core.effects import Acknowledge, Cancel, Extend, Fetch, StreamEffect, Submit
 from services.gateway.core.peers import SchedulerView, WorkerTable
+from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream
 from shared.messages.commands import CancelSequence
 from shared.messages.moves import MovePrepared
