@@ -20,9 +20,10 @@ from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.micro.gpu.bench import cuda_device
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
-from services.worker.engine.attention import LayerShape
+from services.worker.engine.attention import LayerShape, make_pools
 from services.worker.pie.assembly import Pie, assemble
 from services.worker.pie.core.sizes import slot_blocks
+from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
 
 _QUEUES = (3, 4, 6, 10, 17, 25)
@@ -106,13 +107,12 @@ def measure(
     A step writes to one block for each of `batch` sequences, as far as the store is told.
     """
     settings = PieSettings(enabled=True, expansion="fixed", fifo_layers=fifo_layers, host_mb=_HOST_MB)
-    layers = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
+    layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
     pie = assemble(
         settings,
-        layers,
+        [BlockShape(shape.kv_heads, shape.head_dim, shape.head_dim, BLOCK_TOKENS, dtype)] * shape.layers,
+        lambda blocks: make_pools(layer, blocks, BLOCK_TOKENS, dtype, device),
         device_blocks=device_blocks,
-        block_tokens=BLOCK_TOKENS,
-        dtype=dtype,
         device=device,
     )
     used, written = range(used_blocks), range(0, used_blocks, max(1, used_blocks // batch))

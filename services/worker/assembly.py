@@ -12,21 +12,21 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
-from services.worker.core.reports import Identity
+from services.worker.core.reports import Identity, SpeedMeter
 from services.worker.core.sequences import SequenceLimits, SequenceTable
-from services.worker.core.speed import SpeedMeter
 from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
-from services.worker.engine.engine import Engine, TorchEngine, warm_up
+from services.worker.engine.engine import Engine, TorchEngine, prefill_tokens_per_s, warm_up
 from services.worker.engine.loading import load
-from services.worker.engine.profiling import prefill_tokens_per_s
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
-from services.worker.neighbourhood import Neighbourhood, staged_blocks
-from services.worker.peers.attention.plane import BulkPlane
+from services.worker.neighbourhood import staged_blocks
 from services.worker.peers.migration.service import Transfers
+from services.worker.peers.registry import Registry
+from services.worker.peers.transport.settings import make_transports
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import ConfigError
@@ -83,14 +83,14 @@ def transfers_of(
     config: WorkerConfig,
     engine: Engine,
     store: KvStore | None,
-    plane: BulkPlane,
+    registry: Registry,
     runner: Runner,
     clock: Clock,
 ) -> Transfers | None:
     """None where there is no prefix cache to fetch into, or it is switched off."""
     if store is None or not config.transfer.enabled or not isinstance(engine, CacheableEngine):
         return None
-    return Transfers(bus, config.transfer, engine, store, plane, runner, clock)
+    return Transfers(bus, config.transfer, engine, store, registry, runner, clock)
 
 
 def work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
@@ -108,27 +108,34 @@ def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
     return BlockPool(engine.kv_blocks, engine.block_tokens)
 
 
+def registry_of(bus: Bus, config: WorkerConfig, clock: Clock) -> Registry:
+    """Raises ConfigError for a transport that is not there."""
+    transports = make_transports(config.bulk)
+    return Registry(bus, config.host or socket.gethostname(), transports, config.bulk.ticket_s, clock)
+
+
 def core_of(
-    bus: Bus, config: WorkerConfig, engine: Engine, neighbours: Neighbourhood, prefixes: Prefixes | None
+    bus: Bus, config: WorkerConfig, engine: Engine, host: str, pool: Pool, prefixes: Prefixes | None
 ) -> StepCore:
+    own_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
     identity = Identity(
         worker_id=bus.instance,
         incarnation=bus.incarnation,
         model=config.served_name,
-        max_context_tokens=min(engine.max_positions, engine.kv_blocks * engine.block_tokens),
-        host=config.host or socket.gethostname(),
+        max_context_tokens=own_tokens,
+        host=host,
         weights=engine.weights,
         fingerprint=fingerprint_of(engine),
     )
     limits = SequenceLimits(
-        max_context_tokens=neighbours.longest_tokens,
+        max_context_tokens=engine.max_positions if isinstance(pool, ExtendedPool) else own_tokens,
         vocabulary=engine.vocabulary,
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
     profiled = engine.prefill_tokens_per_s if isinstance(engine, TorchEngine) else 0.0
     worker = (identity.worker_id, identity.incarnation)
-    return StepCore(identity, SequenceTable(neighbours.pool, limits, prefixes, worker), SpeedMeter(profiled))
+    return StepCore(identity, SequenceTable(pool, limits, prefixes, worker), SpeedMeter(profiled))
 
 
 def make_engine(config: WorkerConfig) -> Engine:

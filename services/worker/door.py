@@ -24,7 +24,7 @@ _MAX_WAITING = 16384
 
 T = TypeVar("T")
 Command = Callable[[StepCore, float], StepEffects]
-Question = Callable[[StepCore, float], T]
+EngineQuestion = Callable[[StepCore, float], T]
 """Asked with the core and the time, on the engine's thread."""
 
 
@@ -35,8 +35,8 @@ class Door:
     """
 
     def __init__(self, core: StepCore, clock: Clock, deliver: Callable[[StepEffects], None]) -> None:
-        self._core = core
-        self._clock = clock
+        self.core = core
+        self.clock = clock
         self._deliver = deliver
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.failed_commands = 0
@@ -52,9 +52,9 @@ class Door:
 
         Raises Overloaded when too many wait.
         """
-        self._enter(lambda: self._guarded(lambda: self._emit(command(self._core, self._clock()))))
+        self._enter(lambda: self._guarded(lambda: self.emit(command(self.core, self.clock()))))
 
-    def ask(self, question: Question[T]) -> "Future[T]":
+    def ask(self, question: EngineQuestion[T]) -> "Future[T]":
         """Like `post`, for a command with an answer that may be withdrawn: only for what hands nothing over.
 
         Raises Overloaded when too many wait.
@@ -68,7 +68,7 @@ class Door:
         self._enter(run)
         return future
 
-    def give(self, question: Question[T]) -> "Future[T]":
+    def give(self, question: EngineQuestion[T]) -> "Future[T]":
         """Like `ask`, for what hands something over to the engine's thread: never refused, as what is given
         was taken before and is bounded by that, and never withdrawn, whoever stops waiting for the answer."""
         future: Future[T] = Future()
@@ -81,7 +81,7 @@ class Door:
         self._waiting.put(run)
         return future
 
-    async def take(self, question: Question[T], undo: Callable[[T], object]) -> T:
+    async def take(self, question: EngineQuestion[T], undo: Callable[[T], object]) -> T:
         """Like `ask`, for an answer that is the asker's from then on.
 
         When the asker is cancelled before it has the answer, `undo` gets it, on the engine's thread. Raises
@@ -94,7 +94,7 @@ class Door:
             self._abandon(future, undo)
             raise
 
-    def take_within(self, question: Question[T], undo: Callable[[T], object], timeout_s: float) -> T:
+    def take_within(self, question: EngineQuestion[T], undo: Callable[[T], object], timeout_s: float) -> T:
         """`take`, for threads. Raises DeadlineExceeded, and Overloaded when too many wait."""
         future = self._offered(question, undo)
         try:
@@ -114,18 +114,23 @@ class Door:
         except Empty:
             return
 
+    def emit(self, effects: StepEffects) -> None:
+        """Send what there is to be sent. On the engine's thread."""
+        if effects.frames or effects.stepped:
+            self._deliver(effects)
+
     def _enter(self, run: Callable[[], None]) -> None:
         if self._waiting.qsize() >= _MAX_WAITING:
             raise Overloaded(f"{_MAX_WAITING} commands wait for the engine", retry_after_s=1.0)
         self._waiting.put(run)
 
-    def _answer(self, future: "Future[T]", question: Question[T]) -> None:
+    def _answer(self, future: "Future[T]", question: EngineQuestion[T]) -> None:
         try:
-            future.set_result(question(self._core, self._clock()))
+            future.set_result(question(self.core, self.clock()))
         except Exception as error:
             future.set_exception(error)
 
-    def _offered(self, question: Question[T], undo: Callable[[T], object]) -> "Future[T]":
+    def _offered(self, question: EngineQuestion[T], undo: Callable[[T], object]) -> "Future[T]":
         """Cancelled before it is answered: the answer is undone there and then."""
         future: Future[T] = Future()
 
@@ -160,7 +165,3 @@ class Door:
             self.failed_commands += 1
             _failed.inc()
             _log.exception("a command to the engine failed")
-
-    def _emit(self, effects: StepEffects) -> None:
-        if effects.frames or effects.stepped:
-            self._deliver(effects)

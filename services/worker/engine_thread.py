@@ -1,21 +1,18 @@
 """The engine loop, in a thread of its own: messages in between the steps, frames and reports out after each.
 
-Everything that changes the core runs on this thread; what others want of it comes in by `door`. Effects are
-handed to `deliver`, and `on_tick` is called a few times a second, both on this thread. Knows neither the bus
-nor what is in a message.
+Everything that changes the core runs on this thread; what others want of it comes in, and what it has to say
+goes out, by its `Door`. Knows neither the bus nor what is in a message.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from services.worker.core.plans import WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
-from services.worker.core.step_work import WorkItem
-from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
 from services.worker.door import Door
 from services.worker.engine.engine import Engine, Row
-from shared.clock import Clock
 from shared.errors import CreditorLost, InternalError
 
 
@@ -42,27 +39,29 @@ _MOST_BROKEN_STEPS = 3
 """After so many iterations in a row of which not one row could be computed, the engine itself is broken."""
 
 
-class Runner(Door):
-    """Owns the core, the engine and the thread, which is bound to `cores` (none: as the process is).
+class Runner:
+    """The engine's thread, bound to `cores` (none: as the process is): it alone touches `door.core` and the
+    engine.
 
-    `between` is called on that thread before each iteration, and `on_broken` when it ends by an error;
+    On that thread `between` is called before each iteration, `on_tick` a few times a second, and `on_broken`
+    when it ends by an error;
     `lost_blocks` when a worker that lends KV fails in an iteration: it answers which blocks were there.
     """
 
     def __init__(
         self,
-        core: StepCore,
+        door: Door,
         engine: Engine,
-        clock: Clock,
         *,
-        deliver: Callable[[StepEffects], None],
         on_tick: Callable[[], None] = lambda: None,
         on_broken: Callable[[BaseException], None],
         cores: Sequence[int] = (),
         between: Callable[[], None] = lambda: None,
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
     ) -> None:
-        super().__init__(core, clock, deliver)
+        self.door = door
+        self._core = door.core
+        self._clock = door.clock
         self._engine = engine
         self._on_tick = on_tick
         self._on_broken = on_broken
@@ -74,13 +73,8 @@ class Runner(Door):
         self.occupancy = Occupancy()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._ticked_s = clock()
+        self._ticked_s = self._clock()
         self._broken_steps = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is something to compute; from whatever thread."""
-        return self._core.has_plans
 
     def start(self) -> None:
         self._thread.start()
@@ -88,7 +82,7 @@ class Runner(Door):
     def stop(self, deadline_s: float) -> bool:
         """Let the running step finish and end the thread. False when that took longer than the deadline."""
         self._stopping.set()
-        self.wake()
+        self.door.wake()
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
@@ -104,26 +98,26 @@ class Runner(Door):
 
     def _take_commands(self) -> None:
         """What has arrived; without plans, wait for the next command or tick."""
-        self.run_waiting(0.0 if self._core.has_plans else _TICK_S)
+        self.door.run_waiting(0.0 if self._core.has_plans else _TICK_S)
         now_s = self._clock()
         if now_s - self._ticked_s >= _TICK_S:
             self._ticked_s = now_s
-            self._emit(self._core.on_tick(now_s))
+            self.door.emit(self._core.on_tick(now_s))
             self._on_tick()
 
     def _step(self) -> None:
         work, effects = self._core.begin_step(self._clock())
-        self._emit(effects)
+        self.door.emit(effects)
         if work is None:
             return
         rows = [row_of(item) for item in work.items]
         began_s = self._clock()
         tokens = self._compute(rows)
         ended_s = self._clock()
-        self._emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
+        self.door.emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()
-            self._emit(self._core.on_kv_lost(gone, ended_s))
+            self.door.emit(self._core.on_kv_lost(gone, ended_s))
         is_more_to_do = any(item.sequence.alive for item in work.items)
         self.occupancy.on_iteration(began_s, ended_s, is_more_to_do=is_more_to_do)
 

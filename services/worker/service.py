@@ -17,17 +17,18 @@ from services.worker.assembly import (
     open_cache,
     pool_of,
     prefixes_of,
+    registry_of,
     transfers_of,
     work_ahead,
 )
 from services.worker.config import WorkerConfig
 from services.worker.cores import bind_to
-from services.worker.egress import Courier, Outbox
+from services.worker.door import Door
+from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.engine import Engine
 from services.worker.engine_thread import Runner
-from services.worker.heartbeat import Heartbeat
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
-from services.worker.neighbourhood import Neighbourhood
+from services.worker.neighbourhood import Neighbourhood, extended
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
@@ -83,25 +84,36 @@ class Worker:
         prefixes = self._prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
         self._courier = Courier(self._outbox, self._on_loop)
-        pool = pool_of(engine, self._store)
-        self._neighbours = Neighbourhood(bus, config, engine, pool, clock)
-        self._runner = Runner(
-            core_of(bus, config, engine, self._neighbours, prefixes),
+        self._registry = registry_of(bus, config, clock)
+        own = pool_of(engine, self._store)
+        pool = extended(config.lending, engine, own)
+        core = core_of(bus, config, engine, self._registry.host, pool, prefixes)
+        self._door = Door(core, clock, self._courier.deliver)
+        self._neighbours = Neighbourhood(
+            bus,
+            config,
             engine,
-            clock,
-            deliver=self._courier.deliver,
+            own,
+            pool,
+            self._door,
+            self._registry,
+            fingerprint=fingerprint_of(engine),
+            is_busy=lambda: core.has_plans,
+            clock=clock,
+        )
+        self._runner = Runner(
+            self._door,
+            engine,
             on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
             between=lambda: work_ahead(self._store, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
         )
-        self._neighbours.attach(self._runner, pool, fingerprint_of(engine))
-        plane = self._neighbours.plane
-        self._transfers = transfers_of(bus, config, engine, self._store, plane, self._runner, clock)
-        self._others = OTHERS if self._neighbours.wants_reports or self._transfers is not None else ()
+        self._transfers = transfers_of(bus, config, engine, self._store, self._registry, self._runner, clock)
+        self._others = OTHERS if self._neighbours.borrows or self._transfers is not None else ()
         self._heartbeat = Heartbeat(
-            lambda: self._runner.ask(lambda core, now_s: core.report(now_s)),
+            lambda: self._door.ask(lambda core, now_s: core.report(now_s)),
             self._sections,
             interval_s=config.heartbeat_s,
             stall_timeout_s=config.stall_timeout_s,
@@ -109,14 +121,14 @@ class Worker:
 
     async def serve(self) -> None:
         """Until cancelled. Raises KvasirError when the engine is broken: a supervisor restarts it."""
-        self._neighbours.open()
+        self._registry.plane.open()
         self._runner.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._outbox.drain())
                 tasks.create_task(self._keep_express())
                 await self._bus.attach(HANDLERS, self)
-                await self._bus.attach(self._others, self)
+                await self._bus.attach(self._others, self._registry)
                 await self._neighbours.listen()
                 tasks.create_task(self._beat())
                 tasks.create_task(self._measure())
@@ -129,7 +141,7 @@ class Worker:
             raise group.exceptions[0] from None
         finally:
             await self._bus.detach(HANDLERS, self)
-            await self._bus.detach(self._others, self)
+            await self._bus.detach(self._others, self._registry)
             has_stopped = await asyncio.to_thread(self._runner.stop, _STOP_DEADLINE_S)
             if has_stopped:
                 self._courier.close()
@@ -143,30 +155,23 @@ class Worker:
 
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
-        self._runner.post(lambda core, _: core.on_plan(plan, received_s))
+        self._door.post(lambda core, _: core.on_plan(plan, received_s))
 
     def on_cancel(self, cancel: CancelSequence) -> None:
-        self._runner.post(lambda core, now_s: core.on_cancel(cancel, now_s))
+        self._door.post(lambda core, now_s: core.on_cancel(cancel, now_s))
 
     def on_extend(self, extend: ExtendSequence) -> None:
-        self._runner.post(lambda core, _: core.on_extend(extend))
+        self._door.post(lambda core, _: core.on_extend(extend))
 
     def on_acknowledge(self, acknowledged: AcknowledgeEnds) -> None:
-        self._runner.post(lambda core, now_s: core.on_acknowledge(acknowledged, now_s))
+        self._door.post(lambda core, now_s: core.on_acknowledge(acknowledged, now_s))
 
     def on_gateway(self, reported: GatewayReported) -> None:
-        self._runner.post(lambda core, now_s: core.on_gateway(reported, now_s))
-
-    def on_reported(self, report: WorkerReported) -> None:
-        """Any worker's heartbeat, this one's included."""
-        if self._neighbours.wants_reports:
-            self._neighbours.on_reported(report)
-        if self._transfers is not None:
-            self._transfers.on_reported(report)
+        self._door.post(lambda core, now_s: core.on_gateway(reported, now_s))
 
     async def take_snapshot(self, snapshot: TakeSnapshot) -> WorkerReported:
         """Raises StaleEpoch."""
-        future = self._runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
+        future = self._door.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
         return self._heartbeat.number(await asyncio.wrap_future(future))
 
     def _sections(self, report: WorkerReported) -> dict[str, Any]:
@@ -175,18 +180,18 @@ class Worker:
         return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved}
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
-        return await asyncio.wrap_future(self._runner.ask(lambda core, _: core.on_fetch(fetch)))
+        return await asyncio.wrap_future(self._door.ask(lambda core, _: core.on_fetch(fetch)))
 
     async def find_prefixes(self, question: FindPrefixes) -> WorkerPrefixes:
         """Raises InvalidRequest where there is no prefix cache."""
         news = self._news
         if news is None:
             raise InvalidRequest("this worker has no prefix cache")
-        return await asyncio.wrap_future(self._runner.ask(lambda core, _: news.answer(question)))
+        return await asyncio.wrap_future(self._door.ask(lambda core, _: news.answer(question)))
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
-        future = self._runner.ask(lambda core, now_s: core.report(now_s))
+        future = self._door.ask(lambda core, now_s: core.report(now_s))
         report = await asyncio.wrap_future(future)
         figures = await self._figures()
         return ServiceStatus(
@@ -208,7 +213,7 @@ class Worker:
                 "decode_step_ms": round(report.decode_step_s * 1e3, 2),
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
-                "failed_commands": self._runner.failed_commands,
+                "failed_commands": self._door.failed_commands,
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
                 **({} if figures is None else figures.details()),
@@ -222,7 +227,7 @@ class Worker:
         store = self._store
         if store is None:
             return None
-        return await asyncio.wrap_future(self._runner.ask(lambda core, now_s: read_figures(store)))
+        return await asyncio.wrap_future(self._door.ask(lambda core, now_s: read_figures(store)))
 
     async def _measure(self) -> None:
         while True:
@@ -240,7 +245,7 @@ class Worker:
         while news is not None:
             await asyncio.sleep(_TELL_S)
             with fenced("news of the prefix cache"):
-                event = await asyncio.wrap_future(self._runner.ask(lambda core, now_s: news.take(now_s)))
+                event = await asyncio.wrap_future(self._door.ask(lambda core, now_s: news.take(now_s)))
                 if event is not None and self._bus.connected:
                     await self._bus.publish(subject, event)
 
@@ -268,7 +273,7 @@ class Worker:
 
     def _wake(self) -> None:
         """A copy has ended; on the I/O thread, which begins nothing before the runner is there."""
-        self._runner.wake()
+        self._door.wake()
 
     def _on_broken(self, error: BaseException) -> None:
         def fail() -> None:

@@ -18,7 +18,7 @@ from services.scheduler.core.effects import (
 )
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
-from services.worker.core.step_work import StepWork
+from services.worker.core.plans import StepWork
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.commands import TakeSnapshot
 from shared.messages.plans import BatchPlan, WorkerStepped

@@ -8,12 +8,12 @@ import msgspec
 
 from services.gateway.core.effects import WorkerStart
 from services.gateway.core.stream import Stream
+from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceLimits, SequenceTable
-from services.worker.core.step_work import StepWork
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.borrowed_pool import Pool
 from services.worker.kv.core.prefix_cache import PrefixCache

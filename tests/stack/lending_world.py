@@ -18,7 +18,7 @@ from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
 from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.table import BlockState, RBlockTable
-from services.worker.peers.lending.telling import section
+from services.worker.peers.lending.service import section
 from shared.messages.commands import CreditorCandidates, FindCreditors
 from shared.messages.lending import BlocksReturned, BorrowBlocks, BorrowReply, KvTier, ReturnBlocks
 from shared.messages.reports import Capacity, WorkerReported

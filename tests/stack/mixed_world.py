@@ -18,7 +18,7 @@ from services.placement.policy import LIVE_PACKINGS, POLICIES, create, create_pa
 from services.scheduler.core.effects import AskPrediction, Effect, PublishMoved, WantKvAtWorker
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.policy import BUILT_IN, find_policy
-from services.worker.core.step_work import StepWork
+from services.worker.core.plans import StepWork
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool, capacity_of
 from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.watermarks import Balance, Marks

@@ -33,8 +33,8 @@ from services.scheduler.core.effects import Effect as SchedulerEffect
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.first_come import VllmPolicy
+from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
-from services.worker.core.step_work import StepWork
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import OwnPool, Pool

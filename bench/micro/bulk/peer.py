@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.worker.peers.transport.base import Buffer, Peer, Reply
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.settings import BulkConfig, make_transports
-from services.worker.peers.transport.tickets import WorkerDesk
 
 ASKING, ANSWERING = Peer("bench-asking", 1), Peer("bench-answering", 1)
 MOST_BYTES = 256 << 20

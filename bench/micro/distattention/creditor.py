@@ -7,6 +7,7 @@ address and a ticket as one line of JSON and serves until its standard input end
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +19,15 @@ from bench.kit.cores import bind_threads
 from bench.kit.provenance import ROOT
 from services.worker.engine.attention import LayerShape, PagedAttention
 from services.worker.peers.attention.core.cost import ComputeBudget
-from services.worker.peers.attention.creditor import Creditor, GrantBook
+from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.lending.core.grants import Grants, Terms
+from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import InternalError
+from shared.messages.lending import BorrowBlocks
 
 DEBTOR = Peer("bench-debtor", 1)
 GRANT = GrantRef(1, 1)
@@ -99,15 +103,29 @@ def _start(settings: Settings) -> "subprocess.Popen[str]":
     )
 
 
+def _all_lent(settings: Settings) -> LentGrants:
+    """Every block, to the debtor, by its first grant, and for longer than a bench takes."""
+    table = RBlockTable(settings.name, settings.blocks)
+    grants = Grants(table, 1, Terms(settings.blocks, lease_s=1e9), threading.RLock())
+    asked = BorrowBlocks(
+        debtor_id=DEBTOR.worker_id,
+        debtor_incarnation=DEBTOR.incarnation,
+        request=1,
+        blocks=settings.blocks,
+    )
+    grants.lend(asked, range(settings.blocks), 0.0)
+    return LentGrants(grants, table, lambda freed: None)
+
+
 def main() -> None:
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     bind_threads({settings.core})
     torch.set_num_threads(1)
     attention = make_attention(settings.layers, settings.blocks, settings.block_tokens)
     fill(attention, 0, settings.blocks, settings.seed)
-    book = GrantBook()
-    book.grant(DEBTOR.worker_id, GRANT, range(settings.blocks))
-    creditor = Creditor(attention, book, ComputeBudget(1.0), block_tokens=settings.block_tokens)
+    creditor = Creditor(
+        attention, _all_lent(settings), ComputeBudget(1.0), block_tokens=settings.block_tokens
+    )
     desk = WorkerDesk(Peer(settings.name, 1))
     for kind, receiver in creditor.receivers.items():
         desk.serve(kind, receiver)

@@ -1,13 +1,16 @@
 """The plans a worker has received and not finished: epoch fencing, order, expiry, supersession. Pure.
 
-Knows nothing of sequences: whether an item of a plan can be applied is decided in
-`services.worker.core.sequences`.
+The queue knows nothing of sequences: which items of a plan can be applied is decided in
+`services.worker.core.sequences`, and what is left of one iteration of the head is a `StepWork`.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from shared.messages.plans import BatchPlan, StepOutcome
+import msgspec
+
+from services.worker.core.sequence import HeldSequence
+from shared.messages.plans import BatchPlan, PrefixHit, ShortStart, SkippedItem, StepOutcome
 from shared.messages.sequence import SequenceRef
 from shared.messages.values import EPOCH_REACH
 
@@ -136,3 +139,34 @@ class PlanQueue:
     @staticmethod
     def _given_up(queued: QueuedPlan, outcome: StepOutcome) -> GivenUpPlan:
         return GivenUpPlan(queued.plan.epoch, queued.plan.seq, queued.steps_done, outcome)
+
+
+class WorkItem(msgspec.Struct, frozen=True, gc=False):
+    """Compute tokens [first_token, end_token) of a sequence; `samples` when that is the last it has."""
+
+    sequence: HeldSequence
+    first_token: int
+    end_token: int
+    samples: bool
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One iteration of the engine: what to compute, for which plan."""
+
+    queued: QueuedPlan
+    items: tuple[WorkItem, ...]
+    skipped: tuple[SkippedItem, ...]
+    ended: tuple[HeldSequence, ...]
+    """Ended since the last report, before this iteration."""
+    hits: tuple[PrefixHit, ...] = ()
+    shorts: tuple[ShortStart, ...] = ()
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return sum(item.end_token - item.first_token for item in self.items if not item.is_decode)
+
+    @property
+    def decoded_tokens(self) -> int:
+        return sum(item.is_decode for item in self.items)

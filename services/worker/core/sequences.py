@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.late_tokens import Latecomers
+from services.worker.core.plans import WorkItem
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
-from services.worker.core.step_work import WorkItem
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.pie.core.pool import ElasticPool
 from shared.liveness import AwakeTime, Liveness

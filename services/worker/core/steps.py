@@ -8,13 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.frames import AddressedFrame, assemble, fetched
-from services.worker.core.plans import PlanQueue, QueuedPlan
-from services.worker.core.reports import Identity, StepReports
+from services.worker.core.plans import PlanQueue, QueuedPlan, StepWork, WorkItem
+from services.worker.core.reports import Identity, SpeedMeter, StepReports
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
-from services.worker.core.speed import SpeedMeter
-from services.worker.core.step_work import StepWork, WorkItem
 from services.worker.kv.core.borrowed_pool import capacity_of
 from services.worker.kv.core.radix_tree import Tier
 from shared.errors import InvalidRequest, StaleEpoch
@@ -32,7 +30,7 @@ from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedToken
 
 @dataclass(frozen=True, slots=True)
 class StepEffects:
-    """To be sent, in this order."""
+    """What a worker's core wants sent, in this order."""
 
     frames: tuple[AddressedFrame, ...] = ()
     stepped: tuple[WorkerStepped, ...] = ()

@@ -20,16 +20,14 @@ from transformers import AttentionInterface
 from services.worker.engine import paged
 from services.worker.engine.backends import Backend, NativeBackend, PartialBackend, Pools, TorchBackend
 from services.worker.engine.layout import PackedSpans, Span, pack
-from services.worker.engine.merging import merge_into
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.partition import Homes, split
-from services.worker.engine.remote import MeteredRemote, RemoteAttention
+from services.worker.engine.partition import Homes, MeteredRemote, RemoteAttention, merge_into, split
+from services.worker.pie.store import LayerStore
 from shared.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from services.worker.engine.gpu.backend import TritonBackend
-    from services.worker.pie.store import LayerStore
 
 _log = logging.getLogger("kvasir.worker.attention")
 _numbers = count()
@@ -98,7 +96,7 @@ class PagedAttention:
         device: torch.device,
         mode: native.AttentionMode = "auto",
         threads: int = 1,
-        store: "LayerStore | None" = None,
+        store: LayerStore | None = None,
     ) -> None:
         self.name = f"kvasir_{next(_numbers)}"
         self._block_tokens = block_tokens

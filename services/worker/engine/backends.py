@@ -58,7 +58,7 @@ class PartialBackend(Protocol):
 
 
 class NativeBackend:
-    """The C++ operator."""
+    """Attention by the C++ operator, over pools in the CPU's memory."""
 
     def __init__(self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int) -> None:
         self._library = library

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.attention import PagedAttention
+from services.worker.engine.attention import PagedAttention, make_pools
 from services.worker.engine.backends import Pools
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
@@ -19,8 +19,10 @@ from services.worker.engine.sampler import sample
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.pie.assembly import Pie, assemble
 from services.worker.pie.core.pool import ElasticPool
+from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint
+from shared.clock import Clock, monotonic_s
 from shared.messages.sequence import Sampling
 
 
@@ -103,10 +105,12 @@ class TorchEngine:
         if pie is not None and pie.enabled:
             self.pie = assemble(
                 pie,
-                model.layers,
+                [
+                    BlockShape(each.kv_heads, each.head_dim, each.value_dim, block_tokens, model.dtype)
+                    for each in model.layers
+                ],
+                lambda blocks: make_pools(model.layers[0], blocks, block_tokens, model.dtype, model.device),
                 device_blocks=kv_blocks,
-                block_tokens=block_tokens,
-                dtype=model.dtype,
                 device=model.device,
             )
             self.kv_blocks = self.pie.growth.capacity_blocks
@@ -262,3 +266,32 @@ def warm_up(engine: Engine) -> None:
 def _packing_key(row: Row) -> tuple[bool, int]:
     """Single tokens first, shortest context first, so that rows of similar length share a table."""
     return len(row.tokens) > 1, row.first_position
+
+
+CHUNK_TOKENS = 128
+"""Of one prompt, computed at once."""
+LEAST_TOKENS = 16
+"""Fewer say nothing."""
+_ROUNDS = 3
+"""The first sets up what this size needs, and does not count where another follows."""
+_LONG_S = 1.0
+"""After so long no other follows."""
+
+
+def prefill_tokens_per_s(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> float:
+    """The fastest of some chunks through the first `blocks` blocks, which nobody may use yet; 0 where fewer
+    than `LEAST_TOKENS` fit."""
+    tokens = min(CHUNK_TOKENS, blocks * engine.block_tokens, engine.max_positions)
+    if tokens < LEAST_TOKENS:
+        return 0.0
+    held = list(range(-(-tokens // engine.block_tokens)))
+    point = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
+    took_s = []
+    for _ in range(_ROUNDS):
+        began_s = clock()
+        engine.step([Row([0] * tokens, 0, held, point)])
+        took_s.append(clock() - began_s)
+        if sum(took_s) >= _LONG_S:
+            break
+    fastest_s = min(took_s[1:] or took_s)
+    return tokens / fastest_s if fastest_s > 0 else 0.0

@@ -4,21 +4,140 @@ The order is vLLM's: log-probabilities are those of the raw logits; then penalti
 temperature 0 is argmax of that. Otherwise: temperature → min_p → top-k → top-p (each of what is left) →
 inverse CDF in token-id order with one uniform number, a counter-based hash of (seed, choice, index): no
 generator state to carry to another worker. Rows that ask for nothing pay nothing.
+
+Penalties read and write only the tokens that occur, so their cost follows the length of the texts that ask
+for them and not the vocabulary. The repetition penalty is CTRL's (Keskar et al. 2019, §4.1) by sign, as
+transformers has it; frequency and presence penalties are OpenAI's. For rows whose logits are on the CPU the
+last steps run in C++ (`draw.h`) where there is a library.
 """
 
+import ctypes
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from ctypes import CDLL
+from itertools import chain
 
 import numpy as np
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.logits import Logits
-from services.worker.engine.native.draw import Draw, draw_tokens
-from services.worker.engine.penalties import penalize
+from services.worker.engine.native.library import declare
 from shared.messages.sequence import Sampling
 from shared.messages.tokens import TokenLogprobs
+
+_LARGEST = torch.finfo(torch.float32).max
+_INFINITY = float("inf")
+
+
+def penalize(logits: torch.Tensor, points: Sequence[SamplePoint]) -> None:
+    """Repetition, then frequency and presence penalty, then ends masked; in place, `[rows, vocabulary]` fp32.
+
+    A logit that is not finite stays as it is.
+    """
+    repeated = [row for row, point in enumerate(points) if point.sampling.repetition_penalty != 1]
+    if repeated:
+        _penalize_repetition(logits, points, repeated)
+    counted = [row for row, point in enumerate(points) if point.index and _is_counted(point)]
+    if counted:
+        _penalize_counts(logits, points, counted)
+    short = [row for row, point in enumerate(points) if point.index < point.sampling.min_tokens]
+    if short:
+        _mask_ends(logits, points, short)
+
+
+def _is_counted(point: SamplePoint) -> bool:
+    return point.sampling.frequency_penalty != 0 or point.sampling.presence_penalty != 0
+
+
+def _penalize_repetition(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
+    """A token that occurs twice is written twice, with the same value."""
+    row, token = _occurrences(rows, [points[row].tokens for row in rows], logits.device)
+    penalty = _by_row([point.sampling.repetition_penalty for point in points], logits)[row]
+    before = logits[row, token]
+    _write(logits, row, token, before, torch.where(before > 0, before / penalty, before * penalty))
+
+
+def _penalize_counts(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
+    vocabulary = logits.shape[-1]
+    answers = [points[row].tokens[-points[row].index :] for row in rows]
+    row, token = _occurrences(rows, answers, logits.device)
+    places, counts = torch.unique(row * vocabulary + token, return_counts=True)
+    row, token = places // vocabulary, places % vocabulary
+    frequency = _by_row([point.sampling.frequency_penalty for point in points], logits)[row]
+    presence = _by_row([point.sampling.presence_penalty for point in points], logits)[row]
+    before = logits[row, token]
+    _write(logits, row, token, before, before - (frequency * counts + presence))
+
+
+def _mask_ends(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
+    vocabulary = logits.shape[-1]
+    ends = [[end for end in points[row].sampling.end_token_ids if 0 <= end < vocabulary] for row in rows]
+    row, token = _occurrences(rows, ends, logits.device)
+    before = logits[row, token]
+    logits[row, token] = torch.where(before < _INFINITY, -_INFINITY, before)
+
+
+def _occurrences(
+    rows: Sequence[int], texts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and token of everything in `texts`, int64 `[all tokens]` each; text `i` belongs to `rows[i]`."""
+    row = torch.repeat_interleave(_int64(rows), _int64(len(text) for text in texts))
+    return row.to(device), _int64(chain.from_iterable(texts)).to(device)
+
+
+def _int64(numbers: Iterable[int]) -> torch.Tensor:
+    """Through an array, which reads Python's integers several times faster than `torch.tensor`."""
+    packed = array("q", numbers)
+    return torch.frombuffer(packed, dtype=torch.int64) if packed else torch.empty(0, dtype=torch.int64)
+
+
+def _by_row(values: Sequence[float], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+
+def _write(
+    logits: torch.Tensor, row: torch.Tensor, token: torch.Tensor, before: torch.Tensor, after: torch.Tensor
+) -> None:
+    after = after.clamp(-_LARGEST, _LARGEST)
+    logits[row, token] = torch.where(before.isfinite(), after, before)
+
+
+class Draw(ctypes.Structure):
+    """`draw.h`: one row's wishes; `token` is the answer."""
+
+    _fields_ = (
+        ("row", ctypes.c_int64),
+        ("temperature", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("top_p", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("uniform", ctypes.c_double),
+        ("token", ctypes.c_int64),
+    )
+
+
+_POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
+_PROTOTYPES = {
+    "draw_tokens": (None, (_POINTER, _POINTER, _INT32, _POINTER, ctypes.POINTER(Draw), _INT32)),
+}
+
+
+def draw_tokens(
+    library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[Draw]
+) -> list[int]:
+    """A token for each wish, from `logits` `[rows, vocabulary]` (fp32, contiguous), `highest` of each row.
+
+    A row whose highest logit is not finite gets any token.
+    """
+    declare(library, _PROTOTYPES)
+    draws = (Draw * len(wishes))(*wishes)
+    scratch = torch.empty(logits.shape[1])
+    library.draw_tokens(
+        logits.data_ptr(), highest.data_ptr(), logits.shape[1], scratch.data_ptr(), draws, len(wishes)
+    )
+    return [draw.token for draw in draws]
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:

@@ -13,7 +13,7 @@ from shared.metrics import gauge
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Of one tier, since the start."""
+    """What one tier did since the start."""
 
     tier: str
     hits: int
@@ -40,6 +40,8 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class CacheFigures:
+    """What a prefix cache did since the start, over all tiers and tier by tier."""
+
     tiers: tuple[TierFigures, ...]
     misses: int
     loads_abandoned: int

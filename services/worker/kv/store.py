@@ -19,7 +19,7 @@ from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.copier import CopyDone, Throttles, TierMover
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import Pools, Records
+from services.worker.kv.tiers.records import LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
 from shared.log import canonical, get_logger
 
@@ -38,7 +38,7 @@ class CacheableEngine(Protocol):
     def block_tokens(self) -> int: ...
 
     @property
-    def pools(self) -> Pools: ...
+    def pools(self) -> LayerPools: ...
 
     @property
     def fingerprint(self) -> bytes:

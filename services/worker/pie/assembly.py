@@ -1,4 +1,7 @@
-"""Pie put together for one engine: memory, controllers and a copier from settings and the model's shapes."""
+"""Pie put together for one engine: memory, controllers and a copier from settings and the model's shapes.
+
+The engine knows Pie, and Pie knows no engine: it is given memory and shapes.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,17 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.engine.attention import LayerShape, make_pools
-from services.worker.pie.copier import Copier, InlineCopier, ThreadCopier
+from services.worker.pie.copier import Copier, InlineCopier, PacedLink, ThreadCopier
 from services.worker.pie.core import sizes
 from services.worker.pie.core.expansion import ExpansionController
 from services.worker.pie.core.sizes import Partition
 from services.worker.pie.core.swap import Direction, SwapController
 from services.worker.pie.memory import BlockShape, LayerMemory
-from services.worker.pie.paced_link import PacedLink
 from services.worker.pie.resize import Growth
 from services.worker.pie.settings import PieSettings
-from services.worker.pie.store import LayerStore
+from services.worker.pie.store import LayerStore, SlotPools
 from shared.clock import monotonic_s
 from shared.errors import ConfigError
 
@@ -34,16 +35,16 @@ class Pie:
 
 def assemble(
     settings: PieSettings,
-    layers: Sequence[LayerShape],
+    layers: Sequence[BlockShape],
+    make_pools: Callable[[int], SlotPools],
     *,
     device_blocks: int,
-    block_tokens: int,
-    dtype: torch.dtype,
     device: torch.device,
     clock: Callable[[], float] = monotonic_s,
 ) -> Pie:
-    """On the bytes that `device_blocks` blocks of all layers take. Raises ConfigError where Pie cannot be."""
-    shape = _common_shape(layers, block_tokens, dtype)
+    """On the bytes that `device_blocks` blocks of all layers take: `make_pools` gives the memory of so many
+    blocks of one layer. Raises ConfigError where Pie cannot be."""
+    shape = _common_shape(layers)
     count, host_blocks = len(layers), settings.host_mb * _MEBIBYTE // shape.block_bytes
     most = sizes.most_within_host(count, device_blocks, host_blocks)
     if settings.fifo_layers not in (0, *range(sizes.LEAST_FIFO_LAYERS, most + 1)):
@@ -53,8 +54,7 @@ def assemble(
             param="pie.fifo_layers",
         )
     partition = Partition(count * device_blocks, sizes.device_slots(count, settings.fifo_layers))
-    arena = make_pools(layers[0], count * device_blocks, block_tokens, dtype, device)
-    memory = LayerMemory(shape, partition, device, *arena)
+    memory = LayerMemory(shape, partition, device, *make_pools(count * device_blocks))
     copier, links = _make_copier(settings, memory, clock)
     is_growing = settings.expansion == "auto" and most > 0
     longest = most if is_growing else settings.fifo_layers
@@ -68,13 +68,13 @@ def assemble(
     return Pie(store, growth, links)
 
 
-def _common_shape(layers: Sequence[LayerShape], block_tokens: int, dtype: torch.dtype) -> BlockShape:
+def _common_shape(layers: Sequence[BlockShape]) -> BlockShape:
     first = layers[0]
     if any(layer != first for layer in layers):
         raise ConfigError(
             "pie swaps layers of one shape, this model's differ: set pie.enabled false", param="pie"
         )
-    return BlockShape(first.kv_heads, first.head_dim, first.value_dim, block_tokens, dtype)
+    return first
 
 
 def _make_copier(

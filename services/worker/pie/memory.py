@@ -25,7 +25,7 @@ _HOLE_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """One block of one layer."""
+    """What one block of one layer holds."""
 
     kv_heads: int
     head_dim: int
@@ -56,7 +56,7 @@ class HostCopy:
 
 
 class LayerMemory:
-    """The device's arenas and the host's copies."""
+    """The device's arena, cut into slots, and the layers' copies on the host."""
 
     def __init__(
         self,

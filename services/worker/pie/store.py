@@ -18,7 +18,7 @@ from services.worker.pie.core.swap import Direction, SwapController, Transfer
 from services.worker.pie.memory import LayerMemory
 from shared.errors import InternalError
 
-Pools = tuple[torch.Tensor, torch.Tensor]
+SlotPools = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerStore:
@@ -87,7 +87,7 @@ class LayerStore:
         compute_s = self._clock() - self._began_s - self._stalled_s
         self.meter.on_step(tokens, compute_s, self._stalled_s, self._count(), is_decoding=is_decoding)
 
-    def enter(self, layer: int) -> Pools:
+    def enter(self, layer: int) -> SlotPools:
         """Wait until the layer's KV is present; its pools, to be used until `leave`."""
         self._copier.poll()
         with self._condition:
@@ -107,7 +107,7 @@ class LayerStore:
         with self._condition:
             self._submit(self.controller.on_ended(layer, self._clock()))
 
-    def views(self, layer: int) -> Pools:
+    def views(self, layer: int) -> SlotPools:
         """The pools of a layer of a static store."""
         slot = self.controller.table.entries[layer].device_slot
         assert slot is not None

@@ -12,7 +12,7 @@ from services.worker import door as door_module
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.door import Door
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.peers.lending.vault import PoolVault
+from services.worker.peers.engine_calls import PoolDoor
 from shared.errors import DeadlineExceeded, Overloaded
 
 BLOCKS = 8
@@ -58,7 +58,7 @@ async def test_what_is_taken_for_somebody_who_left_goes_back() -> None:
 async def test_who_waits_for_what_he_gives_may_leave() -> None:
     rig = Rig()
     blocks = rig.pool.allocate(3)
-    giving = asyncio.create_task(PoolVault(rig.door, rig.pool).readmit(blocks))
+    giving = asyncio.create_task(PoolDoor(rig.door, rig.pool).readmit(blocks))
     rig.pool.withdraw(blocks)
     await settle()
     giving.cancel()
@@ -69,7 +69,7 @@ async def test_who_waits_for_what_he_gives_may_leave() -> None:
 
 async def test_a_loan_given_up_while_the_engine_is_busy_is_no_loan() -> None:
     rig = Rig()
-    lending = asyncio.create_task(PoolVault(rig.door, rig.pool).lend(4, 1, 0))
+    lending = asyncio.create_task(PoolDoor(rig.door, rig.pool).lend(4, 1, 0))
     await settle()
     rig.step_ends()
     lending.cancel()

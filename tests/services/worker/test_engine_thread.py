@@ -11,6 +11,7 @@ from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
+from services.worker.door import Door
 from services.worker.engine.engine import Row
 from services.worker.engine_thread import Occupancy, Runner
 from services.worker.kv.core.block_pool import BlockPool
@@ -66,11 +67,10 @@ class Harness:
         core = StepCore(
             Identity("worker-0", 1, "model", 64, "host"), SequenceTable(BlockPool(16, BLOCK_TOKENS), LIMITS)
         )
+        self.door = Door(core, monotonic_s, self.effects.append)
         self.runner = Runner(
-            core,
+            self.door,
             self.engine,
-            monotonic_s,
-            deliver=self.effects.append,
             on_broken=self.broken.append,
             cores=cores,
             lost_blocks=self.lost_blocks,
@@ -81,7 +81,7 @@ class Harness:
         return self.engine.away_blocks
 
     def send(self, batch: BatchPlan) -> None:
-        self.runner.post(lambda core, now_s: core.on_plan(batch, now_s))
+        self.door.post(lambda core, now_s: core.on_plan(batch, now_s))
 
     def tokens(self, request_id: str) -> list[int]:
         deltas = [d for e in list(self.effects) for f in e.frames for d in f.frame.deltas]
@@ -129,7 +129,7 @@ def test_a_cancel_is_looked_at_between_the_steps_of_a_plan(harness: Harness) -> 
     harness.engine.gate.clear()
     harness.send(start_plan(1, "a", [1, 2], steps=20))
     assert harness.engine.inside.wait(PATIENCE_S)
-    harness.runner.post(lambda core, now_s: core.on_cancel(CancelSequence(ref=ref("a")), now_s))
+    harness.door.post(lambda core, now_s: core.on_cancel(CancelSequence(ref=ref("a")), now_s))
     harness.engine.gate.set()
     wait_until(lambda: "a" in harness.ends())
     assert harness.ends() == {"a": FinishReason.CANCELLED} and harness.tokens("a") == [1]
@@ -170,9 +170,9 @@ def test_an_engine_that_computes_nothing_any_more_is_given_up(harness: Harness) 
 
 def test_an_error_of_a_question_reaches_whoever_asked(harness: Harness) -> None:
     snapshot = TakeSnapshot(epoch=4)
-    first = harness.runner.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
+    first = harness.door.ask(lambda core, now_s: core.on_snapshot(snapshot, now_s))
     assert first.result(PATIENCE_S).epoch == 4
-    stale = harness.runner.ask(lambda core, now_s: core.on_snapshot(TakeSnapshot(epoch=3), now_s))
+    stale = harness.door.ask(lambda core, now_s: core.on_snapshot(TakeSnapshot(epoch=3), now_s))
     with pytest.raises(StaleEpoch):
         stale.result(PATIENCE_S)
     assert harness.broken == []
@@ -188,7 +188,7 @@ def test_the_thread_and_no_other_runs_on_its_cores() -> None:
     core = max(here)
     bound = Harness(cores=(core,))
     bound.runner.start()
-    seen = bound.runner.ask(lambda _core, _now_s: os.sched_getaffinity(0)).result(PATIENCE_S)
+    seen = bound.door.ask(lambda _core, _now_s: os.sched_getaffinity(0)).result(PATIENCE_S)
     assert bound.runner.stop(PATIENCE_S)
     assert seen == {core} and os.sched_getaffinity(0) == here and not bound.broken
 
@@ -215,10 +215,10 @@ def test_a_command_that_fails_does_not_end_the_worker(harness: Harness) -> None:
     def fail(core: StepCore, now_s: float) -> StepEffects:
         raise RuntimeError("as told")
 
-    harness.runner.post(fail)
+    harness.door.post(fail)
     harness.send(start_plan(1, "a", [1, 2], steps=4))
     wait_until(lambda: "a" in harness.ends())
-    assert harness.runner.failed_commands == 1 and harness.broken == []
+    assert harness.door.failed_commands == 1 and harness.broken == []
 
 
 def test_time_between_iterations_counts_while_there_is_more_to_do() -> None:

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from services.worker.heartbeat import Heartbeat
+from services.worker.egress import Heartbeat
 from shared.errors import InternalError
 from shared.messages.reports import WorkerReported
 from tests.shared.messages.builders import worker_report

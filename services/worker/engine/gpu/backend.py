@@ -10,17 +10,15 @@ from typing import Protocol
 
 import torch
 
+from services.worker.engine.backends import Pools
 from services.worker.engine.gpu.attention import attend_paged, write_kv
 from services.worker.engine.gpu.spans import DeviceSpans, Heads, pack
 from services.worker.engine.layout import PackedSpans, Span
 from services.worker.engine.paged import Shape
 
-Pools = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, as in `services/worker/engine/native/attention.h`."""
-
 
 class Step(Protocol):
-    """The rows of one iteration."""
+    """The rows of one iteration, as the kernels want them."""
 
     @property
     def slots(self) -> torch.Tensor:

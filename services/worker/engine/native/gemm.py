@@ -11,7 +11,7 @@ from services.worker.engine.native.library import declare
 
 
 class Epilogue(IntEnum):
-    """What follows the product; `gemm.h`."""
+    """What is done to a product's result before it is written (`gemm.h`)."""
 
     STORE = 0
     ADD = 1
@@ -19,7 +19,7 @@ class Epilogue(IntEnum):
 
 
 class GemmCall(ctypes.Structure):
-    """`gemm.h`."""
+    """The arguments of one product, laid out as `gemm.h` has them."""
 
     _fields_ = (
         ("a", ctypes.c_void_p),

@@ -1,5 +1,6 @@
 """A plain fp32 Llama in C++ (`llama.h`): weights packed once at load, one call for a whole step.
 
+Under Pie `SwappedLlama` computes it layer by layer: each waits for its KV, and says when it is done with it.
 Knows transformers' names for a Llama's settings and where a step's spans lie; samples nothing.
 """
 
@@ -9,9 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from services.worker.engine.logits import Logits
-from services.worker.engine.native.library import KvPool, Spans, declare
+from services.worker.engine.native.library import KvPool, Spans, declare, describe_pool
 from services.worker.engine.native.weights import ModelWeights, pack
 from services.worker.engine.paged import Shape
+from services.worker.pie.store import LayerStore
 from shared.errors import InternalError
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -42,7 +44,7 @@ class PagedKv(Protocol):
 
 
 class LlamaLayer(ctypes.Structure):
-    """`llama.h`."""
+    """One layer's weights and pools, laid out as `llama.h` has them."""
 
     _fields_ = (
         ("input_norm", ctypes.c_void_p),
@@ -56,7 +58,7 @@ class LlamaLayer(ctypes.Structure):
 
 
 class LlamaModel(ctypes.Structure):
-    """`llama.h`."""
+    """A model's sizes, weights and layers, laid out as `llama.h` has them."""
 
     _fields_ = (
         ("layers", ctypes.c_int32),
@@ -80,7 +82,7 @@ class LlamaModel(ctypes.Structure):
 
 
 class LlamaStep(ctypes.Structure):
-    """`llama.h`."""
+    """One step's rows and scratch memory, laid out as `llama.h` has them."""
 
     _fields_ = (
         ("rows", ctypes.c_int32),
@@ -272,3 +274,55 @@ def _layers(weights: ModelWeights, kv: PagedKv) -> "ctypes.Array[LlamaLayer]":
             setattr(layers[index], name, getattr(layer, name).data_ptr())
         layers[index].pool = kv.native_pool(index)
     return layers
+
+
+class SwappedLlama(NativeLlama):
+    """A `Forward`; see `NativeLlama`. `kv` has the step's spans, `store` the layers."""
+
+    def __init__(
+        self,
+        module: Any,
+        kv: PagedKv,
+        store: LayerStore,
+        library: ctypes.CDLL,
+        *,
+        threads: int,
+        release: bool,
+    ) -> None:
+        super().__init__(module, kv, library, threads=threads, release=release)
+        self._store = store
+        self._pointed = -1
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
+        """See `services.worker.engine.forward.Forward`."""
+        if self._store.is_static:
+            self._point_at_slots()
+            return super().__call__(tokens, positions, kept)
+        self._pointed = -1
+        step = self.prepare(tokens, positions, kept)
+        self._expect_zero(self._library.llama_embed(self.model, step), step)
+        for layer in range(self.model.layers):
+            self._layer(layer, step)
+        self._library.llama_logits(self.model, step)
+        return self.logits(len(kept))
+
+    def _layer(self, layer: int, step: LlamaStep) -> None:
+        library, model = self._library, self.model
+        self._layers[layer].pool = describe_pool(*self._store.enter(layer))
+        self._expect_zero(library.llama_layer_qkv(model, layer, step), step)
+        self._expect_zero(library.llama_layer_attend(model, layer, step), step)
+        self._store.leave(layer)
+        library.llama_layer_rest(model, layer, step)
+
+    def _point_at_slots(self) -> None:
+        """Once after each change: slots stand still from here on."""
+        if self._pointed != self._store.version:
+            self._pointed = self._store.version
+            for layer in range(self.model.layers):
+                self._layers[layer].pool = describe_pool(*self._store.views(layer))
+
+    def _expect_zero(self, answer: int, step: LlamaStep) -> None:
+        if answer:
+            raise InternalError(
+                f"the native Llama refused a step of {step.rows} rows: {answer} (see llama.h)"
+            )

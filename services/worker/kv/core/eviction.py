@@ -22,7 +22,7 @@ _LEAST_WEIGHT = 0.0005
 
 
 class ReuseHistory:
-    """Of one cache, over all tiers."""
+    """How long blocks of one cache wait until they are wanted again, those dropped since included."""
 
     def __init__(self, most_ghosts: int = 65536) -> None:
         self._most_ghosts = most_ghosts
@@ -113,7 +113,7 @@ class Fifo(EvictionOrder):
 
 
 class Random(EvictionOrder):
-    """Any."""
+    """Whichever; for comparison."""
 
     def _rank(self, node: Node) -> EvictionRank:
         return (self._random.random(),)

@@ -12,7 +12,7 @@ from shared.blocks import BlockHash
 
 
 class Tier(IntEnum):
-    """Nearest first."""
+    """Where a block's bytes can lie, the nearest first."""
 
     DEVICE = 0
     HOST = 1
@@ -77,7 +77,7 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes by name."""
+    """The stored blocks, found by name and as prefixes."""
 
     def __init__(self) -> None:
         self._nodes: dict[BlockHash, Node] = {}

@@ -52,7 +52,7 @@ class CopyDone:
 
 @dataclass(frozen=True, slots=True)
 class Throttles:
-    """Speeds that tiers may not exceed."""
+    """Speeds that the tiers' copies may not exceed."""
 
     host: Throttle
     disk: Throttle

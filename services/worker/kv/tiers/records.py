@@ -15,7 +15,7 @@ from shared.blocks import BlockHash
 
 RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
-Pools = Sequence[tuple[torch.Tensor, torch.Tensor]]
+LayerPools = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """By layer: K `[num_blocks, kv_heads, head_dim, block_tokens]`, V `[num_blocks, kv_heads, block_tokens,
 value_dim]`, each contiguous."""
 
@@ -23,7 +23,7 @@ value_dim]`, each contiguous."""
 class Records:
     """The pools of one engine as rows of bytes."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: LayerPools) -> None:
         """Raises ValueError when a pool is not contiguous or the pools differ in blocks or device."""
         flat = [pool for layer in pools for pool in layer]
         if not flat or len({(pool.shape[0], pool.device) for pool in flat}) != 1:

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.worker.core.steps import StepCore
-from services.worker.door import Question
-from services.worker.engine_thread import Runner
+from services.worker.door import Door, EngineQuestion
 from services.worker.kv.core.borrowed_pool import ExtendedPool
-from services.worker.peers.attention.debtor import Debtor
-from services.worker.peers.attention.dirty_blocks import Place
+from services.worker.peers.attention.debtor import Debtor, Place
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.attention.plane import BulkPlane
 from services.worker.peers.lending.core.table import GrantKey
+from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink
-from shared.errors import CreditorLost, KvasirError
+from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.log import get_logger
 from shared.messages.lending import Grant, KvTier
 
@@ -98,44 +96,44 @@ class _Held:
 
 
 class Borrower:
-    """One worker's. `on_failed` is called, on the engine's thread, with a creditor that failed in a step."""
+    """One worker's borrowed blocks, in use. What goes to the engine's thread goes by its `door`: what changes
+    hands there is not withdrawn half way, whoever stops waiting. `on_failed` is called, on that thread, with
+    a creditor that failed in a step."""
 
     def __init__(
-        self, debtor: Debtor, pool: ExtendedPool, plane: BulkPlane, on_failed: Callable[[str], None]
+        self,
+        debtor: Debtor,
+        pool: ExtendedPool,
+        door: Door,
+        registry: Registry,
+        on_failed: Callable[[str], None],
     ) -> None:
         self._debtor = debtor
         self._pool = pool
-        self._plane = plane
+        self._door = door
+        self._registry = registry
         self._on_failed = on_failed
         self._homecoming = Homecoming(debtor, pool, self._forget)
-        self._runner: Runner | None = None
         self._holders: dict[Lender, int] = {}
         self._of_block: dict[int, tuple[Lender, int]] = {}
         """Lender and grant."""
         self._grants: dict[Lender, dict[int, _Held]] = {}
         """Those that have blocks here: named with every message."""
 
-    def attach(self, runner: Runner) -> None:
-        """The engine's thread is this one's."""
-        self._runner = runner
-
     # On the event loop
 
     async def admit(self, grant: Grant, logical: Sequence[int]) -> bool:
-        """Blocks of a grant may be used from now on. False when their creditor cannot be reached."""
+        """Blocks of a grant may be used from now on. False when their creditor cannot be reached, or too many
+        lend already."""
         lender = (grant.creditor_id, grant.creditor_incarnation, grant.tier)
-        assert self._runner is not None
         link: PeerLink | None = None
-        try:
-            if lender not in self._holders:
-                link = await self._plane.dial(grant.creditor_id, grant.creditor_incarnation)
-            entered = self._runner.ask(lambda core, _: self._enter(lender, link, grant, logical))
-            return await asyncio.wrap_future(entered)
-        except KvasirError as error:
-            _log.warning("blocks of %s cannot be used: %s", grant.creditor_id, error)
-            if link is not None:
-                link.close()
-            return False
+        if lender not in self._holders:
+            try:
+                link = await self._registry.dial(grant.creditor_id, grant.creditor_incarnation)
+            except KvasirError as error:
+                _log.warning("blocks of %s cannot be used: %s", grant.creditor_id, error)
+                return False
+        return await self._give(lambda core, _: self._enter(lender, link, grant, logical))
 
     def rename(self, grant: GrantKey, generation: int) -> None:
         """The grant has that generation now, at least."""
@@ -147,42 +145,36 @@ class Borrower:
                     named.generation = max(generation, named.generation)
                     self._name_grants(lender)
 
-        assert self._runner is not None
-        self._runner.give(rename)
+        self._door.give(rename)
 
     async def retire(self, most_blocks: int) -> list[int]:
         """Up to so many that no sequence has are given up."""
-        assert self._runner is not None
-        return await asyncio.wrap_future(self._runner.ask(lambda core, _: self._retire(most_blocks)))
+        return await self._give(lambda core, _: self._retire(most_blocks))
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
         """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
-        assert self._runner is not None
-        return await self._runner.take(
+        return await self._door.take(
             lambda core, _: self._pool.set_apart(logical, most_blocks), self._pool.rejoin
         )
 
     def rejoin(self, logical: Sequence[int]) -> None:
         """Ends `set_apart`."""
-        assert self._runner is not None
-        self._runner.give(lambda core, _: self._pool.rejoin(logical))
+        self._door.give(lambda core, _: self._pool.rejoin(logical))
 
     async def copy_home(self, pairs: Sequence[Pair]) -> bool:
-        """Into own, withdrawn blocks; the originals count on. False when a creditor failed."""
-        return await self._try_home(lambda: self._homecoming.copy(pairs)) is not None
+        """Into own, withdrawn blocks; the originals count on. False when a creditor failed. Raises
+        Overloaded."""
+        copy = self._home(lambda: self._homecoming.copy(pairs))
+        return await asyncio.wrap_future(self._door.ask(copy)) is not None
 
     async def swap_home(self, pairs: Sequence[Pair]) -> list[int] | None:
-        """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed.
-
-        Never refused: the originals are as good as returned."""
-        assert self._runner is not None
-        swap = self._home(lambda: self._homecoming.swap(pairs))
-        return await asyncio.wrap_future(self._runner.give(swap))
+        """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed."""
+        return await self._give(self._home(lambda: self._homecoming.swap(pairs)))
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
         """Which of these, of up to so many in use, are at home now, in own blocks that were free."""
         recall = self._homecoming.recall
-        return await self._try_home(lambda: recall(logical, most_blocks, keep_blocks)) or []
+        return await self._give(self._home(lambda: recall(logical, most_blocks, keep_blocks))) or []
 
     def lose(self, logical: Sequence[int]) -> None:
         """Their leases are over, or their creditor forgot them."""
@@ -191,19 +183,16 @@ class Borrower:
             self._forget(logical)
             core.on_kv_lost(logical, now_s)  # The ends are reported with the next step or tick.
 
-        assert self._runner is not None
-        self._runner.give(forget)
+        self._door.give(forget)
 
     def close(self) -> None:
         """Every link, when the engine's thread has ended."""
         self._debtor.close()
 
-    async def _try_home(self, bring: Callable[[], T]) -> T | None:
-        """Raises Overloaded."""
-        assert self._runner is not None
-        return await asyncio.wrap_future(self._runner.ask(self._home(bring)))
+    async def _give(self, question: EngineQuestion[T]) -> T:
+        return await asyncio.wrap_future(self._door.give(question))
 
-    def _home(self, bring: Callable[[], T]) -> Question[T | None]:
+    def _home(self, bring: Callable[[], T]) -> EngineQuestion[T | None]:
         def run(core: StepCore, now_s: float) -> T | None:
             try:
                 return bring()
@@ -227,7 +216,12 @@ class Borrower:
         if holder is None:
             if link is None:
                 return False
-            holder = self._debtor.add(link, (), grant.tier, attends=grant.attends)
+            try:
+                holder = self._debtor.add(link, (), grant.tier, attends=grant.attends)
+            except Overloaded as error:
+                _log.warning("blocks of %s cannot be used: %s", grant.creditor_id, error)
+                link.close()
+                return False
             self._holders[lender] = holder
         elif link is not None:
             link.close()

@@ -9,7 +9,7 @@ sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,9 +33,10 @@ from services.worker.peers.attention.messages import (
     from_wire,
     read_request,
 )
-from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply
-from services.worker.peers.transport.buffers import bytes_of
-from shared.clock import Clock
+from services.worker.peers.lending.core.grants import Freed, Grants
+from services.worker.peers.lending.core.table import RBlockTable
+from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
+from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidMessage, StaleEpoch
 from shared.messages.lending import KvTier
 
@@ -60,39 +61,48 @@ class AccessGrants(Protocol):
         ...
 
 
-class GrantBook:
-    """AccessGrants kept in a table, for a creditor that nobody leads: used from any thread."""
+class LentGrants:
+    """`AccessGrants` by what this worker lends. `on_freed` is called on a link's thread, with what was
+    returned while somebody was at work on it. Source: `algorithms.md` §4 (fencing)."""
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, int], tuple[KvTier, frozenset[int]]] = {}
-        self._generations: dict[tuple[str, int], int] = {}
-        self._lock = threading.Lock()
-
-    def grant(
-        self, debtor_id: str, ref: GrantRef, blocks: Iterable[int], tier: KvTier = KvTier.DEVICE
+    def __init__(
+        self,
+        grants: Grants,
+        table: RBlockTable,
+        on_freed: Callable[[Freed], None],
+        clock: Clock = monotonic_s,
     ) -> None:
-        with self._lock:
-            self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
-            self._generations[(debtor_id, ref.grant_id)] = ref.generation
+        self._grants = grants
+        self._table = table
+        self._on_freed = on_freed
+        self._clock = clock
 
     def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
-        with self._lock:
-            named = {(debtor.worker_id, ref.grant_id): ref.generation for ref in grants}
-            is_current = all(self._generations.get(key) == generation for key, generation in named.items())
-        return tuple(grants) if is_current else None
+        entered: list[GrantRef] = []
+        with self._grants.lock:
+            for ref in grants:
+                generation = self._grants.generation_for((debtor.worker_id, debtor.incarnation), ref.grant_id)
+                if generation is None or not self._grants.enter(
+                    ref.grant_id, ref.generation, (), self._clock()
+                ):
+                    break
+                entered.append(GrantRef(ref.grant_id, generation))
+        if len(entered) < len(grants):
+            self.leave(debtor, entered)
+            return None
+        return tuple(entered)
 
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
-        return
+        for ref in grants:
+            freed = self._grants.leave(ref.grant_id)
+            if freed is not None:
+                self._on_freed(freed)
 
     def covers(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
     ) -> bool:
-        allowed: set[int] = set()
-        with self._lock:
-            for ref in grants:
-                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
-                allowed |= held if at is tier else frozenset()
-        return allowed.issuperset(blocks.tolist())
+        with self._grants.lock:
+            return self._table.are_lent(tier, blocks, [ref.grant_id for ref in grants])
 
 
 _STEPS_KEPT = 4

@@ -7,7 +7,7 @@ engine's thread only. Knows neither sequences nor who grants what. Source: Infin
 (papers/001), algorithms.md §4.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -18,25 +18,52 @@ import torch
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import ELSEWHERE, Homes, Part
-from services.worker.engine.remote import Partial
+from services.worker.engine.partition import ELSEWHERE, Homes, Part, Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
-from services.worker.peers.attention.dirty_blocks import WriteWatch
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.attention.shares import (
+    CreditorMemory,
     FetchedShare,
-    Lending,
-    OnTransfer,
-    Share,
     ShippedShare,
+    StepShare,
     fetch_blocks,
     work_of,
 )
 from services.worker.peers.attention.staging import Staging
+from services.worker.peers.core.neighbours import LinkRates
 from services.worker.peers.transport.base import PeerLink
 from shared.clock import Clock, monotonic_s
 from shared.errors import CreditorLost, KvasirError, Overloaded
 from shared.messages.lending import KvTier
+
+Place = tuple[int, int]
+"""Holder, and block there."""
+
+
+class WriteWatch:
+    """Of one debtor, and of the latest round of copies."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._copies: dict[Place, int] = {}
+
+    def restart(self, copies: Mapping[Place, int]) -> None:
+        """Own blocks into which these are copied now; earlier copies count no more."""
+        self._copies = dict(copies)
+
+    def is_copy(self, place: Place, own: int) -> bool:
+        """Whether the own block holds what the place does."""
+        return self._copies.get(place) == own
+
+    def on_step(self, parts: Sequence[Part]) -> None:
+        """These will be computed."""
+        if not self._copies:
+            return
+        for part in parts:
+            slots = part.spans.slots
+            for block in np.unique(slots[slots != ELSEWHERE] // self._block_tokens).tolist():
+                self._copies.pop((part.holder, block), None)
+
 
 T = TypeVar("T")
 Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
@@ -46,7 +73,7 @@ Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
 class _Active:
     """A creditor's share of the present step; `shipped` is None when blocks travel."""
 
-    share: Share
+    share: StepShare
     shipped: ShippedShare | None
     fetched: FetchedShare | None = None
 
@@ -66,11 +93,11 @@ class Debtor:
         most_creditors: int = 8,
         deadline_s: float = 2.0,
         choose: Chooser = choose_mode,
-        on_transfer: OnTransfer = lambda link, size_bytes, took_s: None,
+        rates: LinkRates | None = None,
         clock: Clock = monotonic_s,
     ) -> None:
-        """`staging_blocks`: in each half of a creditor's staging; each creditor has one. Raises ConfigError
-        where parts cannot be joined."""
+        """`staging_blocks`: in each half of a creditor's staging; each creditor has one. `rates`: the
+        worker's table of links. Raises ConfigError where parts cannot be joined."""
         self.homes = Homes(own_blocks)
         self.watch = WriteWatch(block_tokens)
         self._staging_blocks = staging_blocks
@@ -80,9 +107,9 @@ class Debtor:
         self._most_creditors = most_creditors
         self._deadline_s = deadline_s
         self._choose = choose
-        self._on_transfer = on_transfer
+        self._rates = rates or LinkRates()
         self._clock = clock
-        self._lendings: dict[int, Lending] = {}
+        self._lendings: dict[int, CreditorMemory] = {}
         self._holders = 0
         self._step = 0
         self._active: list[_Active] = []
@@ -108,8 +135,9 @@ class Debtor:
             raise Overloaded(f"{self._most_creditors} lend already")
         self._holders += 1
         staging = Staging(self._attention, self._staging_blocks)
-        self._lendings[self._holders] = Lending(
-            link, tuple(grants), CreditorSpeeds(), staging, self._deadline_s, tier, attends, self._on_transfer
+        speeds = CreditorSpeeds(self._rates.link(link.peer.worker_id, link.transport))
+        self._lendings[self._holders] = CreditorMemory(
+            link, tuple(grants), speeds, staging, self._deadline_s, tier, attends
         )
         return self._holders
 
@@ -197,7 +225,7 @@ class Debtor:
             share = self._share(_whole(holder, found, self._block_tokens))
             self._guarded(_Active(share, None), partial(self._copy, share, [own for _, own in found]))
 
-    def _copy(self, share: Share, own: Sequence[int]) -> None:
+    def _copy(self, share: StepShare, own: Sequence[int]) -> None:
         staging = share.lending.staging
         for layer, pools in enumerate(self._attention.pools):
             for first in range(0, len(own), staging.blocks):
@@ -242,19 +270,19 @@ class Debtor:
                 creditor_id=link.peer.worker_id,
             ) from error
 
-    def _share(self, part: Part) -> Share:
-        return Share(self._lendings[part.holder], part, self._step, self._clock)
+    def _share(self, part: Part) -> StepShare:
+        return StepShare(self._lendings[part.holder], part, self._step, self._clock)
 
-    def _fetched(self, share: Share) -> FetchedShare:
+    def _fetched(self, share: StepShare) -> FetchedShare:
         layers = len(self._attention.pools)
         return FetchedShare(share, self._block_tokens, layers)
 
-    def _mode(self, share: Share) -> ShipMode:
+    def _mode(self, share: StepShare) -> ShipMode:
         if not share.lending.attends:
             return ShipMode.FETCH
         return self._choose(self._work(share), share.lending.speeds)
 
-    def _work(self, share: Share) -> Work:
+    def _work(self, share: StepShare) -> Work:
         pools = self._attention.pools[0]
         return work_of(share, q_heads=self._q_heads, pools=pools, block_tokens=self._block_tokens)
 

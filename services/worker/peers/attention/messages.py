@@ -43,7 +43,7 @@ class PartWire(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The header of every kind."""
+    """The header of `kv.attend`, `kv.write` and `kv.fetch`."""
 
     step: int
     """Number of the step, rising within one debtor's incarnation."""

@@ -4,7 +4,7 @@ Either way keys and values that belong there are on their way before the next la
 one part; which way is chosen in `debtor`. Source: Infinite-LLM §4.6 (papers/001).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,8 +13,7 @@ import torch
 
 from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import Part
-from services.worker.engine.remote import Partial
+from services.worker.engine.partition import Part, Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
 from services.worker.peers.attention.messages import (
     ATTEND,
@@ -26,19 +25,14 @@ from services.worker.peers.attention.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.peers.attention.segments import Segment, cut, pairs
-from services.worker.peers.attention.staging import HALVES, Staging
-from services.worker.peers.transport.base import Buffer, Call, PeerLink
-from services.worker.peers.transport.buffers import bytes_of
+from services.worker.peers.attention.staging import HALVES, Segment, Staging, cut, pairs
+from services.worker.peers.transport.base import Buffer, Call, PeerLink, bytes_of
 from shared.clock import Clock
 from shared.messages.lending import KvTier
 
-OnTransfer = Callable[[PeerLink, int, float], None]
-"""A link, bytes that it moved, seconds."""
-
 
 @dataclass(slots=True)
-class Lending:
+class CreditorMemory:
     """A creditor's memory of one tier, as its debtor knows it."""
 
     link: PeerLink
@@ -50,18 +44,12 @@ class Lending:
     tier: KvTier = KvTier.DEVICE
     attends: bool = True
     """It computes there; else blocks travel, whatever that costs."""
-    on_transfer: OnTransfer = lambda link, size_bytes, took_s: None
-    """Told of fetches with nothing else done meanwhile."""
-
-    def on_fetched(self, fetched_bytes: int, elapsed_s: float) -> None:
-        self.speeds.on_fetched(fetched_bytes, elapsed_s)
-        self.on_transfer(self.link, fetched_bytes, elapsed_s)
 
 
-class Share:
+class StepShare:
     """What both ways have in common: a step's number and part, told with the first message."""
 
-    def __init__(self, lending: Lending, part: Part, step: int, clock: Clock) -> None:
+    def __init__(self, lending: CreditorMemory, part: Part, step: int, clock: Clock) -> None:
         self.lending = lending
         self.part = part
         self.step = step
@@ -90,7 +78,7 @@ class Share:
 class ShippedShare:
     """The creditor attends: one message for all rows, one answer."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: StepShare) -> None:
         self._share = share
         self._output = torch.empty(0, 0, 0)
         self._lse = torch.empty(0, 0)
@@ -141,7 +129,7 @@ class ShippedShare:
 class FetchedShare:
     """Blocks come here, a layer ahead where there is one, and the debtor attends to them in its staging."""
 
-    def __init__(self, share: Share, block_tokens: int, layers: int) -> None:
+    def __init__(self, share: StepShare, block_tokens: int, layers: int) -> None:
         self._share = share
         self._staging = share.lending.staging
         self._block_tokens = block_tokens
@@ -245,7 +233,7 @@ class FetchedShare:
             each.nbytes for each in _front(self._staging.pools[0][layer], len(segment.fetched))
         )
         if index:  # The first had the whole of a layer's other work to arrive in.
-            self._share.lending.on_fetched(fetched_bytes, self._share.clock() - began_s)
+            self._share.lending.speeds.on_fetched(fetched_bytes, self._share.clock() - began_s)
 
     def _new(self, keys: torch.Tensor, values: torch.Tensor) -> list[Buffer]:
         """What the creditor keeps of a layer; nothing where it keeps none of the step's rows."""
@@ -255,20 +243,20 @@ class FetchedShare:
         return [bytes_of(each[kept].float().contiguous()) for each in (keys, values)]
 
 
-def fetch_blocks(share: Share, layer: int, indices: Sequence[int], into: Pools) -> None:
+def fetch_blocks(share: StepShare, layer: int, indices: Sequence[int], into: Pools) -> None:
     """Some of the part's blocks, of one layer, to the front of `into`. Raises KvasirError."""
     wanted = np.array(indices, dtype=np.int32)
     request = msgspec.structs.replace(share.request(layer), indices=wanted.tobytes())
     buffers, began_s = _front(into, len(wanted)), share.clock()
     share.begin(FETCH, request, into=buffers).finish()
-    share.lending.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
+    share.lending.speeds.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
 
 
 def _front(pools: Pools, blocks: int) -> list[Buffer]:
     return [bytes_of(pool[:blocks]) for pool in pools]
 
 
-def work_of(share: Share, *, q_heads: int, pools: Pools, block_tokens: int) -> Work:
+def work_of(share: StepShare, *, q_heads: int, pools: Pools, block_tokens: int) -> Work:
     """What the two ways would move and compute, for one layer."""
     k_pool, v_pool = pools
     rows, kept = len(share.rows), len(share.kept)

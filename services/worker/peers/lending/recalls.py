@@ -207,8 +207,6 @@ class Recalls:
         home: Iterable[int] = ()
         try:
             home = await self._borrower.recall(chosen, most, keep_blocks)
-        except Overloaded as error:
-            _log.debug("nothing was brought home: %s", error)
         finally:
             self._recall_over.set()
             repayments = self._debts.recalled(home)

@@ -6,10 +6,13 @@ through `Vault`. Knows no KV bytes.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from services.worker.peers.attention.lent import SharedGrants
+import msgspec
+
+from services.worker.peers.core.neighbours import Neighbours
 from services.worker.peers.lending.core.borrowing import (
     AskCreditor,
     AskLedger,
@@ -19,20 +22,19 @@ from services.worker.peers.lending.core.borrowing import (
     is_answer,
 )
 from services.worker.peers.lending.core.debts import Debts, Renewal, Repayment
-from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.interfaces import BlockBorrower, Owner, Vault
 from services.worker.peers.lending.core.lendable_memory import Stock
-from services.worker.peers.lending.core.repayment import Pressures
+from services.worker.peers.lending.core.repayment import pressures
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import GrantKey, RBlockTable
 from services.worker.peers.lending.core.watermarks import Balance, Marks
 from services.worker.peers.lending.recalls import HANDLERS as RECALLS
 from services.worker.peers.lending.recalls import Recalls
-from services.worker.peers.lending.telling import loans, section
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, fenced
 from shared.clock import Clock, monotonic_s
-from shared.errors import KvasirError, Overloaded
+from shared.errors import KvasirError
 from shared.log import canonical, get_logger
 from shared.messages.commands import CreditorCandidates
 from shared.messages.lending import (
@@ -40,11 +42,55 @@ from shared.messages.lending import (
     BorrowBlocks,
     BorrowReply,
     Grant,
+    KvTier,
     LeasesRenewed,
     RenewLeases,
     ReturnBlocks,
 )
 from shared.messages.reports import Capacity
+
+
+def section(
+    capacity: Capacity, table: RBlockTable, grants: Grants, spare_blocks: int, host_free_blocks: int
+) -> dict[str, Any]:
+    """Of the heartbeat (`WorkerReported`): what is lent and borrowed, by tier. `spare_blocks` of the device
+    could be lent, were there no cap."""
+    device, host, terms = KvTier.DEVICE, KvTier.HOST, grants.terms
+    room_blocks = terms.most_blocks - table.lent_blocks(device)
+    own = msgspec.structs.replace(
+        capacity,
+        lent_blocks=table.lent_blocks(device),
+        borrowed_blocks=sum(table.borrowed_from().values()),
+        most_lent_blocks=terms.most_blocks + terms.most_host_blocks,
+        lendable_blocks=0 if grants.frozen else max(0, min(spare_blocks, room_blocks)),
+        host_blocks=table.host_blocks,
+        host_lent_blocks=table.lent_blocks(host),
+        host_lendable_blocks=0 if grants.frozen else host_free_blocks,
+    )
+    return {
+        "capacity": own,
+        "lent_to_blocks": table.lent_to(device),
+        "borrowed_from_blocks": table.borrowed_from(device),
+        "host_lent_to_blocks": table.lent_to(host),
+        "host_borrowed_from_blocks": table.borrowed_from(host),
+    }
+
+
+def loans(table: RBlockTable) -> dict[str, object]:
+    """For `python -m services status`: of both tiers, and how much of that is host memory."""
+    lent_to, borrowed_from = table.lent_to(), table.borrowed_from()
+    rows = [
+        {"peer": peer, "lent_blocks": lent_to.get(peer, 0), "borrowed_blocks": borrowed_from.get(peer, 0)}
+        for peer in sorted({*lent_to, *borrowed_from})
+    ]
+    return {
+        "lent_blocks": table.lent_blocks(),
+        "borrowed_blocks": sum(borrowed_from.values()),
+        "host_lent_blocks": table.lent_blocks(KvTier.HOST),
+        "host_borrowed_blocks": sum(table.borrowed_from(KvTier.HOST).values()),
+        "loans": rows,
+    }
+
 
 ANSWER_DEADLINE_S = 2.0
 
@@ -129,7 +175,7 @@ _log = get_logger("worker.lending")
 
 class Lending:
     """Grants, debts and the search for creditors of one worker. `on_lost` gets logical blocks whose KV is
-    gone; where it raises Overloaded it is told again with the next tick."""
+    gone."""
 
     def __init__(
         self,
@@ -140,10 +186,13 @@ class Lending:
         *,
         on_lost: Callable[[Sequence[int]], None] = lambda _: None,
         borrower: BlockBorrower | None = None,
+        neighbours: Neighbours | None = None,
         clock: Clock = monotonic_s,
     ) -> None:
         self._bus = bus
         self._config = config
+        self._host = owner.host
+        self._neighbours = neighbours or Neighbours(owner.worker_id)
         self._clock = clock
         self._on_lost = on_lost
         self._borrower = borrower
@@ -160,7 +209,7 @@ class Lending:
         lease = config.lease_s, config.grace_s, owner.fingerprint
         terms = Terms(most_lent, *lease, most_host_blocks=host_blocks, host_attends=owner.host_attends)
         self._stock = Stock(vault, self._keep_blocks, host_blocks, owner.block_tokens)
-        self.grants = SharedGrants(self.table, owner.incarnation, terms)
+        self.grants = Grants(self.table, owner.incarnation, terms, threading.RLock())
         self.debts = Debts(self.table, owner.incarnation)
         manners = Manners(config.most_rounds, config.rest_s)
         borrowing = Borrowing(
@@ -171,9 +220,6 @@ class Lending:
         if borrower is not None:
             parts = self.table, self.debts, self.grants
             self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
-        self.pressures = Pressures(owner.worker_id)
-        self._untold: list[int] = []
-        """Lost, and `on_lost` could not be told yet."""
         self._parted: list[Freed] = []
         """Returned, and left by the last who was at work on them."""
         self._open: set[str] = set()
@@ -291,15 +337,12 @@ class Lending:
                 self._spawn("recall", self._recall(self._recalls))
 
     async def _recall(self, recalls: Recalls) -> None:
-        pressures = self.pressures.of(self.debts.wanted_back_by_creditor(), self._clock())
-        await recalls.recall(pressures, self._balance.own_blocks, self._balance.keep_blocks)
+        of = pressures(self._neighbours, self._host, self.debts.wanted_back_by_creditor())
+        await recalls.recall(of, self._balance.own_blocks, self._balance.keep_blocks)
         self._balance.on_shrunk()
 
     async def _retire(self, borrower: BlockBorrower, blocks: int) -> None:
-        try:
-            self.debts.release(await borrower.retire(blocks))
-        except Overloaded as error:
-            _log.debug("nothing was returned: %s", error)
+        self.debts.release(await borrower.retire(blocks))
         self._balance.on_shrunk()
 
     def on_creditor_failed(self, creditor_id: str) -> None:
@@ -342,19 +385,9 @@ class Lending:
     def _lose(self, logical: Sequence[int], why: str) -> None:
         if logical:
             canonical(_log, "borrowed blocks lost", blocks=len(logical), why=why)
-            self._untold += logical
             if self._recalls is not None:
                 self._recalls.on_lost(logical)
-        self._tell_lost()
-
-    def _tell_lost(self) -> None:
-        untold, self._untold = self._untold, []
-        try:
-            if untold:
-                self._on_lost(untold)
-        except Overloaded as error:
-            _log.debug("lost blocks are told of later: %s", error)
-            self._untold = untold
+            self._on_lost(logical)
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, object]) -> None:
         """One at a time of a name: an unanswered question is not asked again."""

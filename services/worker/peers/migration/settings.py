@@ -14,6 +14,3 @@ class TransferConfig(BaseModel):
     link_bytes_per_s: float = Field(
         default=0.0, ge=0, description="fetch no faster than that; 0: as fast as the link is"
     )
-    probe_bytes: int = Field(
-        default=1 << 20, ge=0, le=4 << 20, description="to measure a link by, once; 0: not before it is used"
-    )

@@ -1,7 +1,8 @@
 """The giving side: reads blocks that another worker names, and sends them with their checksums.
 
-Runs on the threads that serve links, beside the engine's steps: a named block is whole and never written
-again, and it is held while it is read. Nothing is taken from the sequence whose blocks they are.
+`kv.blocks` names blocks and takes them back, one buffer each, up to the first that is not there. Runs on the
+threads that serve links, beside the engine's steps: a named block is whole and never written again, and it is
+held while it is read. Nothing is taken from the sequence whose blocks they are.
 """
 
 import threading
@@ -12,18 +13,43 @@ import msgspec
 import numpy as np
 
 from services.worker.kv.tiers.records import Records, checksum
-from services.worker.peers.migration.ledge import Ledge
-from services.worker.peers.migration.messages import (
-    BLOCKS,
-    PROBE,
-    Given,
-    Wanted,
-    read_probe,
-    read_wanted,
-)
-from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply
-from services.worker.peers.transport.buffers import bytes_of
+from services.worker.peers.engine_calls import CacheDoor
+from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
+from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import InvalidMessage, ModelMismatch
+from shared.messages.base import decode
+
+BLOCKS = "kv.blocks"
+MOST_BLOCKS = 256
+"""Of one message."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """Header of `kv.blocks`: consecutive blocks of one sequence."""
+
+    fingerprint: bytes
+    names: tuple[BlockHash, ...]
+
+
+class Given(msgspec.Struct, frozen=True):
+    """Header of the answer to `kv.blocks`."""
+
+    checksums: tuple[int, ...]
+    """Of each block that comes along, over its bytes, name and fingerprint (`kv.tiers.checksum`)."""
+
+
+def read_wanted(header: bytes) -> Wanted:
+    """Raises InvalidMessage."""
+    wanted = decode(header, Wanted)
+    if not 0 < len(wanted.names) <= MOST_BLOCKS or any(len(name) != HASH_BYTES for name in wanted.names):
+        raise InvalidMessage(f"1 to {MOST_BLOCKS} names of blocks, {HASH_BYTES} bytes each, are asked for")
+    return wanted
+
+
+def read_given(header: bytes) -> Given:
+    """Raises InvalidMessage."""
+    return decode(header, Given)
+
 
 _HOLD_S = 5.0
 """The engine's thread finds the blocks within so long."""
@@ -32,13 +58,13 @@ _HOLD_S = 5.0
 class BlockSource:
     """One worker's. `receivers` are for its bulk desk."""
 
-    def __init__(self, ledge: Ledge, records: Records, fingerprint: bytes) -> None:
-        self.ledge = ledge
+    def __init__(self, cache: CacheDoor, records: Records, fingerprint: bytes) -> None:
+        self.cache = cache
         self.records = records
         self.fingerprint = fingerprint
         self.reading = threading.Lock()
         self.given_blocks = 0
-        self.receivers: dict[str, Receiver] = {BLOCKS: _Blocks(self), PROBE: _Probes()}
+        self.receivers: dict[str, Receiver] = {BLOCKS: _Blocks(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +90,17 @@ class _Giving:
 
     def commit(self) -> Reply:
         """Copied: what is sent is whole whatever becomes of the blocks meanwhile."""
-        blocks = self.source.ledge.hold(self.wanted.names, _HOLD_S)
+        blocks = self.source.cache.hold(self.wanted.names, _HOLD_S)
         try:
             rows = np.empty((len(blocks), self.source.records.record_bytes), dtype=np.uint8)
             with self.source.reading:
                 self.source.records.read(blocks, list(rows))
                 self.source.given_blocks += len(blocks)
         finally:
-            self.source.ledge.let_go(blocks)
+            self.source.cache.let_go(blocks)
         named = zip(rows, self.wanted.names, strict=False)
         given = Given(tuple(checksum(row, name, self.wanted.fingerprint) for row, name in named))
         return Reply(msgspec.msgpack.encode(given), [bytes_of(row) for row in rows])
 
     def abandon(self) -> None:
         """Nothing is held yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Probes:
-    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Echo":
-        if sizes_bytes:
-            raise InvalidMessage("a probe brings nothing")
-        return _Echo(read_probe(header).size_bytes)
-
-
-@dataclass(slots=True)
-class _Echo:
-    size_bytes: int
-    buffers: Sequence[Buffer] = field(default=())
-
-    def commit(self) -> Reply:
-        return Reply(b"", [bytes_of(np.zeros(self.size_bytes, dtype=np.uint8))])
-
-    def abandon(self) -> None:
-        """Nothing is held."""

@@ -14,48 +14,20 @@ import numpy as np
 
 from services.worker.kv.tiers.records import Records, checksum
 from services.worker.kv.tiers.throttle import Throttle
-from services.worker.peers.attention.plane import BulkPlane
-from services.worker.peers.migration.ledge import Ledge
-from services.worker.peers.migration.messages import BLOCKS, PROBE, LinkProbe, Wanted, read_given
+from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
-from services.worker.peers.transport.base import PeerLink
-from services.worker.peers.transport.buffers import bytes_of
-from shared.average import averaged
+from services.worker.peers.migration.source import BLOCKS, Wanted, read_given
+from services.worker.peers.registry import Registry
+from services.worker.peers.transport.base import PeerLink, bytes_of
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage
 from shared.messages.moves import BlocksPulled, PullBlocks
 
-WEIGHT = 0.3
-"""Of the newest measurement."""
-
-
-class LinkRates:
-    """Bytes a second, by the worker they came from."""
-
-    def __init__(self) -> None:
-        self._rates: dict[str, float] = {}
-
-    def on_transfer(self, worker_id: str, size_bytes: int, took_s: float) -> None:
-        """So much arrived in that time, questions and waits included."""
-        if size_bytes > 0 and took_s > 0:
-            self._rates[worker_id] = averaged(self._rates.get(worker_id), size_bytes / took_s, WEIGHT)
-
-    def forget(self, worker_id: str) -> None:
-        """That worker is another now."""
-        self._rates.pop(worker_id, None)
-
-    def knows(self, worker_id: str) -> bool:
-        return worker_id in self._rates
-
-    def bytes_per_s(self) -> dict[str, float]:
-        """A copy."""
-        return dict(self._rates)
-
 
 @dataclass(slots=True)
 class _Way:
-    """To one incarnation of one worker."""
+    """The link to one life of one worker, if there is one, and whose turn it is."""
 
     incarnation: int
     lock: asyncio.Lock
@@ -67,16 +39,16 @@ class Target:
 
     def __init__(
         self,
-        plane: BulkPlane,
-        ledge: Ledge,
+        registry: Registry,
+        cache: CacheDoor,
         records: Records,
         fingerprint: bytes,
         block_tokens: int,
         config: TransferConfig,
         clock: Clock = monotonic_s,
     ) -> None:
-        self._plane = plane
-        self._ledge = ledge
+        self._registry = registry
+        self._cache = cache
         self._records = records
         self._fingerprint = fingerprint
         self._block_tokens = block_tokens
@@ -84,7 +56,6 @@ class Target:
         self._clock = clock
         self._throttle = Throttle(config.link_bytes_per_s)
         self._ways: dict[str, _Way] = {}
-        self.rates = LinkRates()
         self.fetched_blocks = 0
         self.refused_blocks = 0
         """That arrived and were not what they were called."""
@@ -101,7 +72,7 @@ class Target:
 
     async def _pull(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
         began_s = now_s = self._clock()
-        known = held = await asyncio.wrap_future(self._ledge.known_blocks(names))
+        known = held = await asyncio.wrap_future(self._cache.known_blocks(names))
         while held < len(names) and now_s - began_s < order.valid_for_s:
             batch = names[held : held + self._config.batch_blocks]
             count = await self._fetch(order.source, way, names[held - 1] if held else None, batch)
@@ -109,7 +80,7 @@ class Target:
             if count < len(batch):
                 break
         size_bytes = (held - known) * self._records.record_bytes
-        self.rates.on_transfer(order.source, size_bytes, now_s - began_s)
+        self._registry.rates.on_delivered(order.source, size_bytes, now_s - began_s)
         return BlocksPulled(
             held_tokens=held * self._block_tokens,
             fetched_blocks=held - known,
@@ -117,23 +88,23 @@ class Target:
             took_s=now_s - began_s,
         )
 
-    async def probe(self, source: str, incarnation: int) -> None:
-        """Measure the link once. Raises KvasirError."""
+    async def measure(self, source: str, incarnation: int) -> None:
+        """Dial it, and measure its link where no speed is known. Raises KvasirError and TimeoutError."""
         way = self._way(source, incarnation)
         async with asyncio.timeout(self._config.answer_s), way.lock:
             link = await self._linked(source, way)
-            began_s = self._clock()
-            try:
-                await asyncio.to_thread(self._receive_probe, link)
-            except asyncio.CancelledError:
-                link.close()  # The thread is in the middle of a call: whoever is next needs another link.
-                raise
-            self.rates.on_transfer(source, self._config.probe_bytes, self._clock() - began_s)
+            if self._registry.rates.bytes_per_s(source) is None:
+                await self._registry.plane.measure(link, deadline_s=self._config.answer_s)
+
+    def bytes_per_s(self, source: str) -> float | None:
+        """What fetching from there brings; None: nobody knows yet."""
+        measured = self._registry.rates.bytes_per_s(source)
+        limit = self._config.link_bytes_per_s
+        return measured if measured is None or not limit else min(measured, limit)
 
     def forget(self, source: str) -> None:
         """That worker is gone or another now."""
         way = self._ways.pop(source, None)
-        self.rates.forget(source)
         if way is not None and way.link is not None:
             way.link.close()
 
@@ -151,7 +122,7 @@ class Target:
 
     async def _linked(self, source: str, way: _Way) -> PeerLink:
         if way.link is None or way.link.closed:
-            way.link = await self._plane.dial(source, way.incarnation)
+            way.link = await self._registry.dial(source, way.incarnation)
         return way.link
 
     async def _fetch(
@@ -159,7 +130,7 @@ class Target:
     ) -> int:
         """How many of `names` are there now, from the first on. Raises KvasirError when the link fails."""
         link = await self._linked(source, way)
-        blocks = await self._ledge.make_room(len(names))
+        blocks = await self._cache.make_room(len(names))
         if not blocks:
             return 0
         receiving = asyncio.ensure_future(asyncio.to_thread(self._receive, link, names, blocks))
@@ -171,15 +142,15 @@ class Target:
             receiving.add_done_callback(lambda late: self._give_back(late, blocks))
             raise
         except BaseException:
-            self._ledge.take_in(blocks, (), parent)
+            self._cache.take_in(blocks, (), parent)
             raise
         self.fetched_blocks += count
-        return await asyncio.wrap_future(self._ledge.take_in(blocks, names[:count], parent))
+        return await asyncio.wrap_future(self._cache.take_in(blocks, names[:count], parent))
 
     def _give_back(self, late: "asyncio.Future[int]", blocks: Sequence[int]) -> None:
         if not late.cancelled():
             late.exception()
-        self._ledge.take_in(blocks, (), None)
+        self._cache.take_in(blocks, (), None)
 
     def _receive(self, link: PeerLink, names: Sequence[BlockHash], blocks: Sequence[int]) -> int:
         """On a thread of its own: into scratch memory, then, verified, into `blocks`."""
@@ -199,9 +170,3 @@ class Target:
             good += 1
         self._records.write(list(rows[:good]), list(blocks[:good]))
         return good
-
-    def _receive_probe(self, link: PeerLink) -> None:
-        scratch = np.empty(self._config.probe_bytes, dtype=np.uint8)
-        header = msgspec.msgpack.encode(LinkProbe(self._config.probe_bytes))
-        link.ask(PROBE, header, into=[bytes_of(scratch)], deadline_s=self._config.answer_s)
-        self._throttle.wait(self._config.probe_bytes)

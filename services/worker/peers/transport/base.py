@@ -26,11 +26,14 @@ Knows neither blocks nor requests, nor what is in a header.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 Buffer = memoryview
 """Contiguous bytes, one-dimensional, format `B`; writable where something is received into it.
-`services.worker.peers.transport.buffers.bytes_of` makes one of a tensor or array, without copying."""
+`services.worker.peers.transport.base.bytes_of` makes one of a tensor or array, without copying."""
 
 INLINE_BYTES = 64 << 10
 """Payloads up to this size travel with their envelope, whatever the transport. Only such may be begun while
@@ -90,7 +93,7 @@ class Reception(Protocol):
 
 
 class Receiver(Protocol):
-    """Of one kind of message."""
+    """Whoever takes messages of one kind, at the answering end of a link."""
 
     def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> Reception:
         """Where the buffers belong. Raises KvasirError to refuse: it goes to the peer, nothing is stored."""
@@ -99,7 +102,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerReply:
-    """Of the peer."""
+    """A peer's answer to a question."""
 
     header: bytes
     buffers: int
@@ -107,7 +110,7 @@ class PeerReply:
 
 
 class Call(Protocol):
-    """One question under way."""
+    """A question that was sent, and whose answer has not been read."""
 
     def finish(self) -> PeerReply:
         """Waits for the answer, until the deadline given to `begin`. Calls of one link are finished in the
@@ -166,7 +169,7 @@ class PeerLink(Protocol):
 
 
 class Desk(Protocol):
-    """What a listener asks about those that dial and what they send (`tickets`)."""
+    """What a listener asks about those that dial and what they send (`plane.WorkerDesk`)."""
 
     @property
     def own(self) -> Peer: ...
@@ -218,3 +221,32 @@ class BulkTransport(Protocol):
         """Raises NoResponder when nobody answers there, Unauthorized for the ticket, StaleEpoch when
         another incarnation of the peer answers, Overloaded when it has links enough, DeadlineExceeded."""
         ...
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+def bytes_of(memory: "torch.Tensor | npt.NDArray[Any] | bytearray | bytes | memoryview") -> Buffer:
+    """Its bytes, in place. Raises ValueError when it is not contiguous or not in the CPU's memory."""
+    if isinstance(memory, np.ndarray):
+        if not memory.flags.c_contiguous:
+            raise ValueError("a contiguous array is needed")
+        return memory.reshape(-1).view(np.uint8).data
+    if isinstance(memory, bytes | bytearray | memoryview):
+        return memoryview(memory).cast("B")
+    return _bytes_of_tensor(memory)
+
+
+def _bytes_of_tensor(tensor: "torch.Tensor") -> Buffer:
+    from torch import uint8
+
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"a contiguous tensor on the CPU is needed, not one on {tensor.device}")
+    array: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(uint8).numpy()
+    return array.data
+
+
+def sizes_of(buffers: Sequence[Buffer]) -> list[int]:
+    """Bytes of each."""
+    return [buffer.nbytes for buffer in buffers]

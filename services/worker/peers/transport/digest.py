@@ -76,7 +76,7 @@ def sizes_as_slices(sizes_bytes: Iterable[int], scratch: Buffer) -> Iterator[lis
         yield views
 
 
-class Digest:
+class PayloadDigest:
     """Of a message, fed with its slices in order."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Digest:
 
 def digest(buffers: Iterable[Buffer]) -> int:
     """Of a whole payload at once."""
-    made = Digest()
+    made = PayloadDigest()
     for group in slices(buffers):
         made.update(group)
     return made.value

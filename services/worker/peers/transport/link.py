@@ -5,9 +5,15 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from services.worker.peers.transport import wire
-from services.worker.peers.transport.base import INLINE_BYTES, Buffer, Peer, PeerReply, TransportLimits
-from services.worker.peers.transport.buffers import sizes_of
-from services.worker.peers.transport.digest import Digest, slices
+from services.worker.peers.transport.base import (
+    INLINE_BYTES,
+    Buffer,
+    Peer,
+    PeerReply,
+    TransportLimits,
+    sizes_of,
+)
+from services.worker.peers.transport.digest import PayloadDigest, slices
 from services.worker.peers.transport.pipe import Pipe
 from shared.clock import monotonic_s
 from shared.errors import InvalidMessage, MessageTooLarge, Overloaded, StaleEpoch
@@ -40,14 +46,14 @@ class InStream:
         """Nothing to agree on."""
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
-        made = Digest()
+        made = PayloadDigest()
         for group in slices(buffers):
             pipe.send(group, until_s)
             made.update(group)
         pipe.send([made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
-        made = Digest()
+        made = PayloadDigest()
         for group in groups:
             pipe.fill(group, until_s)
             made.update(group)
@@ -69,7 +75,7 @@ def send_message(
     if not payload_bytes:
         pipe.send([head], until_s)
     elif payload_bytes <= INLINE_BYTES:
-        made = Digest()
+        made = PayloadDigest()
         for group in slices(buffers):
             made.update(group)
         pipe.send([head, *buffers, made.value.to_bytes(wire.DIGEST_BYTES, "little")], until_s)
@@ -95,7 +101,7 @@ def receive_payload(
 
 
 class SocketCall:
-    """`base.Call`."""
+    """A `base.Call` over a stream socket."""
 
     __slots__ = ("into", "link", "number", "until_s")
 
@@ -111,7 +117,7 @@ class SocketCall:
 
 
 class SocketLink:
-    """`base.PeerLink`, made by `greet`."""
+    """A `base.PeerLink` over a stream socket, made by `greet`."""
 
     def __init__(
         self, pipe: Pipe, carriage: Carriage, peer: Peer, transport: str, limits: TransportLimits

@@ -1,40 +1,118 @@
-"""A worker's bulk plane: its listeners, its desk, and links to peers by the transport that suits each.
+"""A worker's bulk plane: its listeners, who may come in, and links to peers by the transport that suits each.
 
     plane = Plane(own, host, transports)
     plane.open()                                              # listens
-    plane.desk.serve("attention", receiver)
-    link = await plane.connect(worker, purpose="attention", issue=ask_for_ticket)     # on the event loop
-    …                                                         # the link is its owner's from then on
+    plane.desk.serve("kv.attend", receiver)                   # who takes what those that dialled send
+    ticket = plane.desk.issue(peer, valid_for_s=10.0)         # with which that peer may dial, once
+    link = await plane.connect(to, issue, deadline_s=2.0)     # by a ticket of theirs; the link is its owner's
 
-`PeerAddress` is what a heartbeat says of a worker. Knows neither the bus nor what is sent.
+Knows neither the bus nor what is sent.
 """
 
 import asyncio
 import logging
+import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from services.worker.peers.core.neighbours import TransportChoice
+from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import (
     Buffer,
     BulkTransport,
     Peer,
     PeerLink,
+    Receiver,
     Reply,
+    TransportLimits,
     TransportListener,
 )
-from services.worker.peers.transport.core.choice import TransportChoice
-from services.worker.peers.transport.tickets import WorkerDesk
 from shared.clock import Clock, monotonic_s
 from shared.errors import (
     ConfigError,
     InvalidMessage,
+    InvalidRequest,
     KvasirError,
     MessageTooLarge,
     NoResponder,
+    Overloaded,
     StaleEpoch,
     Unauthorized,
 )
+from shared.liveness import Incarnations
+from shared.messages.base import decode
+
+TICKET_BYTES = 24
+_MOST_TICKETS = 64
+"""Of one peer that have not been used: one that only asks takes nothing from the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    secret: bytes
+    peer: Peer
+    until_s: float
+
+
+class WorkerDesk:
+    """`base.Desk` of one worker, for all its listeners: issues tickets, and knows who takes which kind of
+    message. Called from many threads."""
+
+    def __init__(self, own: Peer, limits: TransportLimits | None = None, clock: Clock = monotonic_s) -> None:
+        self.own = own
+        self.limits = limits or TransportLimits()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._receivers: dict[str, Receiver] = {}
+        self._tickets: dict[bytes, _Ticket] = {}
+        """By name."""
+        self._lives = Incarnations()
+
+    def serve(self, kind: str, receiver: Receiver) -> None:
+        """From now on, instead of an earlier receiver of that kind."""
+        with self._lock:
+            self._receivers[kind] = receiver
+
+    def receiver(self, kind: str) -> Receiver:
+        """Raises InvalidRequest for a kind nobody serves here."""
+        found = self._receivers.get(kind)
+        if found is None:
+            raise InvalidRequest(f"worker {self.own.worker_id} takes no messages of kind {kind!r}")
+        return found
+
+    def issue(self, peer: Peer, *, valid_for_s: float) -> bytes:
+        """A ticket with which this peer may dial once. Ends the links of its earlier incarnations.
+
+        Raises Overloaded when it has too many, Unauthorized for an incarnation that was replaced."""
+        now_s = self._clock()
+        with self._lock:
+            if not self._lives.hear(peer.worker_id, peer.incarnation, now_s):
+                raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+            self._tickets = {key: one for key, one in self._tickets.items() if one.until_s > now_s}
+            if sum(one.peer.worker_id == peer.worker_id for one in self._tickets.values()) >= _MOST_TICKETS:
+                raise Overloaded(f"{_MOST_TICKETS} tickets have not been used", retry_after_s=1.0)
+            ticket = secrets.token_bytes(TICKET_BYTES)
+            self._tickets[wire.ticket_name(ticket)] = _Ticket(ticket, peer, now_s + valid_for_s)
+        return ticket
+
+    def enter(self, peer: Peer, ticket_name: bytes) -> bytes:
+        """Uses the ticket of that name up, and returns it. Raises Unauthorized."""
+        with self._lock:
+            found = self._tickets.pop(ticket_name, None)
+        if found is None or found.peer != peer or found.until_s <= self._clock():
+            raise Unauthorized("this ticket was not issued, is used up, or too old: ask for another")
+        if not self.is_current(peer):
+            raise Unauthorized(f"worker {peer.worker_id} was replaced by a later incarnation")
+        return found.secret
+
+    def is_current(self, peer: Peer) -> bool:
+        """False when a later incarnation of the peer has been heard of."""
+        return self._lives.present(peer.worker_id) in (None, peer.incarnation)
+
 
 KIND = "bulk.probe"
 PROBE_BYTES = 2 << 20
@@ -43,35 +121,40 @@ _ROUNDS = 3
 
 
 class Probes:
-    """`base.Receiver`: takes bytes and drops them."""
+    """`base.Receiver`: sends bytes of no meaning, as many as the header asks for."""
 
     def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Probe":
-        if sum(sizes_bytes) > PROBE_BYTES or len(sizes_bytes) > 1:
-            raise MessageTooLarge(f"a probe is one buffer of at most {PROBE_BYTES} bytes")
-        return _Probe(sizes_bytes)
+        size_bytes = decode(header, int)
+        if sizes_bytes:
+            raise InvalidMessage("a probe brings nothing")
+        if not 0 < size_bytes <= PROBE_BYTES:
+            raise MessageTooLarge(f"a probe asks for at most {PROBE_BYTES} bytes")
+        return _Probe(size_bytes)
 
 
 class _Probe:
-    """`base.Reception`."""
+    """One probe being answered; a `base.Reception`."""
 
-    def __init__(self, sizes_bytes: Sequence[int]) -> None:
-        self.buffers: Sequence[Buffer] = [memoryview(bytearray(size)) for size in sizes_bytes]
+    buffers: Sequence[Buffer] = ()
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
 
     def commit(self) -> Reply:
-        return Reply()
+        return Reply(b"", [memoryview(bytearray(self._size_bytes))])
 
     def abandon(self) -> None:
         """The memory is nobody's."""
 
 
 def fastest_s(link: PeerLink, deadline_s: float) -> float:
-    """Of some transfers of `PROBE_BYTES`, until the peer has verified them. Raises KvasirError."""
-    data = memoryview(bytearray(PROBE_BYTES))
+    """Of some transfers of `PROBE_BYTES` from the peer, until they are verified. Raises KvasirError."""
+    header, into = msgspec.msgpack.encode(PROBE_BYTES), [memoryview(bytearray(PROBE_BYTES))]
     until_s = time.monotonic() + deadline_s
     took_s = []
     for _ in range(_ROUNDS):
         began_s = time.monotonic()
-        link.ask(KIND, b"", [data], deadline_s=max(0.001, until_s - began_s))
+        link.ask(KIND, header, into=into, deadline_s=max(0.001, until_s - began_s))
         took_s.append(time.monotonic() - began_s)
     return min(took_s[1:])
 
@@ -85,7 +168,7 @@ Issue = Callable[[], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Another worker, as its heartbeat describes it."""
+    """Where another worker listens, as its ticket says."""
 
     peer: Peer
     host: str
@@ -94,7 +177,7 @@ class PeerAddress:
 
 
 class Plane:
-    """Of one worker."""
+    """One worker's listeners, and its way of dialling others."""
 
     def __init__(
         self, own: Peer, host: str, transports: Sequence[BulkTransport], clock: Clock = monotonic_s
@@ -142,9 +225,15 @@ class Plane:
                 _log.warning("no link to %s by %s: %s", worker_id, name, error)
         raise failure
 
-    def on_transfer(self, link: PeerLink, size_bytes: int, took_s: float) -> None:
-        """Bytes moved on a link, with nothing else done meanwhile."""
-        self.choice.on_transfer(link.peer.worker_id, link.transport, size_bytes, took_s)
+    async def measure(self, link: PeerLink, *, deadline_s: float) -> None:
+        """How fast bytes come by this link, for all who read `choice.rates`. Raises KvasirError; whoever
+        stops waiting has no link any more."""
+        try:
+            took_s = await asyncio.to_thread(fastest_s, link, deadline_s)
+        except asyncio.CancelledError:
+            link.close()  # The thread is in the middle of a call: whoever is next needs another link.
+            raise
+        self.choice.rates.link(link.peer.worker_id, link.transport).on_carried(PROBE_BYTES, took_s)
 
     async def _compare(self, to: PeerAddress, issue: Issue, deadline_s: float) -> None:
         """Measures every transport that leads there, where there is a choice at all. Raises Unauthorized and
@@ -156,8 +245,7 @@ class Plane:
             link: PeerLink | None = None
             try:
                 link = await self._dial(to, name, issue, share_s)
-                took_s = await asyncio.to_thread(fastest_s, link, share_s)
-                self.on_transfer(link, PROBE_BYTES, took_s)
+                await self.measure(link, deadline_s=share_s)
             except (Unauthorized, StaleEpoch):
                 raise
             except KvasirError as error:

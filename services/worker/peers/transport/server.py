@@ -15,8 +15,15 @@ from secrets import token_bytes
 from typing import NoReturn
 
 from services.worker.peers.transport import wire
-from services.worker.peers.transport.base import Buffer, Desk, Peer, Reception, Reply, TransportLimits
-from services.worker.peers.transport.buffers import sizes_of
+from services.worker.peers.transport.base import (
+    Buffer,
+    Desk,
+    Peer,
+    Reception,
+    Reply,
+    TransportLimits,
+    sizes_of,
+)
 from services.worker.peers.transport.digest import SLICE_BYTES, sizes_as_slices, slices
 from services.worker.peers.transport.link import (
     Carriage,

@@ -22,7 +22,7 @@ import numpy as np
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import Buffer, Desk, Peer
-from services.worker.peers.transport.digest import SLICE_BYTES, Digest, slices
+from services.worker.peers.transport.digest import SLICE_BYTES, PayloadDigest, slices
 from services.worker.peers.transport.link import Carriage, SocketLink, greet
 from services.worker.peers.transport.pipe import Pipe
 from services.worker.peers.transport.server import SocketListener
@@ -52,7 +52,7 @@ class Rings:
 
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         """See `link.Carriage`."""
-        made = Digest()
+        made = PayloadDigest()
         sent = 0
         for group in slices(buffers):
             if sent >= _SLOTS:
@@ -70,7 +70,7 @@ class Rings:
 
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
         """See `link.Carriage`."""
-        made = Digest()
+        made = PayloadDigest()
         for number, group in enumerate(groups):
             pipe.take(1, until_s)
             slot = self._incoming[number % _SLOTS]

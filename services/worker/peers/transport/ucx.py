@@ -26,7 +26,7 @@ import numpy as np
 
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import Buffer, Desk, Peer, TransportLimits
-from services.worker.peers.transport.digest import Digest, slices
+from services.worker.peers.transport.digest import PayloadDigest, slices
 from services.worker.peers.transport.link import SocketLink, receive_envelope
 from services.worker.peers.transport.pipe import Pipe
 from services.worker.peers.transport.server import SocketListener
@@ -87,7 +87,7 @@ class UcxTransport:
 
 
 class UcxCarriage:
-    """`link.Carriage` of one link."""
+    """A `link.Carriage`: payloads by UCX, beside one link."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -108,7 +108,7 @@ class UcxCarriage:
     def send(self, pipe: Pipe, buffers: Sequence[Buffer], until_s: float) -> None:
         """See `link.Carriage`."""
         with self._lock, _typed_errors():
-            made = Digest()
+            made = PayloadDigest()
             under_way: deque[list[Any]] = deque()
             for group in slices(buffers):
                 under_way.append(self._post(self._endpoint.tag_send, group))
@@ -122,7 +122,7 @@ class UcxCarriage:
     def receive(self, pipe: Pipe, groups: Iterable[list[Buffer]], until_s: float) -> bool:
         """See `link.Carriage`."""
         with self._lock, _typed_errors():
-            made = Digest()
+            made = PayloadDigest()
             under_way: deque[tuple[list[Any], list[Buffer]]] = deque()
             for group in groups:
                 under_way.append((self._post(self._endpoint.tag_recv, group), group))
@@ -169,7 +169,7 @@ class UcxCarriage:
         return [operation(array(np.frombuffer(view, np.uint8)), tag=self._tag) for view in group]
 
     def _take(
-        self, pipe: Pipe, received: tuple[list[Any], list[Buffer]], made: Digest, until_s: float
+        self, pipe: Pipe, received: tuple[list[Any], list[Buffer]], made: PayloadDigest, until_s: float
     ) -> None:
         self._await(pipe, received[0], until_s)
         made.update(received[1])

@@ -45,7 +45,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """Header of a HELLO."""
+    """With what a dialler introduces itself: the header of a HELLO."""
 
     own_id: str
     own_incarnation: int

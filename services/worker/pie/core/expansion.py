@@ -18,7 +18,7 @@ from services.worker.pie.core.sizes import expansion, higher, lower
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Shares are of 1."""
+    """When a window counts as heavy or idle; shares are of 1."""
 
     early_share: float = 0.10
     """Swap-ins that found no host layer needed in this token's computation: above it there is room."""
@@ -47,7 +47,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a number of iterations came to."""
+    """What a number of iterations came to, taken together."""
 
     iterations: int
     tokens: int

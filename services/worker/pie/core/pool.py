@@ -13,7 +13,7 @@ from services.worker.kv.core.block_pool import BlockPool
 
 
 class ElasticPool(BlockPool):
-    """Ids 0 … total-1."""
+    """A `BlockPool` of ids 0 … total-1 whose total changes."""
 
     def __init__(self, total_blocks: int, block_tokens: int) -> None:
         super().__init__(total_blocks, block_tokens)

@@ -19,7 +19,7 @@ class Shift:
 
 
 class Partition:
-    """`arena_blocks` blocks in `slots` slots."""
+    """An arena of `arena_blocks` blocks, cut into `slots` slots of equal size."""
 
     def __init__(self, arena_blocks: int, slots: int) -> None:
         if not 1 <= slots <= arena_blocks:

@@ -3,8 +3,13 @@
 At every event (a layer is awaited, a layer ended, a transfer completed) each idle direction starts at most
 one transfer: in, the *hottest* layer of the host (the next to be computed); out, the *coldest* of the
 device (the last computed), unless every layer on the host is colder. At most `fifo_layers` layers are not
-present. So the swapped layers form a queue in the order of computation. Source: papers/004 §3.3, figure 4;
-algorithms.md §6.
+present. So the swapped layers form a queue in the order of computation. 6 layers, a queue of 3, 5 slots:
+
+    after layer 0    l D D D D h    0 leaves; its slot is for 5, which is awaited next of those away
+    after layer 1    h l D D D D    5 has arrived; 1 leaves, its slot is for 0
+    after layer 2    D h l D D D    0 is there long before its turn; 2 leaves, its slot is for 1
+
+D is present, h on the host, l leaving. Source: papers/004 §3.3, figure 4; algorithms.md §6.
 """
 
 from dataclasses import dataclass
@@ -15,6 +20,8 @@ from services.worker.pie.core.table import LayerPlace, MappingTable
 
 
 class Direction(StrEnum):
+    """Which way a layer goes: from the host to the device, or back."""
+
     IN = "in"
     OUT = "out"
 

@@ -11,7 +11,7 @@ from services.worker.pie.core.sizes import device_slots
 
 
 class LayerPlace(StrEnum):
-    """Of one layer's KV."""
+    """Where a layer's KV is, or is going."""
 
     DEVICE = "device"
     LEAVING = "leaving"
@@ -22,7 +22,7 @@ class LayerPlace(StrEnum):
 
 @dataclass(slots=True)
 class LayerEntry:
-    """One layer's line of the table."""
+    """What the table knows of one layer."""
 
     place: LayerPlace
     device_slot: int | None

@@ -12,8 +12,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.core.plans import StepWork
 from services.worker.core.sequence import HeldSequence
-from services.worker.core.step_work import StepWork
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of

@@ -2,11 +2,9 @@
 
 import pytest
 
-from services.worker.core.plans import GivenUpPlan, QueuedPlan
-from services.worker.core.reports import Identity, StepReports
+from services.worker.core.plans import GivenUpPlan, QueuedPlan, StepWork
+from services.worker.core.reports import WEIGHT, Identity, SpeedMeter, StepReports
 from services.worker.core.sequence import HeldSequence
-from services.worker.core.speed import WEIGHT, SpeedMeter
-from services.worker.core.step_work import StepWork
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.plans import ShortStart, StepOutcome
 from shared.messages.sequence import FinishReason

@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 
+from services.worker.core.plans import WorkItem
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import TRANSITIONS, HeldSequence
 from services.worker.core.sequences import SequenceTable
-from services.worker.core.step_work import WorkItem
 from services.worker.core.steps import StepCore
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.plans import QueuedPlan
+from services.worker.core.plans import QueuedPlan, StepWork, WorkItem
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
-from services.worker.core.step_work import StepWork, WorkItem
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import StaleEpoch

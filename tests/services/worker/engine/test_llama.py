@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from services.worker.engine.attention import PagedAttention
-from services.worker.engine.forward import Forward, TransformersForward, make_forward
+from services.worker.engine.forward import Forward, LlamaForward, TransformersForward, is_plain, make_forward
 from services.worker.engine.layout import Span
-from services.worker.engine.llama import LlamaForward, is_plain
 from services.worker.engine.loading import LoadedModel, describe
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
 

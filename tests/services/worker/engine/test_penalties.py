@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.penalties import penalize
+from services.worker.engine.sampler import penalize
 from shared.messages.sequence import Sampling
 
 VOCABULARY = 11

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.worker.engine.engine import TorchEngine
+from services.worker.engine.engine import CHUNK_TOKENS, LEAST_TOKENS, TorchEngine, prefill_tokens_per_s
 from services.worker.engine.loading import describe
-from services.worker.engine.profiling import CHUNK_TOKENS, LEAST_TOKENS, prefill_tokens_per_s
 from shared.clock import Clock
 from tests.services.worker.conftest import ModelFactory
 

@@ -6,12 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
-from services.worker.pie.copier import InlineCopier, ThreadCopier
+from services.worker.pie.copier import InlineCopier, PacedLink, ThreadCopier
 from services.worker.pie.core.copies import Runs, runs_of, set_of
 from services.worker.pie.core.sizes import Partition, device_slots
 from services.worker.pie.core.swap import Direction, SwapController
 from services.worker.pie.memory import BlockShape, LayerMemory
-from services.worker.pie.paced_link import PacedLink
 from services.worker.pie.store import LayerStore
 from shared.clock import monotonic_s
 

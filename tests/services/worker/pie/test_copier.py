@@ -4,9 +4,8 @@ import threading
 
 import pytest
 
-from services.worker.pie.copier import InlineCopier, ThreadCopier
+from services.worker.pie.copier import InlineCopier, PacedLink, ThreadCopier
 from services.worker.pie.core.swap import Direction, Transfer
-from services.worker.pie.paced_link import PacedLink
 from shared.clock import monotonic_s
 from tests.services.worker.pie.rig import SHAPE, links, make_memory
 

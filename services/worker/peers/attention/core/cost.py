@@ -8,10 +8,12 @@ contexts fetch. Source: Infinite-LLM §6.5, figure 12 (papers/001), with speeds 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.worker.peers.core.neighbours import LinkRate
 from shared.average import averaged
 
 _WEIGHT = 0.2
 """Of the newest measurement."""
+_GUESSED_BYTES_PER_S = 1e9
 
 
 class ComputeBudget:
@@ -50,6 +52,8 @@ class ComputeBudget:
 
 
 class ShipMode(StrEnum):
+    """What travels for a creditor's part of a step: queries there, or blocks here."""
+
     SHIP = "ship"
     FETCH = "fetch"
 
@@ -67,22 +71,28 @@ class Work:
 
 
 class CreditorSpeeds:
-    """Of one creditor: each a moving average of what was measured, from a first guess."""
+    """Of one creditor: each a moving average of what was measured, from a first guess. What its link carries
+    is read from, and added to, the worker's one table of rates."""
 
     def __init__(
         self,
+        link: LinkRate | None = None,
         *,
         round_trip_s: float = 2e-4,
-        bytes_per_s: float = 1e9,
         remote_pair_s: float = 5e-9,
         own_pair_s: float = 5e-9,
     ) -> None:
+        self.link = link or LinkRate()
         self.round_trip_s = round_trip_s
-        self.bytes_per_s = bytes_per_s
         self.remote_pair_s = remote_pair_s
         self.own_pair_s = own_pair_s
         self.hidden_s = 0.0
         """Of a layer's time that runs while the next layer's blocks are on their way."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the link, in both directions; a guess before it was measured."""
+        return self.link.bytes_per_s or _GUESSED_BYTES_PER_S
 
     def on_shipped(self, work: Work, elapsed_s: float, compute_s: float) -> None:
         """From sending to the answer; `compute_s` of it at the creditor."""
@@ -93,9 +103,7 @@ class CreditorSpeeds:
 
     def on_fetched(self, fetched_bytes: int, elapsed_s: float) -> None:
         """From asking to the last byte, with nothing else done meanwhile."""
-        moving_s = elapsed_s - self.round_trip_s
-        if fetched_bytes >= 1 << 16 and moving_s > 0:
-            self.bytes_per_s = averaged(self.bytes_per_s, fetched_bytes / moving_s, _WEIGHT)
+        self.link.on_carried(fetched_bytes, elapsed_s - self.round_trip_s)
 
     def on_attended(self, pairs: int, elapsed_s: float) -> None:
         """Attention computed here, over fetched blocks."""

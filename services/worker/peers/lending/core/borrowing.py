@@ -15,14 +15,14 @@ from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier
 
 @dataclass(frozen=True, slots=True)
 class AskLedger:
-    """Who could lend?"""
+    """To be asked next: the ledger, who could lend."""
 
     question: FindCreditors
 
 
 @dataclass(frozen=True, slots=True)
 class AskCreditor:
-    """Will you lend?"""
+    """To be asked next: one creditor, whether it lends."""
 
     creditor_id: str
     question: BorrowBlocks

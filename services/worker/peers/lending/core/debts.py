@@ -24,7 +24,7 @@ _RENEWALS_IN_A_LEASE = 4
 
 @dataclass(slots=True)
 class LoanLease:
-    """Of one grant."""
+    """Until when a grant lasts, if its debtor does nothing."""
 
     ends_s: float
     renew_s: float
@@ -33,7 +33,7 @@ class LoanLease:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """To be sent to a creditor."""
+    """A request for more time for all grants of one creditor."""
 
     creditor_id: str
     message: RenewLeases
@@ -41,14 +41,14 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Repayment:
-    """To be sent to a creditor."""
+    """Blocks of one grant on their way back to their creditor."""
 
     creditor_id: str
     message: ReturnBlocks
 
 
 class Debts:
-    """One worker's, in one life of it."""
+    """What one worker owes to others, in one life of it."""
 
     def __init__(self, table: RBlockTable, incarnation: int) -> None:
         self._table = table

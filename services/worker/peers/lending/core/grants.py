@@ -7,8 +7,11 @@ worker's clock alone decides when a lease ends; it waits `grace_s` longer than t
 Source: papers/001 §4.4; `algorithms.md` §4.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from services.worker.peers.lending.core.table import LentRow, RBlockTable
 from shared.messages.lending import (
@@ -28,7 +31,7 @@ from shared.messages.lending import (
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Under which this worker lends."""
+    """The terms under which a worker lends."""
 
     most_blocks: int
     """On the device; 0 lends nothing."""
@@ -47,7 +50,7 @@ class Terms:
 
 @dataclass(slots=True)
 class Lent:
-    """One grant as its creditor keeps it."""
+    """One grant, as its creditor keeps it."""
 
     grant_id: int
     debtor: tuple[str, int]
@@ -73,18 +76,42 @@ class Freed:
     blocks: tuple[int, ...]
 
 
-class Grants:
-    """One worker's, in one life of it."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
-    def __init__(self, table: RBlockTable, incarnation: int, terms: Terms) -> None:
+
+def _locked(method: "Callable[Concatenate[Grants, P], R]") -> "Callable[Concatenate[Grants, P], R]":
+    """Runs while nobody else is in a method of the same grants."""
+
+    @wraps(method)
+    def run(self: "Grants", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class Grants:
+    """What one worker lends, in one life of it. Grants are given and ended on the event loop, and entered by
+    the threads that serve links: with a `lock` (which may be taken again by who has it) they keep out of each
+    other's way."""
+
+    def __init__(
+        self,
+        table: RBlockTable,
+        incarnation: int,
+        terms: Terms,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.terms = terms
+        self.lock = lock or nullcontext()
         self._table = table
         self._incarnation = incarnation
         self._grants: dict[int, Lent] = {}
         self._by_debtor: dict[str, dict[int, Lent]] = {}
         self._next_id = 1
         self.frozen = False
-        """Lends nothing new."""
+        """Lends nothing new: a settlement runs."""
 
     def __len__(self) -> int:
         return len(self._grants)
@@ -94,15 +121,24 @@ class Grants:
         """Out of the pools, those of ended grants with users included."""
         return self._table.lent_blocks()
 
+    @_locked
     def debtors(self) -> set[str]:
         """Worker ids of those who hold something."""
         return set(self._by_debtor)
 
+    @_locked
     def generation(self, grant_id: int) -> int | None:
         """Of a grant that has not ended."""
         lent = self._grants.get(grant_id)
         return None if lent is None or lent.over else lent.generation
 
+    @_locked
+    def generation_for(self, debtor: tuple[str, int], grant_id: int) -> int | None:
+        """The grant's now, if it is this life of this debtor's."""
+        lent = self._of(*debtor, grant_id)
+        return None if lent is None else lent.generation
+
+    @_locked
     def answer(self, asked: BorrowBlocks) -> BorrowReply | int:
         """The reply, where it does not depend on what is free; else how many blocks may be lent at most."""
         for lent in self._by_debtor.get(asked.debtor_id, {}).values():
@@ -118,6 +154,7 @@ class Grants:
             return BorrowReply(refusal=Refusal.AT_CAP)
         return room
 
+    @_locked
     def lend(self, asked: BorrowBlocks, blocks: Sequence[int], now_s: float) -> BorrowReply:
         """Enters what was taken out of the pool for a debtor; none is a refusal."""
         if not blocks:
@@ -137,6 +174,7 @@ class Grants:
         self._by_debtor.setdefault(asked.debtor_id, {})[lent.grant_id] = lent
         return BorrowReply(grant=self._grant(lent))
 
+    @_locked
     def renew(self, asked: RenewLeases, now_s: float, *, short_blocks: int = 0) -> LeasesRenewed:
         """What is named, and has not ended by this worker's clock, lasts a lease longer.
 
@@ -162,6 +200,7 @@ class Grants:
             wanted_back_blocks=min(owed, max(0, share)),
         )
 
+    @_locked
     def give_back(self, asked: ReturnBlocks) -> tuple[BlocksReturned, Freed | None]:
         """A debtor needs these no more. What is not in its grant (any more) is passed over."""
         mine = asked.creditor_incarnation == self._incarnation
@@ -177,10 +216,12 @@ class Grants:
         reply = BlocksReturned(generation=lent.generation, left_blocks=len(lent.blocks))
         return reply, freed
 
+    @_locked
     def tick(self, now_s: float) -> list[Freed]:
         """Ends leases that have run out."""
         return self._end([lent for lent in self._grants.values() if now_s >= lent.ends_s and not lent.over])
 
+    @_locked
     def on_incarnation(self, debtor_id: str, incarnation: int) -> list[Freed]:
         """A debtor was started anew: what its other lives held is of no use to anybody."""
         gone = [
@@ -190,6 +231,7 @@ class Grants:
         ]
         return self._end(gone)
 
+    @_locked
     def enter(self, grant_id: int, generation: int, blocks: Iterable[int], now_s: float) -> bool:
         """Whether blocks of a grant may be read, written or queried now; if so, `leave` must follow.
 
@@ -205,6 +247,7 @@ class Grants:
         lent.users += 1
         return True
 
+    @_locked
     def leave(self, grant_id: int) -> Freed | None:
         """After `enter`; what was returned or ended meanwhile is freed by the last who leaves."""
         lent = self._grants[grant_id]
@@ -212,10 +255,6 @@ class Grants:
             raise ValueError(f"nobody is at work on grant {grant_id}")
         lent.users -= 1
         return self._part(lent, [])
-
-    def set_frozen_terms(self, *, frozen: bool) -> None:
-        """Whether new loans are refused, while a settlement runs."""
-        self.frozen = frozen
 
     def check_integrity(self) -> None:
         """Raises AssertionError when grants and table disagree, or more is lent than the cap allows."""

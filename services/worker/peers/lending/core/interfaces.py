@@ -69,6 +69,7 @@ class Owner:
     blocks: int
     block_tokens: int
     fingerprint: bytes
+    host: str = ""
     host_blocks: int = 0
     """Of host memory, for others only."""
     host_attends: bool = True

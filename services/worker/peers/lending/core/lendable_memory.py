@@ -6,7 +6,6 @@ from typing import Protocol
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.interfaces import Vault
-from shared.errors import Overloaded
 from shared.messages.lending import KvTier
 
 
@@ -17,7 +16,6 @@ class Stock:
         self._device = device
         self._keep_blocks = keep_blocks
         self.host = BlockPool(host_blocks, block_tokens) if host_blocks else None
-        self._unreadmitted: list[int] = []
 
     @property
     def host_free_blocks(self) -> int:
@@ -40,13 +38,8 @@ class Stock:
                 device += part.blocks
             elif self.host is not None:
                 self.host.readmit(part.blocks)
-        self._unreadmitted += keep(device)
-        if self._unreadmitted:
-            blocks, self._unreadmitted = self._unreadmitted, []
-            try:
-                await self._device.readmit(blocks)
-            except Overloaded:
-                self._unreadmitted += blocks
+        if back := keep(device):
+            await self._device.readmit(back)
 
 
 class LendablePool(Protocol):

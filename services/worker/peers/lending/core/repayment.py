@@ -8,12 +8,8 @@ since reading them costs more. Source: `algorithms.md` §4 (repayment).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from services.worker.peers.core.neighbours import Neighbours
 from shared.messages.lending import KvTier
-from shared.messages.reports import WorkerReported
-from shared.ttl_map import RecentMap
-
-_FRESH_S = 5.0
-_MOST_NEIGHBOURS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +53,14 @@ def recalls(
     return found
 
 
-class Pressures:
-    """What a worker's neighbours say of themselves in heartbeats."""
-
-    def __init__(self, worker_id: str) -> None:
-        self._worker_id = worker_id
-        self._own_host = ""
-        self._heard: RecentMap[str, tuple[float, str]] = RecentMap(_FRESH_S, _MOST_NEIGHBOURS)
-
-    def on_reported(self, report: WorkerReported, now_s: float) -> None:
-        """Any worker's heartbeat; one of an earlier life is replaced by the next."""
-        if report.worker_id == self._worker_id:
-            self._own_host = report.host
-        else:
-            free = report.capacity.plannable_blocks / max(1, report.capacity.total_blocks)
-            self._heard.put(report.worker_id, (free, report.host), now_s)
-
-    def of(self, wanted_back: Mapping[str, int], now_s: float) -> dict[str, CreditorPressure]:
-        """By creditor; `wanted_back` in blocks."""
-        self._heard.expire(now_s)
-        found = {
-            name: CreditorPressure(free_fraction=free, distance=int(host != self._own_host))
-            for name, (free, host) in self._heard.items()
-        }
-        for name, blocks in wanted_back.items():
-            found[name] = replace(found.get(name, CreditorPressure()), short_blocks=blocks)
-        return found
+def pressures(
+    neighbours: Neighbours, own_host: str, wanted_back: Mapping[str, int]
+) -> dict[str, CreditorPressure]:
+    """By creditor, from what neighbours say of themselves; `wanted_back` in blocks."""
+    found = {
+        name: CreditorPressure(free_fraction=one.free_fraction, distance=int(one.host != own_host))
+        for name, one in neighbours.items()
+    }
+    for name, blocks in wanted_back.items():
+        found[name] = replace(found.get(name, CreditorPressure()), short_blocks=blocks)
+    return found

@@ -127,7 +127,7 @@ class Settling:
         if part is not None or not chosen or not self.bounce:
             return _answer(asked)
         self._debts.freeze(chosen)
-        self._grants.set_frozen_terms(frozen=True)
+        self._grants.frozen = True
         self._part = _Part(asked.settlement, chosen, now_s + asked.valid_for_s)
         return _answer(asked, len(chosen), len(self.bounce))
 
@@ -159,7 +159,7 @@ class Settling:
 
     def _end(self) -> None:
         part, self._part = self._part, None
-        self._grants.set_frozen_terms(frozen=False)
+        self._grants.frozen = False
         if part is not None:
             self._debts.thaw(part.frozen)
 

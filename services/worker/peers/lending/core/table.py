@@ -1,8 +1,14 @@
 """The rBlock table: where each logical block of this worker's KV is, and who has what of its own memory.
 
 Logical numbers below `local_blocks` are this worker's own memory and mean themselves; those above are
-borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant. Own host memory
-(`host_blocks`) has no logical numbers: it is for others. Knows no bytes and no lease's end.
+borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant:
+
+    local_blocks 4; grant 7 of worker b: its blocks 30 and 12
+    logical    0 1 2 3    own, block 0 … 3
+    logical    4 5        b's blocks 30 and 12, under (b, its life, 7)
+
+A borrowed block is free, used by a sequence, frozen (used, and on its way home), or returning. Own host
+memory (`host_blocks`) has no logical numbers: it is for others. Knows no bytes and no lease's end.
 
 What is borrowed belongs to one thread. What is lent is freed by the threads that serve links as well: whoever
 changes that takes care that nobody else does, and to count it is safe at any time.
@@ -40,7 +46,7 @@ class BlockPlace:
 
 
 class BlockState(StrEnum):
-    """Of a borrowed block."""
+    """What is done with a borrowed block."""
 
     FREE = "free"
     USED = "used"
@@ -52,7 +58,7 @@ class BlockState(StrEnum):
 
 @dataclass(slots=True)
 class Borrowed:
-    """One rBlock on another worker."""
+    """One block of another worker's memory, as its debtor keeps it."""
 
     place: BlockPlace
     state: BlockState = BlockState.FREE

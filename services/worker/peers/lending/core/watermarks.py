@@ -28,7 +28,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A worker's, in blocks."""
+    """How many blocks of a worker are free, and how many it wants."""
 
     own_free: int
     """Free or evictable, of its own."""
@@ -60,7 +60,7 @@ _REPORTS_UNTIL_SEEN = 2
 
 
 class Balance:
-    """Of one worker."""
+    """What one worker lacks or could return, by its own latest report and by what a sequence needs."""
 
     def __init__(self, marks: Marks, capacity: Capacity) -> None:
         self.marks = marks

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.native.draw import Draw, draw_tokens
 from services.worker.engine.native.library import load
+from services.worker.engine.sampler import Draw, draw_tokens
 
 
 def draw(logits: torch.Tensor, wishes: list[Draw]) -> list[int]:

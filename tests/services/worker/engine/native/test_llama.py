@@ -10,9 +10,8 @@ import transformers
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.forward import make_forward
+from services.worker.engine.forward import LlamaForward, make_forward
 from services.worker.engine.layout import Span
-from services.worker.engine.llama import LlamaForward
 from services.worker.engine.loading import LoadedModel, describe
 from services.worker.engine.native.library import load
 from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama, is_computable

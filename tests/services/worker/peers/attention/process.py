@@ -54,10 +54,10 @@ def creditor_processes(architecture: str, blocks: int, names: list[str]) -> Iter
 
 def main() -> None:
     from services.worker.peers.attention.core.cost import ComputeBudget
-    from services.worker.peers.attention.creditor import Creditor, GrantBook
-    from services.worker.peers.transport.tickets import WorkerDesk
+    from services.worker.peers.attention.creditor import Creditor
+    from services.worker.peers.transport.plane import WorkerDesk
     from tests.services.worker.conftest import build_model
-    from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, DEBTOR, GRANT, make_engine
+    from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, DEBTOR, GRANT, GrantBook, make_engine
 
     architecture, blocks, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     engine = make_engine(build_model(architecture), blocks)

@@ -1,22 +1,26 @@
 """Creditors on threads of this process, reached over real TCP, and debtors whose blocks they hold."""
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode, choose_mode
-from services.worker.peers.attention.creditor import Creditor, GrantBook
+from services.worker.peers.attention.creditor import Creditor
 from services.worker.peers.attention.debtor import Chooser, Debtor
 from services.worker.peers.attention.memory import LentMemory, host_memory
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.transport.base import Peer, PeerLink, TransportListener
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.peers.transport.tickets import WorkerDesk
 from shared.messages.lending import KvTier
 
 DEBTOR = Peer("worker-debtor", 7)
@@ -24,6 +28,41 @@ GRANT, HOST_GRANT = GrantRef(1, 1), GrantRef(2, 1)
 """All of a lender's device memory, and all of its host memory."""
 BLOCK_TOKENS = 4
 _numbers = count()
+
+
+class GrantBook:
+    """`AccessGrants` that last until they are replaced."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], tuple[KvTier, frozenset[int]]] = {}
+        self._generations: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def grant(
+        self, debtor_id: str, ref: GrantRef, blocks: Iterable[int], tier: KvTier = KvTier.DEVICE
+    ) -> None:
+        with self._lock:
+            self._held[(debtor_id, ref.grant_id)] = tier, frozenset(blocks)
+            self._generations[(debtor_id, ref.grant_id)] = ref.generation
+
+    def enter(self, debtor: Peer, grants: Sequence[GrantRef]) -> tuple[GrantRef, ...] | None:
+        with self._lock:
+            named = {(debtor.worker_id, ref.grant_id): ref.generation for ref in grants}
+            is_current = all(self._generations.get(key) == generation for key, generation in named.items())
+        return tuple(grants) if is_current else None
+
+    def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
+        return
+
+    def covers(
+        self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
+    ) -> bool:
+        allowed: set[int] = set()
+        with self._lock:
+            for ref in grants:
+                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
+                allowed |= held if at is tier else frozenset()
+        return allowed.issuperset(blocks.tolist())
 
 
 @dataclass

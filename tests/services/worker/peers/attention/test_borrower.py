@@ -1,6 +1,7 @@
 """From a grant to blocks that sequences get, and home or lost between two steps; against a real creditor."""
 
 import asyncio
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from services.worker import door
 from services.worker.core.reports import Identity
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore
+from services.worker.door import Door
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
@@ -66,15 +68,15 @@ class World:
         self.debtor = Debtor(
             engine.attention, q_heads=4, own_blocks=OWN, block_tokens=BLOCK_TOKENS, staging_blocks=2
         )
-        plane: Any = self.plane
-        self.borrower = Borrower(self.debtor, self.pool, plane, self.failed.append)
         core = StepCore(Identity("w", 1, "m", 64, "h"), SequenceTable(self.pool, LIMITS))
-        self.runner = Runner(core, engine, monotonic_s, deliver=lambda _: None, on_broken=lambda _: None)
-        self.borrower.attach(self.runner)
+        self.door = Door(core, monotonic_s, lambda _: None)
+        registry: Any = self.plane
+        self.borrower = Borrower(self.debtor, self.pool, self.door, registry, self.failed.append)
+        self.runner = Runner(self.door, engine, on_broken=lambda _: None)
 
-    def admit(self, blocks: tuple[int, ...], ids: list[int], ref: GrantRef = GRANT) -> bool:
-        """A grant of these blocks of the lender, by which `ids` are borrowed."""
-        grant = Grant(
+    def grant(self, blocks: tuple[int, ...], ref: GrantRef = GRANT) -> Grant:
+        """Of these blocks of the lender."""
+        return Grant(
             creditor_id=self.name,
             creditor_incarnation=1,
             grant_id=ref.grant_id,
@@ -83,7 +85,10 @@ class World:
             blocks=blocks,
             lease_s=5.0,
         )
-        return asyncio.run(self.borrower.admit(grant, ids))
+
+    def admit(self, blocks: tuple[int, ...], ids: list[int], ref: GrantRef = GRANT) -> bool:
+        """`ids` are borrowed by a grant of these blocks of the lender."""
+        return asyncio.run(self.borrower.admit(self.grant(blocks, ref), ids))
 
     def place_at_home(self) -> int:
         """A sequence comes to use all there is; then there is one own block for a borrowed one."""
@@ -147,7 +152,7 @@ def test_a_creditor_that_fails_takes_all_its_blocks_along(here: World) -> None:
 def test_leases_that_are_over_take_their_blocks_along(here: World) -> None:
     assert here.admit((4, 1), [10, 11])
     here.borrower.lose([10])
-    assert here.runner.ask(lambda core, now_s: here.pool.borrowed_blocks).result(5.0) == 1
+    assert here.door.ask(lambda core, now_s: here.pool.borrowed_blocks).result(5.0) == 1
 
 
 def test_blocks_come_home_from_the_event_loop(here: World) -> None:
@@ -163,7 +168,7 @@ def test_blocks_come_home_from_the_event_loop(here: World) -> None:
     assert asyncio.run(here.borrower.copy_home(pairs))
     assert asyncio.run(here.borrower.swap_home(pairs)) == []
     here.borrower.rejoin([12])
-    assert here.runner.ask(lambda core, now_s: here.pool.borrowed_free_blocks).result(5.0) == 1
+    assert here.door.ask(lambda core, now_s: here.pool.borrowed_free_blocks).result(5.0) == 1
     assert here.pool.borrowed_blocks == 1
 
 
@@ -187,7 +192,7 @@ def test_messages_name_the_generation_that_is_known(here: World) -> None:
     here.borrower.rename(GrantKey(here.name, 1, GRANT.grant_id), 2)
     here.borrower.rename(GrantKey(here.name, 1, GRANT.grant_id), 1)  # late
     here.borrower.rename(GrantKey(here.name, 2, GRANT.grant_id), 9)  # another life's
-    here.runner.ask(lambda core, now_s: here.engine.step([row])).result(5.0)
+    here.door.ask(lambda core, now_s: here.engine.step([row])).result(5.0)
     assert here.failed == []
 
 
@@ -205,22 +210,53 @@ def test_an_exchange_that_was_agreed_on_is_never_refused(
     assert here.pool.borrowed_blocks == 0
 
 
-RECALL_OWN, THERE = 5, 6
+def test_however_much_waits_for_the_engine_loans_begin_and_end(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that ran out while the engine's thread took no more commands ended the worker once."""
+    monkeypatch.setattr(door, "_MAX_WAITING", 0)
+    assert here.admit((4, 1, 3), [10, 11, 12])
+    assert asyncio.run(here.borrower.retire(1)) == [12]
+    here.borrower.lose([10, 11])
+    assert asyncio.run(here.borrower.retire(3)) == []
+    assert here.pool.borrowed_blocks == 0
+
+
+def test_who_stops_waiting_does_not_stop_a_loan_half_way(here: World) -> None:
+    """The blocks are in use for the loop by then: they would have been nobody's, and renewed for ever."""
+
+    async def give_up() -> None:
+        admitting = asyncio.create_task(here.borrower.admit(here.grant((4, 1)), [10, 11]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        admitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await admitting
+
+    long_step = threading.Event()
+    here.door.give(lambda core, now_s: long_step.wait(5.0))
+    asyncio.run(give_up())
+    long_step.set()
+    borrowed = here.door.give(lambda core, now_s: here.pool.borrowed_blocks)
+    assert borrowed.result(5.0) == 2
+
+
+HOME_BLOCKS, THERE = 5, 6
 PROMPT = [5, 9, 2, 7, 11, 3, 8, 6, 4, 12]
 
 
-class RecallWorld:
+class AtWork:
     """A debtor of which one block is its sequence's, and whose others are a creditor's."""
 
     def __init__(self, engine: TorchEngine, owner: Lender, debtor: Debtor) -> None:
         self.engine = engine
         self.owner = owner
         self.debtor = debtor
-        self.pool = ExtendedPool(BlockPool(RECALL_OWN, BLOCK_TOKENS), RECALL_OWN)
+        self.pool = ExtendedPool(BlockPool(HOME_BLOCKS, BLOCK_TOKENS), HOME_BLOCKS)
         self.forgotten: list[int] = []
-        self.pool.admit(range(RECALL_OWN, RECALL_OWN + THERE))
+        self.pool.admit(range(HOME_BLOCKS, HOME_BLOCKS + THERE))
         self.pool.on_moved = lambda moves: self.move(dict(moves))
-        self.rest = self.pool.own.allocate(RECALL_OWN - 1)
+        self.rest = self.pool.own.allocate(HOME_BLOCKS - 1)
         self.blocks = self.pool.allocate(4)
         self.homecoming = Homecoming(debtor, self.pool, self.forget)
         self.sequence = Sequences(engine, BlockPool(1, BLOCK_TOKENS), [PROMPT], GREEDY)
@@ -251,11 +287,11 @@ class RecallWorld:
 
 
 @pytest.fixture
-def debt(llama: Any) -> Iterator[RecallWorld]:
+def debt(llama: Any) -> Iterator[AtWork]:
     with lender(llama, THERE) as owner:
-        engine = make_engine(llama, RECALL_OWN)
+        engine = make_engine(llama, HOME_BLOCKS)
         debtor = make_debtor(engine, [owner], THERE)
-        made = RecallWorld(engine, owner, debtor)
+        made = AtWork(engine, owner, debtor)
         made.step()
         yield made
         debtor.close()
@@ -270,13 +306,13 @@ def expected(llama: Any) -> list[int]:
     return alone.answer(0, 5)
 
 
-def test_a_swap_between_steps_changes_no_token(debt: RecallWorld, expected: list[int]) -> None:
-    assert debt.blocks[1:] == [RECALL_OWN, RECALL_OWN + 1, RECALL_OWN + 2]
+def test_a_swap_between_steps_changes_no_token(debt: AtWork, expected: list[int]) -> None:
+    assert debt.blocks[1:] == [HOME_BLOCKS, HOME_BLOCKS + 1, HOME_BLOCKS + 2]
     pairs = list(zip(debt.pool.set_apart(debt.blocks[1:], 9), debt.withdraw(3), strict=True))
     assert debt.homecoming.copy(pairs) == 3
     debt.step()  # into the last but one: that copy is old now
     assert debt.homecoming.swap(pairs) == []
-    assert max(debt.blocks) < RECALL_OWN and debt.pool.borrowed_blocks == THERE - 3
+    assert max(debt.blocks) < HOME_BLOCKS and debt.pool.borrowed_blocks == THERE - 3
     debt.check()
     for pool in debt.owner.engine.pools:
         for part in pool:
@@ -285,22 +321,24 @@ def test_a_swap_between_steps_changes_no_token(debt: RecallWorld, expected: list
     assert debt.answer == expected
 
 
-def test_what_nobody_uses_any_more_needs_no_place(debt: RecallWorld) -> None:
+def test_what_nobody_uses_any_more_needs_no_place(debt: AtWork) -> None:
     home = debt.withdraw(3)
-    pairs = list(zip(debt.pool.set_apart([RECALL_OWN, RECALL_OWN + 1, RECALL_OWN + 5], 9), home, strict=True))
+    pairs = list(
+        zip(debt.pool.set_apart([HOME_BLOCKS, HOME_BLOCKS + 1, HOME_BLOCKS + 5], 9), home, strict=True)
+    )
     debt.homecoming.copy(pairs)
-    debt.pool.release([RECALL_OWN])
-    debt.blocks.remove(RECALL_OWN)
+    debt.pool.release([HOME_BLOCKS])
+    debt.blocks.remove(HOME_BLOCKS)
     assert debt.homecoming.swap(pairs) == [home[0], home[2]]
-    assert sorted(debt.forgotten) == [RECALL_OWN, RECALL_OWN + 1, RECALL_OWN + 5]
+    assert sorted(debt.forgotten) == [HOME_BLOCKS, HOME_BLOCKS + 1, HOME_BLOCKS + 5]
     debt.check()
 
 
-def test_a_recall_takes_free_memory_and_leaves_some(debt: RecallWorld, expected: list[int]) -> None:
+def test_a_recall_takes_free_memory_and_leaves_some(debt: AtWork, expected: list[int]) -> None:
     debt.pool.own.release(debt.rest)
     debt.rest = []
     there = debt.blocks[1:]
-    assert debt.homecoming.recall([RECALL_OWN + 5, *there], 9, keep_blocks=2) == there[:2]
+    assert debt.homecoming.recall([HOME_BLOCKS + 5, *there], 9, keep_blocks=2) == there[:2]
     assert debt.pool.own.free_blocks == 2
     assert debt.homecoming.recall(there[2:], 9, keep_blocks=2) == []
     debt.check()
@@ -308,25 +346,25 @@ def test_a_recall_takes_free_memory_and_leaves_some(debt: RecallWorld, expected:
     assert debt.answer == expected
 
 
-def test_a_creditor_that_dies_leaves_all_as_it_was(debt: RecallWorld) -> None:
+def test_a_creditor_that_dies_leaves_all_as_it_was(debt: AtWork) -> None:
     debt.pool.own.release(debt.rest)
     debt.rest = []
     debt.owner.listener.close(5.0)
     before = list(debt.blocks)
     with pytest.raises(CreditorLost):
         debt.homecoming.recall(before[1:], 9, keep_blocks=0)
-    assert debt.blocks == before and debt.pool.own.free_blocks == RECALL_OWN - 1
+    assert debt.blocks == before and debt.pool.own.free_blocks == HOME_BLOCKS - 1
     debt.check()
 
 
 def test_a_creditor_that_dies_keeps_nothing_of_another_one_apart(llama: Any) -> None:
     """Blocks of the one that lives stayed set apart, so were never free again and renewed for ever."""
     with lender(llama, 2) as lives, lender(llama, 2) as dies:
-        engine = make_engine(llama, RECALL_OWN)
+        engine = make_engine(llama, HOME_BLOCKS)
         debtor = make_debtor(engine, [lives, dies], 2)
-        pool = ExtendedPool(BlockPool(RECALL_OWN, BLOCK_TOKENS), RECALL_OWN)
-        pool.admit(range(RECALL_OWN, RECALL_OWN + 4))
-        rest, there = pool.own.allocate(RECALL_OWN), pool.allocate(4)
+        pool = ExtendedPool(BlockPool(HOME_BLOCKS, BLOCK_TOKENS), HOME_BLOCKS)
+        pool.admit(range(HOME_BLOCKS, HOME_BLOCKS + 4))
+        rest, there = pool.own.allocate(HOME_BLOCKS), pool.allocate(4)
         pool.own.release(rest)
         forgotten: list[int] = []
         dies.listener.close(5.0)
@@ -335,5 +373,5 @@ def test_a_creditor_that_dies_keeps_nothing_of_another_one_apart(llama: Any) -> 
         pool.lose(there[2:])
         pool.release(there)
         assert sorted(pool.retire(9)) == there[:2], "free, so that they can be returned"
-        assert pool.own.free_blocks == RECALL_OWN and forgotten == []
+        assert pool.own.free_blocks == HOME_BLOCKS and forgotten == []
         debtor.close()

@@ -2,6 +2,7 @@
 was described before."""
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,7 @@ from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.layout import Span
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
-from services.worker.peers.attention.creditor import Creditor
-from services.worker.peers.attention.lent import LentGrants, SharedGrants
+from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
@@ -28,12 +28,11 @@ from services.worker.peers.attention.messages import (
     request_encoder,
     to_wire,
 )
-from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.transport.base import Peer, PeerLink, Reception
-from services.worker.peers.transport.buffers import bytes_of
+from services.worker.peers.transport.base import Peer, PeerLink, Reception, bytes_of
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import CreditorLost, InvalidMessage, StaleEpoch
 from shared.messages.lending import KvTier
 from shared.messages.sequence import Sampling
@@ -209,7 +208,7 @@ class World:
         self.freed: list[Freed] = []
         self.engine = make_engine(model, BLOCKS)
         self.table = RBlockTable("creditor", BLOCKS)
-        self.grants = SharedGrants(self.table, 1, Terms(BLOCKS, 4.0, 0.5))
+        self.grants = Grants(self.table, 1, Terms(BLOCKS, 4.0, 0.5), threading.RLock())
         self.lent = CountingGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
         budget = ComputeBudget(1.0)
         self.creditor = Creditor(self.engine.attention, self.lent, budget, block_tokens=BLOCK_TOKENS)

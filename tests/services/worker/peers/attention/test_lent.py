@@ -7,12 +7,12 @@ import numpy as np
 
 from services.worker.engine.layout import Span
 from services.worker.engine.partition import Homes, split
-from services.worker.peers.attention.dirty_blocks import WriteWatch
-from services.worker.peers.attention.lent import LentGrants, SharedGrants
+from services.worker.peers.attention.creditor import LentGrants
+from services.worker.peers.attention.debtor import WriteWatch
 from services.worker.peers.attention.messages import GrantRef
-from services.worker.peers.lending.core.grants import Freed, Terms
+from services.worker.peers.lending.core.grants import Freed, Grants, Terms
 from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.lending.telling import loans
+from services.worker.peers.lending.service import loans
 from services.worker.peers.transport.base import Peer
 from shared.messages.lending import KvTier
 from tests.services.worker.peers.lending.builders import borrow, give_back, renew
@@ -29,7 +29,7 @@ class World:
         self.now_s = 0.0
         self.freed: list[Freed] = []
         self.table = RBlockTable("creditor", 8, 3)
-        self.grants = SharedGrants(self.table, 1, Terms(8, 4.0, 0.5, most_host_blocks=3))
+        self.grants = Grants(self.table, 1, Terms(8, 4.0, 0.5, most_host_blocks=3), threading.RLock())
         self.lent = LentGrants(self.grants, self.table, self.freed.append, lambda: self.now_s)
         reply = self.grants.lend(borrow("debtor", incarnation=3, blocks=3), [2, 5, 6], 0.0)
         assert reply.grant is not None and reply.grant.grant_id == REF.grant_id
@@ -102,7 +102,7 @@ def test_loans_are_told_while_links_free_blocks() -> None:
     """A heartbeat walked through a table that a link's thread changed, and the worker ended."""
     world = World()
     world.table = RBlockTable("creditor", 4096)
-    world.grants = SharedGrants(world.table, 1, Terms(4096, 1e9, 0.5))
+    world.grants = Grants(world.table, 1, Terms(4096, 1e9, 0.5), threading.RLock())
     freed: list[Freed] = []
     lent = LentGrants(world.grants, world.table, freed.append, lambda: 0.0)
     telling, failures = threading.Event(), []

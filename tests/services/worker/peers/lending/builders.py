@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.lending.core.lendable_memory import lend
-from shared.errors import Overloaded
 from shared.messages.lending import BorrowBlocks, Grant, HeldGrant, KvTier, RenewLeases, ReturnBlocks
 
 KV = b"fingerprint"
@@ -78,17 +77,14 @@ def give_back(
 
 @dataclass
 class PlainVault:
-    """A pool on the loop's own thread, which can be told to be overloaded."""
+    """A pool on the loop's own thread."""
 
     pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS, 16))
-    overloaded: bool = False
 
     async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
         return lend(self.pool, most_blocks, least_blocks, keep_blocks)
 
     async def readmit(self, blocks: Sequence[int]) -> None:
-        if self.overloaded:
-            raise Overloaded("not now")
         self.pool.readmit(blocks)
 
 

@@ -11,7 +11,7 @@ from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.repayment import CreditorPressure
 from services.worker.peers.lending.core.table import BlockState, GrantKey, RBlockTable
 from services.worker.peers.lending.recalls import Recalls
-from shared.errors import CreditorLost, Overloaded
+from shared.errors import CreditorLost
 from shared.messages.lending import BlocksReturned, Grant, Settle, SettlePhase
 from tests.services.worker.peers.lending.builders import PlainVault, borrow, grant
 
@@ -26,7 +26,7 @@ class Engine:
         self.unused: set[int] = set()
         self.copied: list[tuple[int, int]] = []
         self.swapped: list[tuple[int, int]] = []
-        self.is_creditor_dead = self.is_overloaded = False
+        self.is_creditor_dead = False
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -55,8 +55,6 @@ class Engine:
         return not self.is_creditor_dead
 
     async def swap_home(self, pairs: Sequence[tuple[int, int]]) -> list[int] | None:
-        if self.is_overloaded:
-            raise Overloaded("as told")
         if self.is_creditor_dead:
             return None
         self.swapped += pairs
@@ -64,8 +62,6 @@ class Engine:
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
         await self.gate.wait()
-        if self.is_overloaded:
-            raise Overloaded("as told")
         return [number for number in logical if number not in self.unused][:most_blocks]
 
 
@@ -201,8 +197,6 @@ async def test_a_repayment_brings_home_what_sequences_use() -> None:
     assert (world.recalls.recalled_blocks, world.debts.borrowed_blocks) == (2, 8), "b waits"
     assert len(world.table.used_at("c")) == 2, "the rest is as it was"
     await world.recalls.recall({}, free_blocks=5, keep_blocks=5)
-    world.engine.is_overloaded = True
-    await world.recalls.recall({}, free_blocks=7, keep_blocks=5)
     assert len(world.table.used_at("c")) == 2 and world.recalls.may_recall()
     world.debts.check_integrity()
 

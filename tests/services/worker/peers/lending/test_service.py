@@ -18,12 +18,11 @@ from services.worker.peers.lending.core.grants import Grants, Terms
 from services.worker.peers.lending.core.interfaces import Owner
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.lending.core.table import BlockState, LentRow, RBlockTable
-from services.worker.peers.lending.service import Lending, Search
-from services.worker.peers.lending.telling import loans, section
+from services.worker.peers.lending.service import Lending, Search, loans, section
 from shared import subjects
 from shared.bus import Bus, Endpoint
 from shared.clock import monotonic_s
-from shared.errors import NoResponder, Overloaded
+from shared.errors import NoResponder
 from shared.messages.commands import CreditorCandidate, CreditorCandidates, FindCreditors
 from shared.messages.lending import BorrowBlocks, BorrowReply, Grant, KvTier, LeasesRenewed, Refusal
 from shared.messages.reports import Capacity
@@ -134,15 +133,12 @@ async def test_a_creditor_that_is_gone_takes_blocks_along_within_the_lease(pair:
     debtor.check()
 
 
-async def test_a_silent_debtors_blocks_come_back_even_if_the_engine_is_busy_then(pair: Pair) -> None:
+async def test_a_silent_debtors_blocks_come_back(pair: Pair) -> None:
     creditor = pair.creditor
     pair.debtor.vault.pool.allocate(18)
     await until(lambda: creditor.vault.pool.withdrawn_blocks == 4)
-    creditor.vault.overloaded = True
     await pair.debtor.stop()
     await until(lambda: creditor.lending.grants.lent_blocks == 0)
-    assert creditor.vault.pool.withdrawn_blocks == 4
-    creditor.vault.overloaded = False
     await until(lambda: creditor.vault.pool.free_blocks == BLOCKS)
 
 
@@ -178,30 +174,6 @@ async def test_a_new_life_of_a_debtor_ends_the_old_ones_grants(connect_bus: Conn
         creditor.check()
     finally:
         await creditor.stop()
-
-
-async def test_a_busy_engine_hears_of_lost_blocks_later_and_nothing_ends() -> None:
-    """A lease that runs out while the engine's thread takes no more commands ended the worker once."""
-    told: list[int] = []
-    now_s, has_room = 0.0, False
-
-    def on_lost(logical: Sequence[int]) -> None:
-        if not has_room:
-            raise Overloaded("as told")
-        told.extend(logical)
-
-    owner = Owner("w0", 1, BLOCKS, 16, b"f")
-    nowhere: Any = None
-    lending = Lending(nowhere, LENDS, owner, PlainVault(), on_lost=on_lost, clock=lambda: now_s)
-    lost = lending.debts.on_granted(grant("c", 1, 2), 0.0)
-    now_s = 10.0
-    await lending.tick()
-    lending.on_creditor_failed("nobody")
-    assert told == [] and lending.debts.borrowed_blocks == 0
-    has_room = True
-    await lending.tick()
-    await lending.tick()
-    assert told == lost, "once"
 
 
 class NamesTwo:
@@ -317,7 +289,7 @@ def test_tiers_are_told_apart_and_frozen_workers_lend_nothing() -> None:
     assert (capacity.most_lent_blocks, capacity.borrowed_blocks) == (11, 3)
     assert (told.lent_to_blocks, told.host_lent_to_blocks) == ({"d": 2}, {"e": 3})
     assert (told.borrowed_from_blocks, told.host_borrowed_from_blocks) == ({"c": 2}, {"c": 1})
-    grants.set_frozen_terms(frozen=True)
+    grants.frozen = True
     assert section(before.capacity, table, grants, 9, 2)["capacity"].loanable_blocks == 0
     assert loans(table) == {
         "lent_blocks": 5,

@@ -10,11 +10,11 @@ from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.records import Records
-from services.worker.peers.attention.plane import BulkPlane
-from services.worker.peers.migration.ledge import Ledge
+from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
+from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import Peer, PeerLink
 from services.worker.peers.transport.plane import PeerAddress, Plane
 from services.worker.peers.transport.tcp import TcpTransport
@@ -55,10 +55,10 @@ class EngineDoor(Door):
 
 
 class Dialler:
-    """Links by a plane whose tickets come straight from the other's desk."""
+    """In place of a `Registry`: tickets come straight from the other's desk."""
 
     def __init__(self, plane: Plane, others: dict[str, Plane]) -> None:
-        self.plane, self.others = plane, others
+        self.plane, self.others, self.rates = plane, others, plane.choice.rates
 
     async def dial(self, worker_id: str, incarnation: int) -> PeerLink:
         other = self.others[worker_id]
@@ -102,13 +102,13 @@ def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
         assert store is not None
         plane.open()
         door = EngineDoor()
-        ledge = Ledge(door, store.cache)
+        cache = CacheDoor(door, store.cache)
         records = Records(rig.engine.pools)
-        source = BlockSource(ledge, records, store.fingerprint)
+        source = BlockSource(cache, records, store.fingerprint)
         for kind, receiver in source.receivers.items():
             plane.desk.serve(kind, receiver)
-        dialler = cast(BulkPlane, Dialler(plane, planes))
-        target = Target(dialler, ledge, records, store.fingerprint, BLOCK_TOKENS, config)
+        dialler = cast(Registry, Dialler(plane, planes))
+        target = Target(dialler, cache, records, store.fingerprint, BLOCK_TOKENS, config)
         sides.append(Side(rig, source, target, plane, door))
     try:
         yield sides[0], sides[1]

@@ -10,7 +10,7 @@ from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.peers.migration.ledge import Ledge
+from services.worker.peers.engine_calls import CacheDoor
 from services.worker.service import Worker
 from shared import subjects
 from shared.blocks import chain, root
@@ -94,7 +94,7 @@ def door() -> Iterator[EngineDoor]:
 
 
 async def test_blocks_get_their_names_when_they_have_arrived(cache: PrefixCache, door: EngineDoor) -> None:
-    ledge = Ledge(door, cache)
+    ledge = CacheDoor(door, cache)
     blocks = await ledge.make_room(4)
     assert await asyncio.wrap_future(ledge.take_in(blocks, NAMES[:3], None)) == 3, "the fourth did not arrive"
     assert await asyncio.wrap_future(ledge.known_blocks(NAMES)) == 3
@@ -111,6 +111,6 @@ async def test_blocks_get_their_names_when_they_have_arrived(cache: PrefixCache,
 
 
 async def test_room_is_made_only_where_as_much_stays_free(cache: PrefixCache, door: EngineDoor) -> None:
-    ledge = Ledge(door, cache)
+    ledge = CacheDoor(door, cache)
     assert await ledge.make_room(DEVICE_BLOCKS // 2 + 1) == []
     assert len(await ledge.make_room(DEVICE_BLOCKS // 2)) == DEVICE_BLOCKS // 2

@@ -12,7 +12,7 @@ from services.worker.peers.transport.base import (
     TransportLimits,
     TransportListener,
 )
-from services.worker.peers.transport.tickets import WorkerDesk
+from services.worker.peers.transport.plane import WorkerDesk
 from shared.errors import ConfigError
 from tests.services.worker.peers.transport.peer import TRANSPORTS, Process
 from tests.services.worker.peers.transport.receivers import Counts, furnish

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.peers.transport.base import Buffer, BulkTransport, Peer, PeerLink, TransportLimits
-from services.worker.peers.transport.digest import Digest
+from services.worker.peers.transport.digest import PayloadDigest
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.peers.transport.tickets import WorkerDesk
 from services.worker.peers.transport.ucx import UcxTransport
 from shared.errors import KvasirError
 from tests.services.worker.peers.transport.receivers import furnish, pattern
@@ -123,13 +123,13 @@ class Commands:
 
     def lie(self) -> str:
         """From now on this process's digests are wrong, as if its data were corrupted on their way."""
-        update = Digest.update
+        update = PayloadDigest.update
 
-        def wrong(self: Digest, group: Any) -> None:
+        def wrong(self: PayloadDigest, group: Any) -> None:
             update(self, group)
             self.value ^= 1
 
-        Digest.update = wrong  # type: ignore[method-assign]
+        PayloadDigest.update = wrong  # type: ignore[method-assign]
         return "ok"
 
 

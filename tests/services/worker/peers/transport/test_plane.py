@@ -5,8 +5,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
+from services.worker.peers.transport import plane as plane_module
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.link import SocketLink
 from services.worker.peers.transport.plane import (
@@ -16,12 +18,20 @@ from services.worker.peers.transport.plane import (
     PeerAddress,
     Plane,
     Probes,
+    WorkerDesk,
     fastest_s,
 )
 from services.worker.peers.transport.shm import ShmTransport
 from services.worker.peers.transport.tcp import TcpTransport
-from services.worker.peers.transport.tickets import WorkerDesk
-from shared.errors import ConfigError, KvasirError, MessageTooLarge, NoResponder, StaleEpoch, Unauthorized
+from shared.errors import (
+    ConfigError,
+    InvalidMessage,
+    KvasirError,
+    MessageTooLarge,
+    NoResponder,
+    StaleEpoch,
+    Unauthorized,
+)
 from tests.patience import until
 from tests.services.worker.peers.transport.receivers import furnish
 
@@ -78,22 +88,23 @@ async def test_falls_back_to_another_transport_and_remembers(a: Plane, b: Plane)
 async def test_measures_where_there_is_a_choice_once_and_anew_for_a_new_life(a: Plane, b: Plane) -> None:
     to = PeerAddress(B, "host-1", b.addresses)
     (await a.connect(to, _issue(b), deadline_s=5.0)).close()
-    assert {transport for _, transport in a.choice.gb_per_s} == {"tcp", "shm"}
-    a.choice.gb_per_s["worker-b", "tcp"] = 1e3
+    tcp, shm = (a.choice.rates.link("worker-b", name) for name in ("tcp", "shm"))
+    assert tcp.bytes_per_s and shm.bytes_per_s
+    tcp.bytes_per_s = 1e12
     link = await a.connect(to, _issue(b), deadline_s=5.0)
-    assert (link.transport, a.choice.gb_per_s["worker-b", "tcp"]) == ("tcp", 1e3), "no second comparison"
-    a.on_transfer(link, 1 << 20, 1.0)
-    assert a.choice.gb_per_s["worker-b", "tcp"] < 1e3
+    assert (link.transport, tcp.bytes_per_s) == ("tcp", 1e12), "no second comparison"
     link.close()
-    a.choice.on_lost("worker-b")
+    a.choice.forget("worker-b")
     link = await a.connect(to, _issue(b), deadline_s=5.0)
-    assert 0 < a.choice.gb_per_s["worker-b", "tcp"] < 100
+    assert 0 < (a.choice.rates.link("worker-b", "tcp").bytes_per_s or 0) < 1e11
     link.close()
 
 
-async def test_one_way_only_is_not_measured(a: Plane, b: Plane) -> None:
+async def test_one_way_only_is_measured_when_somebody_asks(a: Plane, b: Plane) -> None:
     link = await a.connect(PeerAddress(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
-    assert a.choice.gb_per_s == {}
+    assert a.choice.rates.bytes_per_s("worker-b") is None
+    await a.measure(link, deadline_s=5.0)
+    assert a.choice.rates.link("worker-b", "tcp").bytes_per_s
     link.close()
 
 
@@ -128,6 +139,20 @@ async def test_a_link_that_nobody_waits_for_any_more_is_closed(a: Plane, b: Plan
         await connecting
     slow.may_go_on.set()
     await until(lambda: slow.links and slow.links[0].closed)
+
+
+async def test_a_measurement_given_up_leaves_no_thread_on_the_link(
+    a: Plane, b: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread went on with the link, and the next fetch used it at the same time."""
+    link = await a.connect(PeerAddress(B, "host-2", b.addresses), _issue(b), deadline_s=5.0)
+    may_go_on = threading.Event()
+    monkeypatch.setattr(plane_module, "fastest_s", lambda link, deadline_s: may_go_on.wait(5.0))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await a.measure(link, deadline_s=5.0)
+    assert link.closed
+    may_go_on.set()
 
 
 class SlowTransport(TcpTransport):
@@ -166,7 +191,9 @@ def test_transfers_are_timed_and_larger_ones_refused() -> None:
     try:
         assert 0 < fastest_s(link, 10.0) < 10
         with pytest.raises(MessageTooLarge):
-            link.ask(KIND, b"", [memoryview(bytearray(PROBE_BYTES + 1))], deadline_s=5.0)
+            link.ask(KIND, msgspec.msgpack.encode(PROBE_BYTES + 1), deadline_s=5.0)
+        with pytest.raises(InvalidMessage):
+            link.ask(KIND, b"?", deadline_s=5.0)
     finally:
         link.close()
         assert listener.close(5.0)

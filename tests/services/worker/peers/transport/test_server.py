@@ -11,8 +11,8 @@ import pytest
 from services.worker.peers.transport import wire
 from services.worker.peers.transport.base import Peer, TransportLimits, TransportListener
 from services.worker.peers.transport.digest import digest
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport, split_address
-from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import Unauthorized
 from tests.patience import wait_until
 from tests.services.worker.peers.transport.receivers import Counts, furnish, pattern

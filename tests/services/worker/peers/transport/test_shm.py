@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from services.worker.peers.transport.base import Peer
+from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.shm import Rings, ShmTransport
 from services.worker.peers.transport.tcp import split_address
-from services.worker.peers.transport.tickets import WorkerDesk
 from shared.errors import InvalidMessage, InvalidRequest, NoResponder
 
 _RING_BYTES = 4 << 20

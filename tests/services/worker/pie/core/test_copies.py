@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.pie import memory as bytes_of
-from services.worker.pie.copier import InlineCopier, SwapDone, ThreadCopier, copied
+from services.worker.pie.copier import InlineCopier, PacedLink, SwapDone, ThreadCopier, copied
 from services.worker.pie.core.copies import HostCopies, Runs, count, first_blocks, pieces, runs_of, set_of
 from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.core.swap import Direction, SwapController, Transfer
 from services.worker.pie.memory import LayerMemory
-from services.worker.pie.paced_link import PacedLink
 from services.worker.pie.store import LayerStore
 from shared.clock import monotonic_s
 from tests.services.worker.pie.rig import BLOCKS, LAYERS, SHAPE, links, make_memory

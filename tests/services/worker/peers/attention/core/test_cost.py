@@ -13,6 +13,7 @@ from services.worker.peers.attention.core.cost import (
     fetch_s,
     ship_s,
 )
+from services.worker.peers.core.neighbours import LinkRate
 
 KV_BYTES, Q_BYTES = 2 * 8 * 128 * 4, 32 * (2 * 128 + 1) * 4
 """Of a token, in a layer of 8 KV and 32 query heads of 128."""
@@ -57,10 +58,11 @@ def test_bandwidth_is_learnt_from_large_fetches_only() -> None:
         speeds.on_fetched(1 << 26, 0.0131 + speeds.round_trip_s)
         speeds.on_fetched(100, 5.0)
     assert 4.5e9 < speeds.bytes_per_s < 5.5e9
+    assert CreditorSpeeds(speeds.link).bytes_per_s == speeds.bytes_per_s, "all who use the link know"
 
 
 def test_round_trips_are_what_neither_bytes_nor_computing_explains() -> None:
-    speeds, decode = CreditorSpeeds(bytes_per_s=1e12), work(1, 100)
+    speeds, decode = CreditorSpeeds(LinkRate(1e12)), work(1, 100)
     for _ in range(60):
         speeds.on_shipped(decode, elapsed_s=0.003, compute_s=0.002)
     assert 0.0009 < speeds.round_trip_s < 0.0011

@@ -57,7 +57,7 @@ def test_other_kv_oneself_and_a_switched_off_creditor_are_refused() -> None:
     assert refusal(creditor(Terms(most_blocks=0, fingerprint=KV)).answer(borrow())) is Refusal.NOT_LENDING
     assert refusal(creditor().answer(borrow(tier=KvTier.HOST))) is Refusal.NOT_LENDING
     frozen = creditor()
-    frozen.set_frozen_terms(frozen=True)
+    frozen.frozen = True
     assert refusal(frozen.answer(borrow())) is Refusal.NOT_LENDING
 
 

@@ -90,7 +90,7 @@ async def test_each_tier_lends_its_own_and_only_the_device_keeps_some() -> None:
     assert await stock.take(KvTier.HOST, 3, 3) == [], "fewer are of no use"
 
 
-async def test_what_the_engine_cannot_take_now_it_gets_later_and_some_is_kept() -> None:
+async def test_some_of_what_comes_back_may_be_kept() -> None:
     vault = PlainVault()
     stock = Stock(vault, 0, 0, 16)
     blocks = await stock.take(KvTier.DEVICE, 3, 1)
@@ -99,9 +99,5 @@ async def test_what_the_engine_cannot_take_now_it_gets_later_and_some_is_kept() 
     def keep_one(back: Sequence[int]) -> list[int]:
         return list(back[1:])
 
-    vault.overloaded = True
     await stock.put_back([Freed(KvTier.DEVICE, tuple(blocks))], keep_one)
-    assert vault.pool.withdrawn_blocks == 3
-    vault.overloaded = False
-    await stock.put_back([])
     assert vault.pool.withdrawn_blocks == 1

@@ -1,19 +1,41 @@
-"""The prefix cache as transfers use it: each call runs on the engine's thread, between two iterations.
+"""The worker's own blocks as lending and migration use them: each call runs on the engine's thread.
 
-Blocks lie on the ledge while they arrive: allocated, and nobody's yet. They get their names when their bytes
-are there and verified, or go back. Knows no link.
+`PoolDoor` takes blocks out of the pool for a loan and brings them back. `CacheDoor` gets memory for blocks
+that are being fetched: allocated, and nobody's yet, until their bytes are there and verified and they get
+their names, or go back. What a call hands over has one owner at every moment, whoever stops waiting for it
+(see `Door`). Knows no link and no grant.
 """
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from services.worker.door import Door
 from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.peers.lending.core.lendable_memory import LendablePool, lend
 from shared.blocks import BlockHash
 
 
-class Ledge:
-    """Of one worker, whose engine thread owns `cache`. Who stops waiting leaves no block behind."""
+class PoolDoor:
+    """`Vault` over the pool that the engine's thread owns."""
+
+    def __init__(self, door: Door, pool: LendablePool) -> None:
+        self._door = door
+        self._pool = pool
+
+    async def lend(self, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
+        """See `lendable.lend`. Raises Overloaded."""
+        return await self._door.take(
+            lambda core, _: lend(self._pool, most_blocks, least_blocks, keep_blocks), self._pool.readmit
+        )
+
+    async def readmit(self, blocks: Sequence[int]) -> None:
+        """These are free here again."""
+        await asyncio.wrap_future(self._door.give(lambda core, _: self._pool.readmit(blocks)))
+
+
+class CacheDoor:
+    """Over the prefix cache that the engine's thread owns."""
 
     def __init__(self, door: Door, cache: PrefixCache) -> None:
         self._door = door
