@@ -1,7 +1,7 @@
 """One term of leadership: the core, the bus events it is fed, and the tasks that carry its effects out.
 
 Everything published goes through one queue and one task, so that plans leave in the order they were made.
-What the core asks others is in `questions`.
+What the core asks others is in `rpc`.
 """
 
 import asyncio

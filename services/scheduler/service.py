@@ -28,7 +28,7 @@ HANDLERS = (
     *status_handlers("scheduler"),
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_worker_reported", sender="worker_id"),
 )
-"""Served at all times; `term.HANDLERS` are added while leading."""
+"""Served at all times; `leader_term.HANDLERS` are added while leading."""
 
 
 class SchedulerService:

@@ -1,8 +1,8 @@
 """Length models, by name: those that ship, and any that an installed package adds.
 
 A model is plain data and arithmetic: no event loop, bus or clock. A third party declares an entry point in
-the group `kvasir.predictor.models`, whose value is a `base.ModelFactory`. What a model needs beside numpy
-(torch, transformers, peft) is imported when it is chosen.
+the group `kvasir.predictor.models`, whose value is a `length_model.ModelFactory`. What a model needs beside
+numpy (torch, transformers, peft) is imported when it is chosen.
 """
 
 from importlib import import_module

@@ -120,7 +120,7 @@ class Sequence:
     started_s: float | None = None
     """When its first chunk was planned."""
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
-    """Names of its prompt's blocks, and the kinds of workers that call them so (`prefixes.names_of`)."""
+    """Names of its prompt's blocks, and the kinds of workers that call them so (`names_of`)."""
 
     @property
     def key(self) -> SequenceKey:

@@ -105,7 +105,7 @@ class PlannedDecode(msgspec.Struct, frozen=True):
 
 
 class PlannedPreemption(msgspec.Struct, frozen=True):
-    """It gives up all it holds. What becomes of its KV is not the policy's affair (`preempting`)."""
+    """It gives up all it holds. What becomes of its KV is the pipeline's affair (`weigh`)."""
 
     key: SequenceKey
     held_blocks: int = 0
