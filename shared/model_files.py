@@ -74,17 +74,6 @@ def check_model(model: str) -> None:
             _check_safetensors(path)
 
 
-def cached_commit(hub_id: HubId) -> str | None:
-    """The commit that an id without a revision stood for when it was fetched last; None where none was."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    reference = Path(HF_HUB_CACHE, f"models--{hub_id.name.replace('/', '--')}", "refs", "main")
-    try:
-        return reference.read_text().strip() or None
-    except OSError:
-        return None
-
-
 def revision_advice(hub_id: HubId, commit: str | None) -> str | None:
     """What to tell the person who named no revision; None where one was named."""
     if hub_id.revision is not None:

@@ -94,25 +94,3 @@ class DebtGraph:
         owed = self.owed
         found = [[a, b] for a, creditors in enumerate(owed) for b in creditors if a < b and a in owed[b]]
         return found, sum(map(len, owed))
-
-    def has_cycle(self) -> bool:
-        """Three colours: white is not seen, grey is on the path, black leads into no cycle."""
-        white, grey, black = 0, 1, 2
-        colour = [white] * len(self.owed)
-        for root in range(len(self.owed)):
-            if colour[root] is not white:
-                continue
-            colour[root] = grey
-            path = [(root, iter(self.owed[root]))]
-            while path:
-                node, rest = path[-1]
-                following = next(rest, None)
-                if following is None:
-                    colour[node] = black
-                    path.pop()
-                elif colour[following] == grey:
-                    return True
-                elif colour[following] == white:
-                    colour[following] = grey
-                    path.append((following, iter(self.owed[following])))
-        return False
