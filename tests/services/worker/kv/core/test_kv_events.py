@@ -28,7 +28,6 @@ class Cached:
         self.books = Inventory(BlockPool(device, 1), host, 0, order_maker("lru"))
         self.news = PrefixNews(self.books.tree, "w0", 7, interval_s=0.2)
         self.books.on_moved = self.news.note
-        self.nodes: list[Node] = []
 
     def store(self, number: int, parent: Node | None = None, tier: Tier = Tier.HOST) -> Node:
         node = self.books.tree.find(name_of(number)) or self.books.enter(name_of(number), parent)

@@ -30,7 +30,6 @@ TRANSPORTS: dict[str, Callable[[], BulkTransport]] = {
 }
 """Those under test; one that is not installed raises ConfigError."""
 OWN = Peer("worker-peer", 7)
-_ANSWER_S = 60.0
 
 
 class Process:
