@@ -7,6 +7,7 @@ nothing of requests or limits.
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
+from shared.clock import monotonic_s
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.log import get_logger
 from shared.model_files import revision_advice, source_of
@@ -102,9 +104,10 @@ class TokenizerThreads:
     """One thread that reads, `count` that encode, and a bound on how much waits for them, in requests and in
     bytes.
 
-    Reading (JSON, validation) holds the interpreter lock, for a tenth of a second where a body is large. Two
-    threads that do would hand it to each other, past the event loop; one leaves it to the loop in between.
-    Encoding releases it.
+    Reading (JSON, validation) holds the interpreter lock, for hundredths of a second where a body is large.
+    Two threads that do would hand it to each other, past the event loop. So there is one, and before its next
+    body it rests for as long as the last one took: the event loop, which takes the lock several times to
+    bring a token on its way, would otherwise wait for a body each time. Encoding releases it.
     """
 
     def __init__(self, count: int, max_waiting: int) -> None:
@@ -113,6 +116,7 @@ class TokenizerThreads:
         self._max_waiting = max_waiting
         self._waiting = 0
         self._waiting_bytes = 0
+        self._rested_s = 0.0
 
     async def read(self, work: Callable[[], T], size_bytes: int) -> T:
         """The result of `work`. Raises Overloaded when too much waits, or what `work` raises.
@@ -121,7 +125,9 @@ class TokenizerThreads:
         can cost more than it is long. Little is done at once, in less time than it takes to wake a thread and
         be woken by it.
         """
-        return work() if size_bytes <= AT_ONCE_BYTES else await self._run(self._reader, work, size_bytes)
+        if size_bytes <= AT_ONCE_BYTES:
+            return work()
+        return await self._run(self._reader, lambda: self._after_a_rest(work), size_bytes)
 
     async def encode(self, work: Callable[[], T], size_bytes: int) -> T:
         """As `read`."""
@@ -138,6 +144,15 @@ class TokenizerThreads:
         finally:
             self._waiting -= 1
             self._waiting_bytes -= size_bytes
+
+    def _after_a_rest(self, work: Callable[[], T]) -> T:
+        """On the reader's thread."""
+        time.sleep(max(0.0, self._rested_s - monotonic_s()))
+        began_s = time.thread_time()
+        try:
+            return work()
+        finally:
+            self._rested_s = monotonic_s() + time.thread_time() - began_s
 
     def close(self) -> None:
         for threads in (self._reader, self._encoders):

@@ -2,16 +2,20 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
+import orjson
 import pytest
 from fastapi import Request
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message, Receive
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.http import routes
 from services.gateway.http.routes import read_body
-from services.gateway.openai.schemas import parse_object
+from services.gateway.openai.schemas import MAX_ENTRIES, parse_object
 from shared.errors import InvalidRequest
 
 
@@ -84,3 +88,46 @@ def test_objects() -> None:
 def test_anything_else(content: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_object(content)
+
+
+def test_entries_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million empty lists are four megabytes, and half a second in which no stream gets a token."""
+
+    def parse(content: bytes) -> None:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(orjson, "loads", parse)
+    for content in (
+        b'{"a": [' + b"[]," * MAX_ENTRIES + b"1]}",
+        b'{"a": {' + b'"b" :0,' * MAX_ENTRIES + b'"c": 0}}',
+        b'{"messages": [' + b'{"role":"user","content":""},' * (MAX_ENTRIES // 2) + b"{}]}",
+        b'{"a": "\\\\", "b": [' + b'"\\"",[],' * MAX_ENTRIES + b"1]}",
+    ):
+        with pytest.raises(InvalidRequest, match=f"more than {MAX_ENTRIES} objects, lists and named fields"):
+            parse_object(content)
+
+
+def test_what_is_in_texts_is_no_entry() -> None:
+    text = "{[: " * MAX_ENTRIES
+    for whole in (text, f'"{text}', f"\\{text}", f'\\"{text}\\'):
+        assert parse_object(orjson.dumps({"prompt": whole, "n": 1})) == {"prompt": whole, "n": 1}
+    tokens = list(range(8 * MAX_ENTRIES))
+    assert parse_object(orjson.dumps({"prompt": tokens})) == {"prompt": tokens}
+
+
+@given(
+    st.recursive(
+        st.text('\\"{[:]},a'), lambda deeper: st.lists(deeper) | st.dictionaries(st.text('\\":'), deeper)
+    )
+)
+def test_entries_are_counted_exactly(content: Any) -> None:
+    def entries(part: Any) -> int:
+        if isinstance(part, dict):
+            return 1 + len(part) + sum(map(entries, part.values()))
+        return 1 + sum(map(entries, part)) if isinstance(part, list) else 0
+
+    whole = {"a": content}
+    count = entries(whole)
+    assert parse_object(orjson.dumps(whole), count) == whole
+    with pytest.raises(InvalidRequest, match="send fewer"):
+        parse_object(orjson.dumps(whole), count - 1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,4 +195,23 @@ async def test_one_body_is_read_at_a_time() -> None:
     assert seen == [1, 2, 3, 4, 5]
     assert set(at_work) == {"reader_0"}
     assert await threads.read(lambda: threading.current_thread().name, AT_ONCE_BYTES) != "reader_0"
+    threads.close()
+
+
+async def test_who_reads_a_body_rests_for_as_long() -> None:
+    """Thirty bodies of four megabytes, one right after the other, kept the interpreter from the event loop
+    for seconds: each system call of the loop waited for a whole body.
+    """
+    threads = TokenizerThreads(1, 100)
+    at_work: list[tuple[float, float, float]] = []
+
+    def work() -> None:
+        began_s, used_s = time.monotonic(), time.thread_time()
+        while time.thread_time() - used_s < 0.02:
+            pass
+        at_work.append((began_s, time.monotonic(), time.thread_time() - used_s))
+
+    await asyncio.gather(*(threads.read(work, LARGE) for _ in range(4)))
+    for (_, ended_s, took_s), (began_s, _, _) in pairwise(at_work):
+        assert began_s - ended_s >= took_s
     threads.close()
