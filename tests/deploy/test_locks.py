@@ -15,7 +15,13 @@ SOURCES = {
     "runtime": "requirements.txt",
     "dev": "requirements-dev.txt",
     "lm-head": "requirements-lm-head.txt",
+    "clients": "requirements-clients.txt",
+    "llamacpp": "requirements-llamacpp.txt",
+    "vllm": "requirements-vllm.txt",
+    "gpu": "requirements-gpu.txt",
+    "ucx": "requirements-ucx.txt",
 }
+IN_ENVIRONMENTS_OF_THEIR_OWN = ("clients", "llamacpp")
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
 ENTRY = re.compile(
     r"^([a-z0-9-]+)==\S+( ; [^\\\n]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M
@@ -31,7 +37,8 @@ def locked(name: str) -> dict[str, int]:
 
 def asked(source: str) -> set[str]:
     lines = (ROOT / source).read_text().splitlines()
-    return {line.lower().replace("_", "-") for line in lines if line and line[0] not in "#-"}
+    names = (line.partition("==")[0] for line in lines if line and line[0] not in "#-")
+    return {name.lower().replace("_", "-") for name in names}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,8 +51,21 @@ def test_nothing_but_pins_with_hashes_is_in_a_lock(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "source"), SOURCES.items())
 def test_a_lock_has_what_was_asked_for(name: str, source: str) -> None:
-    found = locked(name) | locked("runtime") | locked("torch-cuda")
-    assert asked(source) <= set(found)
+    beside = () if name in IN_ENVIRONMENTS_OF_THEIR_OWN else ("runtime", "torch-cuda")
+    found = set(locked(name)).union(*(locked(other) for other in beside))
+    assert asked(source) <= found
+
+
+def test_what_make_installs_it_installs_by_hash() -> None:
+    """Peers and clients too, in environments of their own. uv, which writes the locks, is in none."""
+    makefile = (ROOT / "Makefile").read_text()
+    installs = [
+        line for line in makefile.splitlines() if "-m pip install" in line or "$(PIP_BY_HASH)" in line
+    ]
+    assert len(installs) > 5
+    without = [line for line in installs if "--require-hashes" not in line and "$(PIP_BY_HASH)" not in line]
+    assert [line.split()[-1] for line in without] == ["uv"]
+    assert set(re.findall(r"-r (\S+)", "\n".join(installs))) <= {f"deploy/locks/{name}.txt" for name in NAMES}
 
 
 def test_both_builds_of_torch_are_of_one_version() -> None:
