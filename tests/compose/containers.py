@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.stack.running import ROOT, free_port
+from services.stack.obstructions import free_port
+from tests.stack.running import ROOT
 
 HOST_NETWORK = "deploy/compose.host-network.yml"
 IMAGE = "kvasir-compose-test"

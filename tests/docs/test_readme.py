@@ -15,16 +15,9 @@ import pytest
 from shared.config import load
 
 ROOT = Path(__file__).parent.parent.parent
-
-
 README = (ROOT / "README.md").read_text()
-
-
 TARGETS = sorted(set(re.findall(r"`?make ([a-z-]+)", README)) - {"and"})
-
-
 FOLDERS = ("services", "shared", "sim", "bench", "models", "deploy", "docs", "tests")
-
 
 FILES = {
     str(path.relative_to(ROOT))
@@ -32,7 +25,6 @@ FILES = {
     for ending in ("py", "cpp", "h", "md")
     for path in (ROOT / folder).rglob(f"*.{ending}")
 }
-
 
 DOCUMENTS = sorted(
     path for path in (*FILES, *(path.name for path in ROOT.glob("*.md"))) if path.endswith(".md")

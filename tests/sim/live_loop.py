@@ -22,9 +22,10 @@ from services.worker.core.plans import StepWork
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.commands import TakeSnapshot
 from shared.messages.plans import BatchPlan, WorkerStepped
-from shared.messages.sequence import Sampling, SequenceKey, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.sequence import SequenceKey
 from sim.predictors import SimPredictor
 from sim.requests import SimRequest
+from tests.shared.messages.builders import ref, spec
 from tests.stack.actors import END_TOKEN, WorkerProcess, step_core, told_tokens
 
 STEP_S = 1.0
@@ -79,16 +80,9 @@ class LiveLoop:
 
     def _submit(self, request: SimRequest) -> None:
         self._requests[request.key] = request
-        ref = SequenceRef(request_id=request.key[0], choice=0, attempt=1)
         prompt = [request.output_tokens, *[1] * (request.prompt_tokens - 1)]
-        spec = SequenceSpec(
-            ref=ref,
-            gateway_id="gateway-0",
-            gateway_incarnation=1,
-            prompt=pack_tokens(prompt),
-            sampling=Sampling(seed=0, max_tokens=request.max_tokens, end_token_ids=(END_TOKEN,)),
-        )
-        _, effects = self._core.on_submit(spec, request.arrival_s)
+        asked = spec(ref(request.key[0]), prompt, max_tokens=request.max_tokens, end_token_ids=(END_TOKEN,))
+        _, effects = self._core.on_submit(asked, request.arrival_s)
         self._carry_out(effects, request.arrival_s)
         self._start_step(request.arrival_s)
 
@@ -142,7 +136,7 @@ class LiveLoop:
                     asked_worker = self._worker if effect.worker_id == "worker-0" else self._idle
                     snapshot = asked_worker.core.on_snapshot(TakeSnapshot(epoch=effect.epoch), now_s)
                     self._carry_out(self._core.on_snapshot(asked_worker.numbered(snapshot), now_s), now_s)
-                case SequenceLeft(ref=ref):
-                    self.ended.append(ref.key)
+                case SequenceLeft(ref=left):
+                    self.ended.append(left.key)
                 case _:
                     raise AssertionError(f"nothing goes wrong here: {effect}")

@@ -334,13 +334,8 @@ def _take_back(creditor: Member, message: ReturnBlocks) -> BlocksReturned:
 
 
 WORKERS = 4
-
-
 names = st.integers(0, WORKERS - 1)
-
-
 few = st.integers(1, 6)
-
 
 moves = st.one_of(
     st.tuples(st.just("beat"), names),

@@ -27,6 +27,7 @@ from services.predictor.config import PredictorConfig
 from services.predictor.service import run as run_predictor
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import run as run_scheduler
+from services.stack.obstructions import free_port
 from services.worker.config import WorkerConfig
 from services.worker.service import run as run_worker
 from shared import subjects
@@ -35,7 +36,7 @@ from shared.config import BusConfig
 from shared.messages.base import decode
 from shared.messages.reports import WorkerReported
 from tests.shared.messages.noise import Noise
-from tests.stack.running import TINY_CHAT, free_port
+from tests.stack.running import TINY_CHAT
 
 KEY = "sk-noise"
 PROMPTS = ("Tell me a short story.", "Who are you?", "What is the sun?", "Say hello to a fox.")

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,17 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from services.stack.obstructions import free_port
 from tests.stack.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CHAT = ROOT / "models" / "tiny_chat"
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class RunningStack:

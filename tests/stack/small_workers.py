@@ -10,17 +10,10 @@ from tests.stack.running import RunningStack
 from tests.stack.watch import bus_access
 
 BLOCKS, BLOCK_TOKENS, WORKERS = 40, 16, 4
-
-
 OWN_TOKENS = BLOCKS * BLOCK_TOKENS
-
-
 LEASE_S, GRACE_S, SLACK_S = 3.0, 0.5, 2.0
-
-
 STAGED_BLOCKS = 4
 """Of a borrower's own KV: stagings for eight creditors, of one of eight layers."""
-
 
 SETTINGS = (
     f"worker.kv_blocks={BLOCKS}",

@@ -112,14 +112,8 @@ async def test_it_gets_no_work_and_status_and_log_say_why(tmp_path: Path) -> Non
 
 
 PROMPTS = mixed(50, longest_words=600, asked=(*ASKED, *STORIES, *STORIES))
-
-
 MAX_TOKENS = 128
-
-
 TIGHT = "worker.kv_blocks=56"
-
-
 """896 tokens a worker: the longest prompt and its answer just fit, alone."""
 
 

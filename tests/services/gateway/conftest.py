@@ -5,7 +5,6 @@ it.
 import asyncio
 import hashlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from services.gateway.config import GatewayConfig
 from services.gateway.service import run
 from services.gateway.text.tokenizer import Codec, load_codec
+from services.stack.obstructions import free_port
 from shared.bus import Bus
 from shared.config import BusConfig
 from shared.messages.sequence import SequenceSpec
@@ -78,13 +78,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def codec(model_folder: Path) -> Codec:
     return load_codec(str(model_folder))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

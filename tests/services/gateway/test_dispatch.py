@@ -32,11 +32,7 @@ from tests.services.gateway.fakes import cancelled
 from tests.shared.messages.builders import ref
 
 ConnectBus = Callable[..., Awaitable[Bus]]
-
-
 REF = ref("req")
-
-
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from services.gateway.service import HANDLERS
+from services.stack.obstructions import free_port
 from shared import subjects
 from shared.bus import Bus
 from shared.messages.base import Empty
@@ -23,7 +24,7 @@ from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
 from tests.patience import until
-from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack, free_port
+from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled
 from tests.shared.messages.builders import worker_report
 

@@ -75,14 +75,8 @@ async def test_several_ledgers_answer_and_spread_debtors_together(connect_bus: C
 
 
 WORKER_HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_settle, Settle, "settle"),)
-
-
 DEBTS = {("w0", "w1"): 160, ("w1", "w0"): 160, ("w1", "w2"): 999}
-
-
 SIZES = dict.fromkeys(("w0", "w1", "w2"), 16)
-
-
 RULES = SettleRules(threshold_tokens=32, interval_s=0.1, valid_for_s=0.5)
 
 

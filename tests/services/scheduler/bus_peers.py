@@ -18,8 +18,8 @@ from shared.messages.commands import (
 )
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
-from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
-from tests.shared.messages.builders import predicted
+from shared.messages.sequence import SequenceSpec
+from tests.shared.messages.builders import predicted, ref, spec
 from tests.stack.actors import END_TOKEN, WorkerProcess, step_core, told_tokens
 
 WORKER_HANDLERS = (
@@ -129,12 +129,13 @@ class Reader:
         max_tokens: int = 40,
         attempt: int = 1,
     ) -> SequenceSpec:
-        return SequenceSpec(
-            ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
+        return spec(
+            ref(name, attempt),
+            [answer_tokens, *([7] * (prompt_tokens - 1))],
+            max_tokens=max_tokens,
+            end_token_ids=(END_TOKEN,),
             gateway_id=self.bus.instance,
             gateway_incarnation=self.bus.incarnation,
-            prompt=pack_tokens([answer_tokens, *([7] * (prompt_tokens - 1))]),
-            sampling=Sampling(seed=1, max_tokens=max_tokens, end_token_ids=(END_TOKEN,)),
         )
 
     async def submit(self, spec: SequenceSpec) -> SubmitReply:

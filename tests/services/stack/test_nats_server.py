@@ -117,13 +117,8 @@ async def test_the_lease_is_the_only_stream(tmp_path: Path) -> None:
 
 
 USERS = (*StackConfig().instances, "gateway-1", OPERATOR)
-
-
 PERMISSIONS = {user: permissions_of(user) for user in USERS}
-
-
 PROMPTLY_S = 1.0
-
 
 UNIVERSE = sorted(
     {
@@ -143,10 +138,7 @@ UNIVERSE = sorted(
     }
 )
 
-
 WIDE = (">", "kvasir.>", "kvasir.v1.*.*.*", "_INBOX.>", "$KV.>")
-
-
 ConnectUser = Callable[[str], Awaitable[Bus]]
 
 

@@ -6,7 +6,6 @@ TLS: with whom, and with nobody else.
 """
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -20,6 +19,7 @@ from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 
 from services.stack.authority import make_certificate
+from services.stack.obstructions import free_port
 from shared import errors
 from shared.bus import Bus
 from shared.bus.link import next_attempt, tls_options
@@ -43,21 +43,12 @@ from tests.shared.bus.desk import (
 )
 
 RESUME_S = 5.0
-
-
 """The aim is 2 s; the rest is for a loaded machine."""
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 async def test_no_server_is_bus_unavailable_after_the_connect_timeout() -> None:
     started_s = time.monotonic()
-    config = BusConfig(url=f"nats://127.0.0.1:{unused_port()}", connect_timeout_s=0.3)
+    config = BusConfig(url=f"nats://127.0.0.1:{free_port()}", connect_timeout_s=0.3)
     with pytest.raises(errors.BusUnavailable, match=r"within 0\.3 s \(last error: .*Errno"):
         await Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())
     assert time.monotonic() - started_s < 5
@@ -65,7 +56,7 @@ async def test_no_server_is_bus_unavailable_after_the_connect_timeout() -> None:
 
 async def test_a_server_that_comes_up_late_is_waited_for(make_server: MakeServer) -> None:
     server = make_server(jetstream=False)
-    server.port = unused_port()
+    server.port = free_port()
     config = BusConfig(url=server.url, connect_timeout_s=PATIENCE_S)
     connecting = asyncio.create_task(
         Bus.connect(config, service="desk", instance="desk-0", registry=CollectorRegistry())

@@ -26,8 +26,6 @@ from tests.services.gateway.core.stream_rig import KEY, TIMING, A, B, begun, del
 from tests.services.gateway.core.stream_world import Anything
 
 TestAnything = Anything.TestCase
-
-
 TestAnything.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 

@@ -25,8 +25,6 @@ from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL, FakeScheduler
 
 CHAT = "/v1/chat/completions"
-
-
 TEXT = "/v1/completions"
 
 
@@ -108,7 +106,6 @@ BAD_BODIES: list[tuple[bytes, int, str | None]] = [
     (b'{"model": "fake-chat", "messages": [{"role": "user", "content": "x"}], "top_p": 2}', 400, "top_p"),
     (b"[" * 100_000, 400, None),
 ]
-
 
 OTHER_ADDRESSES = [
     ("GET", "/nothing", 404, "unknown_url"),

@@ -171,8 +171,6 @@ async def test_a_whole_answer_gets_no_comments(make_stack: MakeStack) -> None:
 
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-
-
 BIG = bytes(1024 * 1024)
 
 

@@ -22,8 +22,6 @@ from shared.errors import ContextOverflow, InvalidRequest, Overloaded, UnknownMo
 from shared.messages.sequence import Sampling
 
 CONTEXT = 100
-
-
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 

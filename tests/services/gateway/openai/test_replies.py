@@ -34,13 +34,8 @@ from tests.services.gateway.conftest import ANSWER, Stack
 from tests.services.gateway.fakes import MODEL
 
 CHAT = Letterhead("chat", "chatcmpl-1", 1_700_000_000, "m")
-
-
 TEXT = Letterhead("text", "cmpl-1", 1_700_000_000, "m")
-
-
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=2)
-
 
 COUNTS = {
     "prompt_tokens": 5,

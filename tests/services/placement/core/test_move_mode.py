@@ -141,7 +141,6 @@ def test_without_a_link_all_go_by_tokens() -> None:
 
 ways = st.dictionaries(st.tuples(st.sampled_from(WORKERS), st.sampled_from(WORKERS)), st.integers(0, 500))
 
-
 moves = st.lists(
     st.builds(
         Migration,

@@ -9,35 +9,29 @@ from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overload
 from shared.liveness import SILENCE_S
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
-from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.sequence import SequenceSpec
 from tests.services.scheduler.world import SMALL, small_world
+from tests.shared.messages.builders import ref, spec
 
 
-def spec(
-    name: str = "a",
-    *,
-    attempt: int = 1,
-    prompt: bytes = pack_tokens([7] * 4),
-    generated: bytes = b"",
-    max_tokens: int = 5,
-    incarnation: int = 1,
+def submitted(
+    name: str = "a", *, attempt: int = 1, prompt_tokens: int = 4, incarnation: int = 1, generated: int = 0
 ) -> SequenceSpec:
-    return SequenceSpec(
-        ref=SequenceRef(request_id=name, choice=0, attempt=attempt),
-        gateway_id="gateway-0",
+    return spec(
+        ref(name, attempt),
+        [7] * prompt_tokens,
+        generated=[1] * generated,
+        max_tokens=5,
         gateway_incarnation=incarnation,
-        prompt=prompt,
-        generated=generated,
-        sampling=Sampling(seed=1, max_tokens=max_tokens),
     )
 
 
 @pytest.mark.parametrize(
     ("refused", "error"),
     [
-        (spec(prompt=b""), InvalidRequest),
-        (spec(generated=pack_tokens([1] * 5)), InvalidRequest),
-        (spec(prompt=pack_tokens([7] * 1000)), MessageTooLarge),
+        (submitted(prompt_tokens=0), InvalidRequest),
+        (submitted(generated=5), InvalidRequest),
+        (submitted(prompt_tokens=1000), MessageTooLarge),
     ],
 )
 def test_what_cannot_work_is_refused_and_changes_nothing(
@@ -52,25 +46,25 @@ def test_what_cannot_work_is_refused_and_changes_nothing(
 def test_the_queue_is_bounded_and_resumed_sequences_have_room_of_their_own() -> None:
     intake = Intake(Roster(Rules(max_queued=2)))
     for name in ("a", "b"):
-        intake.on_submit(spec(name), 0.0)
+        intake.on_submit(submitted(name), 0.0)
     with pytest.raises(Overloaded) as refused:
-        intake.on_submit(spec("c"), 0.0)
+        intake.on_submit(submitted("c"), 0.0)
     assert refused.value.retry_after_s
     for name in ("d", "e"):
-        intake.on_submit(spec(name, attempt=2), 0.0)
+        intake.on_submit(submitted(name, attempt=2), 0.0)
     with pytest.raises(Overloaded):
-        intake.on_submit(spec("f", attempt=2), 0.0)
-    assert intake.on_submit(spec("a"), 0.0)[0].known, "what waits already is never refused"
+        intake.on_submit(submitted("f", attempt=2), 0.0)
+    assert intake.on_submit(submitted("a"), 0.0)[0].known, "what waits already is never refused"
 
 
 def test_an_earlier_incarnation_of_a_gateway_is_not_listened_to() -> None:
     roster = Roster(Rules())
     intake = Intake(roster)
-    intake.on_submit(spec("a", incarnation=1), 0.0)
-    intake.on_submit(spec("b", incarnation=2), 0.0)
+    intake.on_submit(submitted("a", incarnation=1), 0.0)
+    intake.on_submit(submitted("b", incarnation=2), 0.0)
     assert list(roster.sequences) == [("b", 0)]
     with pytest.raises(UnavailableError) as refused:
-        intake.on_submit(spec("c", incarnation=1), 0.0)
+        intake.on_submit(submitted("c", incarnation=1), 0.0)
     assert refused.value.retry_after_s == SILENCE_S, "the gateway asks again, and its client gets no 400"
 
 
@@ -78,28 +72,28 @@ def test_a_gateway_that_starts_again_is_served_whatever_its_number() -> None:
     """Keeps a clock that was set back from shutting a gateway out."""
     roster = Roster(Rules())
     intake = Intake(roster)
-    intake.on_submit(spec("a", incarnation=2**60), 0.0)
-    assert not intake.on_submit(spec("b", incarnation=3), 0.1)[0].known
+    intake.on_submit(submitted("a", incarnation=2**60), 0.0)
+    assert not intake.on_submit(submitted("b", incarnation=3), 0.1)[0].known
     assert list(roster.sequences) == [("b", 0)], "nobody reads what the start before asked for"
 
 
 def test_a_gateway_that_was_replaced_comes_back_when_its_successor_is_gone() -> None:
     intake = Intake(Roster(Rules()))
-    intake.on_submit(spec("a", incarnation=1), 0.0)
-    intake.on_submit(spec("b", incarnation=2), 0.0)
-    assert not intake.on_submit(spec("c", incarnation=1), SILENCE_S + 0.1)[0].known
+    intake.on_submit(submitted("a", incarnation=1), 0.0)
+    intake.on_submit(submitted("b", incarnation=2), 0.0)
+    assert not intake.on_submit(submitted("c", incarnation=1), SILENCE_S + 0.1)[0].known
 
 
 def test_a_silent_gateway_loses_what_waits_and_may_come_back() -> None:
     roster = Roster(Rules(gateway_timeout_s=10.0))
     intake = Intake(roster)
-    intake.on_submit(spec(), 0.0)
+    intake.on_submit(submitted(), 0.0)
     intake.on_gateway_reported(GatewayReported(gateway_id="gateway-0", incarnation=1), 5.0)
     intake.on_tick(14.0)
     assert len(roster.sequences) == 1
     intake.on_tick(15.1)
     assert len(roster.sequences) == 0
-    assert not intake.on_submit(spec(), 16.0)[0].known, "it was only frozen"
+    assert not intake.on_submit(submitted(), 16.0)[0].known, "it was only frozen"
 
 
 def test_what_a_worker_holds_for_a_silent_gateway_is_left_to_the_worker() -> None:
@@ -114,8 +108,8 @@ def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
     request = world.ask_for("a", prompt_tokens=4, answer_tokens=40, max_tokens=40)
     world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
     core = world.core
-    spec = world.gateway.spec(request.key, request.attempt)
-    admission, effects = core.on_submit(spec, world.now_s)
+    again = world.gateway.spec(request.key, request.attempt)
+    admission, effects = core.on_submit(again, world.now_s)
     assert admission.known and admission.worker_id == "worker-0" and effects == []
     world.hand_over(request)
     world.until(lambda: request.over, limit_s=5.0)
@@ -124,15 +118,14 @@ def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
     assert any(
         "drops=(SequenceRef(request_id='a', choice=0, attempt=1)" in plan for plan in world.lines("SendPlan")
     )
-    assert core.on_submit(spec, world.now_s)[0].known
+    assert core.on_submit(again, world.now_s)[0].known
 
 
 def test_a_cancel_may_overtake_its_submission() -> None:
     world = small_world(workers=1)
     world.run_for(0.5)
     core = world.core
-    ref = SequenceRef(request_id="a", choice=0, attempt=1)
-    core.on_cancel(CancelSequence(ref=ref), world.now_s)
+    core.on_cancel(CancelSequence(ref=ref("a")), world.now_s)
     request = world.ask_for("a", 4, 5, 5)
     world.run_for(1.0)
     assert request.tokens == [] and core.queued == core.running == 0

@@ -22,7 +22,6 @@ RULES = Rules(
     moves=MoveRules(deadline_s=3.0, switch_s=1.0, last_tokens=4, most_rounds=3, most_at_once=2),
 )
 
-
 OTHER = {"worker-0": "worker-1", "worker-1": "worker-0"}
 
 
@@ -226,8 +225,6 @@ def test_a_worker_with_other_weights_is_no_target() -> None:
 
 
 REF = ref()
-
-
 SPEC = spec(REF, [1, 2, 3], max_tokens=9, cache_salt=b"salt")
 
 

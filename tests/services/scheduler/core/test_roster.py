@@ -92,8 +92,6 @@ def test_a_worker_is_told_of_what_its_own_kv_cannot_hold() -> None:
 
 
 OWN, MOST_LENT = 10, 8
-
-
 workers = st.integers(2, 6)
 
 
