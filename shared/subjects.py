@@ -129,7 +129,7 @@ def status(service: str) -> str:
 
 
 def instance_status(service: str, instance: str) -> str:
-    """That instance answers; nobody else may ask. For its own health check."""
+    """That instance answers; it may ask, for its own health check, and the operator."""
     return f"{status(service)}.{checked_id(instance)}"
 
 
@@ -281,7 +281,11 @@ def permissions_of(user: str) -> Permissions:
     a name that is neither."""
     if user == OPERATOR:
         return Permissions(
-            publish=(*(status(service) for service in SERVICES), "$SRV.>"),
+            publish=(
+                *(status(service) for service in SERVICES),
+                *(f"{status(service)}.*" for service in SERVICES),
+                "$SRV.>",
+            ),
             subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
             may_answer=False,
         )

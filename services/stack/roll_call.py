@@ -1,4 +1,5 @@
-"""Who answers on the bus: the status of every instance, asked with one scatter-gather per service.
+"""Who answers on the bus: the status of every instance. One scatter-gather per service finds who there is;
+what each says of itself it is asked under its own subject, where no other instance can answer for it.
 
 The supervisor learns from it that a service is up, `status` shows it to people. The bus is imported on first
 use: the supervisor starts its children before it spends time on that.
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from shared import subjects
 from shared.config import BusConfig
-from shared.errors import BusUnavailable, KvasirError
+from shared.errors import BusUnavailable, DeadlineExceeded, InvalidMessage, KvasirError, NoResponder
 from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus
 
 if TYPE_CHECKING:
     from shared.bus import Bus, Handler
+
+_PROBE_S = 0.3
 
 
 class RollCall:
@@ -31,10 +34,23 @@ class RollCall:
     async def ask(
         self, service: str, *, deadline_s: float, expected: int | None = None
     ) -> list[ServiceStatus]:
-        """Every answer within the deadline. Raises KvasirError when the bus cannot be reached."""
+        """Every instance's own answer, within the deadline and as long again. Raises KvasirError when the bus
+        cannot be reached."""
         bus = await self._connected()
         subject = subjects.status(service)
-        return await bus.gather(subject, Empty(), ServiceStatus, deadline_s=deadline_s, expected=expected)
+        found = await bus.gather(subject, Empty(), ServiceStatus, deadline_s=deadline_s, expected=expected)
+        names = sorted({status.instance for status in found})
+        answers = await asyncio.gather(*(self._own(service, name, deadline_s) for name in names))
+        return [status for status in answers if status is not None]
+
+    async def ask_one(self, service: str, instance: str, *, deadline_s: float) -> ServiceStatus:
+        """The instance's own answer. Raises KvasirError: it, or nobody, answers in time."""
+        bus = await self._connected()
+        subject = subjects.instance_status(service, instance)
+        status = await bus.request(subject, Empty(), ServiceStatus, deadline_s=deadline_s)
+        if (status.service, status.instance) != (service, instance):
+            raise InvalidMessage(f"{instance} calls itself {status.service} {status.instance}")
+        return status
 
     async def ask_all(self, expected: Mapping[str, int], *, deadline_s: float) -> list[ServiceStatus]:
         """Every answer of every service, in the order of `subjects.SERVICES`, then by instance.
@@ -45,6 +61,12 @@ class RollCall:
             *(self.ask(s, deadline_s=deadline_s, expected=expected.get(s)) for s in subjects.SERVICES)
         )
         return [status for group in answers for status in sorted(group, key=lambda status: status.instance)]
+
+    async def _own(self, service: str, instance: str, deadline_s: float) -> ServiceStatus | None:
+        try:
+            return await self.ask_one(service, instance, deadline_s=deadline_s)
+        except KvasirError:
+            return None
 
     async def listen(self, handlers: "Sequence[Handler]", target: object) -> None:
         """Over the same connection. Raises KvasirError when the bus cannot be reached."""
@@ -78,8 +100,9 @@ class StatusProbe:
 
     async def obstacle(self, age_s: float) -> str | None:
         try:
-            answers = await self.roll.ask(self.service, deadline_s=0.3, expected=None)
+            answer = await self.roll.ask_one(self.service, self.instance, deadline_s=_PROBE_S)
+        except (NoResponder, DeadlineExceeded):
+            return "does not answer on the bus yet"
         except KvasirError as error:
             return error.message
-        heard = [a for a in answers if a.instance == self.instance and a.uptime_s <= age_s]
-        return None if heard else "does not answer on the bus yet"
+        return None if answer.uptime_s <= age_s else "does not answer on the bus yet"

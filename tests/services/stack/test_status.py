@@ -20,8 +20,10 @@ from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
 from services.stack.status import _print_rows, _show_summary, status
 from shared import subjects
+from shared.bus import status_handlers
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, ConfigError
+from shared.messages.base import Empty
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
 
@@ -134,6 +136,31 @@ async def test_one_that_is_named_says_all_and_a_wrong_name_is_refused(
     assert "model_version" in console.file.getvalue()
     with pytest.raises(ConfigError, match="nothing here is called 'worker-7'; there are nats, predictor"):
         await status(run, console, as_json=False, names=["worker-7"])
+
+
+class Liar:
+    """Answers whoever asks for its service in another's name."""
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        return ServiceStatus(service="predictor", instance="predictor-0", incarnation=1, uptime_s=0.0)
+
+
+async def test_an_instance_says_how_it_is_and_nobody_for_it(
+    bus_config: BusConfig, connect_bus: ConnectBus
+) -> None:
+    """Else one that is taken over could hide that another is dead, from `status` and from who starts it
+    again."""
+    liar = await connect_bus("predictor", "predictor-1")
+    await liar.attach(status_handlers("predictor"), Liar())
+    roll = RollCall(bus_config)
+    assert await roll.ask("predictor", deadline_s=0.5) == []
+    for name in ("predictor-0", "predictor-1"):
+        assert await StatusProbe(roll, "predictor", name).obstacle(0.0) is not None
+    honest = await connect_bus("predictor", "predictor-0")
+    await honest.attach(HANDLERS, Predictor(honest, Batcher(create("constant"))))
+    (answer,) = await roll.ask("predictor", deadline_s=0.5, expected=2)
+    assert answer.instance == "predictor-0" and answer.incarnation == honest.incarnation
+    await roll.close()
 
 
 async def test_who_answers_is_ready_unless_it_is_the_one_before(
