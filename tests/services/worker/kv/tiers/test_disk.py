@@ -208,6 +208,7 @@ def test_a_write_that_fails_is_counted_and_leaves_the_slot_empty(path: Path) -> 
 WRITER = """
 import sys
 from pathlib import Path
+from tests.services.worker.kv.tiers.test_disk import opened, write
 tier = opened(Path(sys.argv[1]))
 print("writing", flush=True)
 while True:
