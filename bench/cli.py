@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 
 from bench.kit.context import Context
@@ -111,9 +112,15 @@ def show(name: str, outcome: Outcome, console: Console) -> None:
 def _print_table(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
+    """Whole cells: where the terminal is too narrow, without lines between columns, then beyond its edge."""
     made = RichTable(title=title, title_justify="left")
     for column in columns:
         made.add_column(column)
     for row in rows:
         made.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+    terminal, console.width = console.width, 1000
+    if Measurement.get(console, console.options, made).maximum > terminal:
+        made.box, made.pad_edge = None, False
+    console.width = max(terminal, Measurement.get(console, console.options, made).maximum)
     console.print(made)
+    console.width = terminal

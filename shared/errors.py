@@ -8,6 +8,7 @@ KvasirError
 │   │   └── UnknownModel
 │   ├── Unauthorized
 │   ├── PermissionRefused       this NATS user may not publish or subscribe to that subject
+│   ├── ForeignSequence         another gateway's: nothing of it is told, and nothing done to it
 │   ├── StaleEpoch              a command from a scheduler that has been replaced
 │   ├── ModelMismatch           a worker that serves something else than the others of its stack
 │   └── MessageTooLarge         over the server's payload limit; nothing was sent
@@ -66,6 +67,10 @@ class Unauthorized(CallerError):
 
 class PermissionRefused(CallerError):
     code = "permission_refused"
+
+
+class ForeignSequence(CallerError):
+    code = "foreign_sequence"
 
 
 class StaleEpoch(CallerError):

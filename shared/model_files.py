@@ -38,7 +38,7 @@ def source_of(model: str) -> Path | HubId:
     is_path = model.startswith((".", "/", "~")) or name.count("/") > 1
     parent = folder.parent
     if is_path or (parent != Path() and parent.is_dir()):
-        there = sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+        there = sorted(path.parent.name for path in parent.glob("*/config.json"))
         beside = f"; {parent} has {', '.join(there)}" if 0 < len(there) <= 10 else ""
         raise ConfigError(f"model {model!r}: no such folder{beside}", param="model")
     if at and not revision:

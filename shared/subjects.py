@@ -18,7 +18,7 @@ OPERATOR = "operator"
 """Who asks every service for its status: the supervisor, `services status`, `nats micro ls`."""
 
 ANY_SCHEDULER_SUBMIT = f"{PREFIX}.cmd.scheduler.submit.*"
-SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel"
+ANY_SCHEDULER_CANCEL = f"{PREFIX}.cmd.scheduler.cancel.*"
 SCHEDULER_MOVE = f"{PREFIX}.cmd.scheduler.move"
 PREDICTOR_PREDICT = f"{PREFIX}.cmd.predictor.predict"
 PLACEMENT_PLACE = f"{PREFIX}.cmd.placement.place"
@@ -97,18 +97,21 @@ worker_renew = Signed(f"{PREFIX}.cmd.worker.renew")
 """To the creditor, from its debtor."""
 worker_repay = Signed(f"{PREFIX}.cmd.worker.repay")
 """To the creditor, from its debtor."""
+worker_cancel = Signed(f"{PREFIX}.cmd.worker.cancel")
+"""From a sequence's gateway, or from a scheduler; so is what follows."""
+worker_fetch = Signed(f"{PREFIX}.cmd.worker.fetch")
+worker_extend = Signed(f"{PREFIX}.cmd.worker.extend")
+"""To the worker that takes a sequence over, from its gateway."""
+worker_acknowledge = Signed(f"{PREFIX}.cmd.worker.acknowledge")
 
 scheduler_submit = Named(f"{PREFIX}.cmd.scheduler.submit")
+"""From that gateway."""
+scheduler_cancel = Named(f"{PREFIX}.cmd.scheduler.cancel")
 """From that gateway."""
 ledger_candidates = Named(f"{PREFIX}.cmd.ledger.candidates")
 """From that worker."""
 worker_plan = Named(f"{PREFIX}.cmd.worker.plan")
 worker_snapshot = Named(f"{PREFIX}.cmd.worker.snapshot")
-worker_cancel = Named(f"{PREFIX}.cmd.worker.cancel")
-worker_fetch = Named(f"{PREFIX}.cmd.worker.fetch")
-worker_extend = Named(f"{PREFIX}.cmd.worker.extend")
-"""To the worker that takes a sequence over, from its gateway."""
-worker_acknowledge = Named(f"{PREFIX}.cmd.worker.acknowledge")
 worker_prefixes = Named(f"{PREFIX}.cmd.worker.prefixes")
 worker_want = Named(f"{PREFIX}.cmd.worker.want")
 """From the scheduler: a sequence waits there that needs more KV than the worker has."""
@@ -170,8 +173,11 @@ def _gateway(me: str) -> Permissions:
     return Permissions(
         publish=(
             scheduler_submit(me),
-            SCHEDULER_CANCEL,
-            *_to_any_worker("cancel", "fetch", "extend", "acknowledge"),
+            scheduler_cancel(me),
+            worker_cancel.by(me),
+            worker_fetch.by(me),
+            worker_extend.by(me),
+            worker_acknowledge.by(me),
             gateway_reported(me),
             GATEWAY_FINISHED,
         ),
@@ -185,12 +191,14 @@ def _gateway(me: str) -> Permissions:
     )
 
 
-def _scheduler(_: str) -> Permissions:
+def _scheduler(me: str) -> Permissions:
     return Permissions(
         publish=(
             PREDICTOR_PREDICT,
             PLACEMENT_PLACE,
-            *_to_any_worker("plan", "snapshot", "cancel", "fetch", "want", "pull"),
+            *_to_any_worker("plan", "snapshot", "want", "pull"),
+            worker_cancel.by(me),
+            worker_fetch.by(me),
             SCHEDULER_ANNOUNCED,
             SCHEDULER_WORKER_LOST,
             SCHEDULER_PREPARED,
@@ -199,7 +207,7 @@ def _scheduler(_: str) -> Permissions:
         ),
         subscribe=(
             ANY_SCHEDULER_SUBMIT,
-            SCHEDULER_CANCEL,
+            ANY_SCHEDULER_CANCEL,
             SCHEDULER_MOVE,
             ANY_WORKER_REPORTED,
             ANY_WORKER_STEPPED,
@@ -250,15 +258,15 @@ def _worker(me: str) -> Permissions:
             worker_renew.to(me),
             worker_repay.to(me),
             worker_dial.to(me),
+            worker_cancel.to(me),
+            worker_fetch.to(me),
+            worker_extend.to(me),
+            worker_acknowledge.to(me),
             worker_settle(me),
             worker_want(me),
             worker_pull(me),
             worker_plan(me),
             worker_snapshot(me),
-            worker_cancel(me),
-            worker_fetch(me),
-            worker_extend(me),
-            worker_acknowledge(me),
             worker_prefixes(me),
             ANY_WORKER_REPORTED,
             ANY_GATEWAY_REPORTED,

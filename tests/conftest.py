@@ -1,5 +1,6 @@
 """Fixtures for every test: a real nats-server, and buses on it that are closed afterwards."""
 
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ from tests.nats_server import NatsServer
 # A shell that starts the tests in the background makes them ignore these, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Without a device Triton's interpreter runs kernels in host memory. It has to know before Triton is first
+# imported, which in a run of all tests is by whatever uses transformers, long before a test of a kernel.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # How long one example takes on a busy machine says nothing of the code; pytest-timeout bounds whole tests.
 # Where hypothesis sees CI it would try the same examples every time: .ci/run gives a seed, and prints it.

@@ -9,6 +9,11 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 30.0
+STACK_PATIENCE_S = 120.0
+"""For what a whole stack does in a few seconds: on a busy machine each of its processes waits its turn."""
+
+BUSY_S = 10.0
+"""Beside a time that Kvasir keeps (a lease, a heartbeat): by so much a busy machine may be late with it."""
 
 
 async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:

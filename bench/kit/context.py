@@ -54,7 +54,7 @@ class Context:
 
     @contextmanager
     def progress(self, label: str, total: int) -> "Iterator[Progressing]":
-        """A bar on a terminal; elsewhere one line at the start and one at the end."""
+        """A bar on a terminal; elsewhere one line at the start."""
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

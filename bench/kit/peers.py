@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.kit.load import Target
-from bench.kit.processes import ProcessTree, free_port
+from bench.kit.processes import ProcessTree
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import Server, started
+from services.stack.obstructions import free_port
 from shared.errors import ConfigError
 
 VLLM_BLOCK_TOKENS = 32

@@ -7,7 +7,6 @@ sessions of their own. Knows nothing of what runs in them. Linux only.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,13 +19,6 @@ from shared.errors import ConfigError, InternalError
 _POLL_S = 0.05
 _KILL_WAIT_S = 5.0
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class ProcessTree:

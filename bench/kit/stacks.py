@@ -20,9 +20,10 @@ import psutil
 from bench.kit.cores import Cores
 from bench.kit.load import Target, answers
 from bench.kit.models import TINY_CHAT
-from bench.kit.processes import ProcessTree, free_port
+from bench.kit.processes import ProcessTree
 from bench.kit.provenance import ROOT
 from services.stack.access import BusAccess
+from services.stack.obstructions import free_port
 from services.stack.rundir import RunDirectory
 from shared.bus import Bus, Handler
 from shared.errors import InternalError

@@ -1,8 +1,9 @@
 """`python -m bench step`: milliseconds of one decode step of the engine alone, on one thread, no server.
 
 Two figures for each batch and context: the whole `engine.step` (packing, forward, sampling) and the forward
-pass in it. Both are CPU time of the calling thread, the least of many repetitions: other processes on the
-machine lengthen the wall clock, and hardly this.
+pass in it. Then the worker's step without the model (`host_ms`): from a plan that is there to the frames that
+are sent. All are CPU time of the calling thread: other processes on the machine lengthen the wall clock, and
+hardly this. The first two are the least of many repetitions, the third is their median.
 """
 
 from argparse import ArgumentParser
@@ -16,6 +17,7 @@ import torch
 from bench.kit.context import Context
 from bench.kit.models import checkpoint
 from bench.kit.outcome import Outcome, Table
+from bench.micro.host_steps import host_ms
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import load
@@ -24,6 +26,8 @@ from shared.messages.sequence import Sampling
 _BLOCK_TOKENS = 16
 _REPEATS = 40
 _QUICK_REPEATS = 8
+_HOST = {"64x1k": (64, 1024), "256x8k": (256, 8192)}
+"""Batch and tokens of context, by the name of the figure. Quick runs leave out those beyond their batches."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,10 +60,17 @@ def run(context: Context) -> Outcome:
             figures[f"forward_ms_b{batch}_c{tokens}"] = forward_ms
             table.append((batch, tokens, step_ms, forward_ms))
             progress.advance()
+    host: list[Sequence[object]] = []
+    for name, (batch, tokens) in _HOST.items():
+        if not (context.quick and batch > max(flags.batches)):
+            figures[f"host_ms_{name}"] = host_ms(model, batch, tokens, _BLOCK_TOKENS, repeats)
+            host.append((batch, tokens, figures[f"host_ms_{name}"]))
     columns = ("batch", "context", "step ms", "forward ms")
-    return Outcome(
-        figures, 0, [Table("one decode step", columns, table)], ["CPU time, least of the repetitions"]
-    )
+    tables = [
+        Table("one decode step", columns, table),
+        Table("one step of a worker, without the model", ("batch", "context", "ms"), host),
+    ]
+    return Outcome(figures, 0, tables, ["CPU time; steps: least of the repetitions; host: median"])
 
 
 def decode_rows(batch: int, context_tokens: int, sampling: Sampling) -> list[Row]:

@@ -143,9 +143,19 @@ class Counting:
     def __init__(self) -> None:
         self._written: list[StoredBlock] = []
         self._read: list[tuple[BlockHash, int]] = []
+        self._loads: list[tuple[int, int]] = []
+        self._stores: list[int] = []
 
-    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
-        return Loaded(len(loads))
+    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
+        self._loads.append((ticket, len(loads)))
+        return True
+
+    def start_store(self, ticket: int, store: Store) -> bool:
+        self._stores.append(ticket)
+        return True
+
+    def finish_store(self, ticket: int) -> bool:
+        return True
 
     def store(self, stores: Sequence[Store]) -> float:
         return 0.0
@@ -160,12 +170,22 @@ class Counting:
 
     def settle(self, cache: PrefixCache) -> None:
         """What was begun has ended well."""
+        self.settle_loads(cache)
+        stores, self._stores = self._stores, []
+        for ticket in stores:
+            cache.on_stored(ticket, ok=True)
         written, self._written = self._written, []
         read, self._read = self._read, []
         for node in written:
             cache.on_written(node.name, node.place, ok=True)
         for name, place in read:
             cache.on_read(name, place, ok=True)
+
+    def settle_loads(self, cache: PrefixCache) -> None:
+        """Those that were begun."""
+        loads, self._loads = self._loads, []
+        for ticket, count in loads:
+            cache.on_loaded(ticket, Loaded(count))
 
 
 class Future:
@@ -222,8 +242,9 @@ def replay(
         if future is not None:
             future.advance(chain)
         asked += len(chain)
-        for tier, blocks in zip(Tier, _request(cache, chain), strict=True):
+        for tier, blocks in zip(Tier, _request(cache, mover, chain), strict=True):
             found[tier] += blocks
+        cache.save_ahead()
         cache.save(sizes.host)
         mover.settle(cache)
         if after_each is not None:
@@ -231,16 +252,22 @@ def replay(
     return Replayed(asked, (found[0], found[1], found[2]))
 
 
-def _request(cache: PrefixCache, chain: Chain) -> tuple[int, int, int]:
+def _request(cache: PrefixCache, mover: Counting, chain: Chain) -> tuple[int, int, int]:
     """Where its blocks were. What does not fit is computed and not kept."""
     hit = cache.acquire(chain, len(chain))
-    first = len(hit.blocks)
+    found, tiers = hit.blocks, hit.loaded
+    if hit.awaited is not None:
+        mover.settle_loads(cache)
+        came = cache.collect(hit.awaited)
+        found += came.blocks
+        tiers = (tiers[0] + came.loaded[0], tiers[1] + came.loaded[1], tiers[2] + came.loaded[2])
+    first = len(found)
     room = min(len(chain) - first, cache.free_blocks + cache.evictable_blocks)
-    blocks = [*hit.blocks, *cache.allocate(room)]
+    blocks = [*found, *cache.allocate(room)]
     for index in range(first, len(blocks)):
         cache.publish(blocks[index], chain[index], chain[index - 1] if index else None)
     cache.release(blocks)
-    return hit.loaded
+    return tiers
 
 
 MOONCAKE = "mooncake/conversation_trace.jsonl"

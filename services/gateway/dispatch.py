@@ -70,7 +70,8 @@ class NoticeOutbox:
             await self._send(*self._messages.popleft())
         while self._ended:
             worker_id, refs = self._ended.popitem()
-            await self._send(subjects.worker_acknowledge(worker_id), AcknowledgeEnds(refs=tuple(refs)))
+            subject = subjects.worker_acknowledge(worker_id, self._bus.instance)
+            await self._send(subject, AcknowledgeEnds(refs=tuple(refs), sender=self._bus.instance))
 
     async def _send(self, subject: str, message: msgspec.Struct) -> None:
         try:
@@ -116,8 +117,11 @@ class Dispatch:
         elif isinstance(effect, Fetch):
             self._tasks.create_task(self._fetch(sequence, effect), context=sequence.context)
         elif isinstance(effect, Extend):
-            late = ExtendSequence(ref=effect.ref, first_index=effect.first_index, tokens=effect.tokens)
-            self.outbox.put(subjects.worker_extend(effect.worker_id), late)
+            me = self._bus.instance
+            late = ExtendSequence(
+                ref=effect.ref, sender=me, first_index=effect.first_index, tokens=effect.tokens
+            )
+            self.outbox.put(subjects.worker_extend(effect.worker_id, me), late)
         else:
             self.tell(effect)
 
@@ -126,11 +130,12 @@ class Dispatch:
         if isinstance(effect, Acknowledge):
             self.outbox.acknowledge(effect.worker_id, effect.ref)
             return
-        command = CancelSequence(ref=effect.ref)
+        me = self._bus.instance
+        command = CancelSequence(ref=effect.ref, sender=me)
         if effect.worker_id is not None:
-            self.outbox.put(subjects.worker_cancel(effect.worker_id), command)
+            self.outbox.put(subjects.worker_cancel(effect.worker_id, me), command)
         if effect.is_final:
-            self.outbox.put(subjects.SCHEDULER_CANCEL, command)
+            self.outbox.put(subjects.scheduler_cancel(me), command)
 
     async def _submit(self, sequence: OpenChoice, effect: Submit) -> None:
         with fenced(_COMMAND):
@@ -159,8 +164,9 @@ class Dispatch:
     async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:
         with fenced(_COMMAND):
             self._counters.fetches.inc()
-            subject = subjects.worker_fetch(effect.worker[0])
-            question = FetchTokens(ref=effect.ref, first_index=effect.first_index)
+            me = self._bus.instance
+            subject = subjects.worker_fetch(effect.worker[0], me)
+            question = FetchTokens(ref=effect.ref, sender=me, first_index=effect.first_index)
             try:
                 answer = await self._bus.request(
                     subject, question, FetchedTokens, deadline_s=self._config.fetch_deadline_s

@@ -110,12 +110,7 @@ class Relocation:
         for worker_id in unparked:
             self.packer.unretire(worker_id)
             canonical(_log, "worker taken back", worker=worker_id, wanted=self.scaling.wanted)
-        event = WorkersWanted(
-            placement_id=self._bus.instance,
-            incarnation=self._bus.incarnation,
-            wanted=self.scaling.wanted,
-            parked=tuple(sorted(self.scaling.parked)),
-        )
+        event = WorkersWanted(wanted=self.scaling.wanted, parked=tuple(sorted(self.scaling.parked)))
         try:
             await self._bus.publish(subjects.PLACEMENT_WANTED, event)
         except KvasirError as error:

@@ -79,6 +79,9 @@ class Placement:
     async def place(self, asked: PlaceSequences) -> Placements:
         """A worker id per item, in order; None says wait."""
         excluded = frozenset(asked.excluded_workers)
+        self.fleet.on_withdrawn(asked.withdrawn)
+        if self.relocation is not None:
+            self.relocation.packer.on_withdrawn(asked.withdrawn)
         if self._policy is None:
             assert self.relocation is not None
             worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())

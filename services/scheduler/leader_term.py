@@ -20,6 +20,7 @@ from services.scheduler.core.effects import (
     AskTokens,
     CancelAtWorker,
     Effect,
+    NoteForeign,
     NoteRelief,
     NoteStandstill,
     PublishMoved,
@@ -89,7 +90,7 @@ _MAX_OUTBOX = 16_384
 HANDLERS = (
     Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit", sender="spec.gateway_id"),
     Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
-    Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
+    Listener(subjects.ANY_SCHEDULER_CANCEL, CancelSequence, "on_cancel", sender="sender"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
     Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
 )
@@ -118,6 +119,9 @@ class Term:
         self._still = metrics.gauge(
             "kvasir_scheduler_standstill_seconds",
             "For so long work has waited and nothing moved; 0: all is well",
+        )
+        self._foreign = metrics.counter(
+            "kvasir_scheduler_foreign_cancels_total", "Cancels of another gateway's sequence; ignored"
         )
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
 
@@ -208,7 +212,7 @@ class Term:
                     self._tally.count(effect.plan)
                     self._post(subjects.worker_plan(effect.worker_id), effect.plan, effect.worker_id)
                 case CancelAtWorker():
-                    self._post(subjects.worker_cancel(effect.worker_id), effect.command)
+                    self._cancel(effect)
                 case WantKvAtWorker():
                     want = WantKv(tokens=as_count(effect.tokens), may_borrow_ahead=effect.may_borrow_ahead)
                     self._post(subjects.worker_want(effect.worker_id), want)
@@ -222,6 +226,9 @@ class Term:
                     self._post(subjects.SCHEDULER_PREPARED, effect.prepared)
                 case PublishMoved():
                     self._note_move(effect)
+                case NoteForeign(gateway_id, ref):
+                    self._foreign.inc()
+                    _log.warning("%s would have cancelled %s, which is another gateway's", gateway_id, ref)
                 case NoteRelief():
                     canonical(_log, "relief", worker=effect.worker_id, reason=effect.relief.reason)
                 case NoteStandstill(place, waiting, still_s):
@@ -239,6 +246,13 @@ class Term:
                 case StepDown():
                     self.heard_epoch = effect.epoch
                     self._end(effect.reason)
+
+    def _cancel(self, effect: CancelAtWorker) -> None:
+        me = self._bus.instance
+        command = CancelSequence(
+            ref=effect.ref, sender=me, gateway_id=effect.gateway_id, reason=effect.reason
+        )
+        self._post(subjects.worker_cancel(effect.worker_id, me), command)
 
     def _post(self, subject: str, message: Message, worker_id: str = "") -> None:
         try:

@@ -67,7 +67,11 @@ class Questions:
         task.add_done_callback(self._open.discard)
 
     async def _place(self, question: AskPlacement) -> None:
-        command = PlaceSequences(items=question.items, excluded_workers=question.excluded_workers)
+        command = PlaceSequences(
+            items=question.items,
+            excluded_workers=question.excluded_workers,
+            withdrawn=question.withdrawn,
+        )
         worker_ids: tuple[str | None, ...] | None = None
         try:
             reply = await self._bus.request(
@@ -79,11 +83,12 @@ class Questions:
         self._feed(self._core.on_placed, question.question, worker_ids)
 
     async def _tokens(self, question: AskTokens) -> None:
-        command = FetchTokens(ref=question.ref, first_index=0)
+        me = self._bus.instance
+        command = FetchTokens(ref=question.ref, sender=me, first_index=0)
         tokens: tuple[int, ...] | None = None
         try:
             answer = await self._bus.request(
-                subjects.worker_fetch(question.worker_id),
+                subjects.worker_fetch(question.worker_id, me),
                 command,
                 FetchedTokens,
                 deadline_s=self._config.snapshot_deadline_s,

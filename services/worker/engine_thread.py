@@ -25,6 +25,10 @@ class Occupancy:
         """From the end of an iteration that left sequences unfinished to the beginning of the next."""
         self._ended_s: float | None = None
 
+    def on_nothing(self) -> None:
+        """There is nothing to compute, or it cannot be yet."""
+        self._ended_s = None
+
     def on_iteration(self, began_s: float, ended_s: float, *, is_more_to_do: bool) -> None:
         """The engine computed from `began_s` to `ended_s`; `is_more_to_do`: it will be wanted again."""
         if self._ended_s is not None:
@@ -97,8 +101,9 @@ class Runner:
             self._on_broken(error)
 
     def _take_commands(self) -> None:
-        """What has arrived; without plans, wait for the next command or tick."""
-        self.door.run_waiting(0.0 if self._core.has_plans else _TICK_S)
+        """What has arrived; without plans that can run, wait for the next command, copy or tick."""
+        can_run = self._core.has_plans and not self._core.is_held
+        self.door.run_waiting(0.0 if can_run else _TICK_S)
         now_s = self._clock()
         if now_s - self._ticked_s >= _TICK_S:
             self._ticked_s = now_s
@@ -109,6 +114,7 @@ class Runner:
         work, effects = self._core.begin_step(self._clock())
         self.door.emit(effects)
         if work is None:
+            self.occupancy.on_nothing()
             return
         rows = [row_of(item) for item in work.items]
         began_s = self._clock()

@@ -22,8 +22,9 @@ from services.worker.assembly import (
     work_ahead,
 )
 from services.worker.config import WorkerConfig
+from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
-from services.worker.door import Door
+from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
 from services.worker.engine.engine import Engine
 from services.worker.engine_thread import Runner
@@ -32,7 +33,7 @@ from services.worker.neighbourhood import Neighbourhood, extended
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
-from shared.errors import InvalidRequest, KvasirError, Overloaded
+from shared.errors import ForeignSequence, InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import CancelSequence, TakeSnapshot
@@ -40,15 +41,16 @@ from shared.messages.plans import BatchPlan
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import GatewayReported, ServiceStatus, WorkerReported
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
+from shared.metrics import counter
 
 HANDLERS: tuple[Handler, ...] = (
     Listener(subjects.worker_plan, BatchPlan, "on_plan"),
-    Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
-    Listener(subjects.worker_extend, ExtendSequence, "on_extend"),
-    Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_acknowledge"),
+    Listener(subjects.worker_cancel.to, CancelSequence, "on_cancel", sender="sender"),
+    Listener(subjects.worker_extend.to, ExtendSequence, "on_extend", sender="sender"),
+    Listener(subjects.worker_acknowledge.to, AcknowledgeEnds, "on_acknowledge", sender="sender"),
     Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway", sender="gateway_id"),
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "take_snapshot"),
-    Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
+    Endpoint(subjects.worker_fetch.to, FetchTokens, "fetch", sender="sender"),
     Endpoint(subjects.worker_prefixes, FindPrefixes, "find_prefixes"),
     *status_handlers("worker"),
 )
@@ -64,7 +66,13 @@ _SWITCH_INTERVAL_S = 0.0002
 """How long the engine's thread, back from an operator, waits for the event loop to let go of the
 interpreter."""
 
+_LOG_FOREIGN_S = 5.0
+"""At most one line in so long, whatever a gateway sends."""
+
 _log = get_logger("worker")
+_foreign = counter(
+    "kvasir_worker_foreign_commands_total", "Commands about sequences that are not their sender's; ignored"
+)
 
 
 class Worker:
@@ -76,6 +84,9 @@ class Worker:
         self._engine = engine
         self._clock = clock
         self._started_s = clock()
+        self._foreign_commands = 0
+        """From who may not give them; ignored."""
+        self._logged_foreign_s = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
@@ -158,13 +169,29 @@ class Worker:
         self._door.post(lambda core, _: core.on_plan(plan, received_s))
 
     def on_cancel(self, cancel: CancelSequence) -> None:
-        self._door.post(lambda core, now_s: core.on_cancel(cancel, now_s))
+        self._door.post(self._entitled(lambda core, now_s: core.on_cancel(cancel, now_s)))
 
     def on_extend(self, extend: ExtendSequence) -> None:
-        self._door.post(lambda core, _: core.on_extend(extend))
+        self._door.post(self._entitled(lambda core, _: core.on_extend(extend)))
 
     def on_acknowledge(self, acknowledged: AcknowledgeEnds) -> None:
-        self._door.post(lambda core, now_s: core.on_acknowledge(acknowledged, now_s))
+        self._door.post(self._entitled(lambda core, now_s: core.on_acknowledge(acknowledged, now_s)))
+
+    def _entitled(self, command: Command) -> Command:
+        """The command; ignored and counted where its sequence is none of its sender's affair."""
+
+        def obey(core: StepCore, now_s: float) -> StepEffects:
+            try:
+                return command(core, now_s)
+            except ForeignSequence as error:
+                self._foreign_commands += 1
+                _foreign.inc()
+                if now_s - self._logged_foreign_s > _LOG_FOREIGN_S:
+                    self._logged_foreign_s = now_s
+                    _log.warning("ignored, and %d such before: %s", self._foreign_commands - 1, error)
+                return StepEffects()
+
+        return obey
 
     def on_gateway(self, reported: GatewayReported) -> None:
         self._door.post(lambda core, now_s: core.on_gateway(reported, now_s))
@@ -180,6 +207,7 @@ class Worker:
         return {**costs_of(self._engine), **self._neighbours.section(report.capacity), **moved}
 
     async def fetch(self, fetch: FetchTokens) -> FetchedTokens:
+        """Raises ForeignSequence."""
         return await asyncio.wrap_future(self._door.ask(lambda core, _: core.on_fetch(fetch)))
 
     async def find_prefixes(self, question: FindPrefixes) -> WorkerPrefixes:
@@ -214,6 +242,7 @@ class Worker:
                 "engine_s": round(self._runner.occupancy.engine_s, 4),
                 "between_steps_s": round(self._runner.occupancy.between_s, 4),
                 "failed_commands": self._door.failed_commands,
+                "foreign_commands": self._foreign_commands,
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
                 **({} if figures is None else figures.details()),
@@ -272,7 +301,7 @@ class Worker:
             await asyncio.sleep(_EXPRESS_INTERVAL_S)
 
     def _wake(self) -> None:
-        """A copy has ended; on the I/O thread, which begins nothing before the runner is there."""
+        """A copy has ended; on a thread of the tiers, which begin nothing before the runner is there."""
         self._door.wake()
 
     def _on_broken(self, error: BaseException) -> None:

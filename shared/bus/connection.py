@@ -5,8 +5,7 @@ wait has the caller's deadline. Commands carry W3C trace context, events do not.
 """
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -37,7 +36,6 @@ from shared.liveness import new_incarnation
 from shared.messages.base import encode
 from shared.subjects import checked_id, inbox_prefix, micro_name
 
-_log = logging.getLogger("kvasir.bus")
 _VERSION = "0.1.0"
 _HEADER_BYTES = 256
 """Reserved for trace context, which counts against the server's payload limit."""
@@ -65,7 +63,6 @@ class Bus:
         self._inbox = Inbox(prefix)
         self._served: list[ServedEndpoint | ServedListener] = []
         self._micro: Service | None = None
-        self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._roles: set[str] = set()
         """It has stood for."""
         self._closed = False
@@ -97,10 +94,6 @@ class Bus:
     def reconnections(self) -> int:
         """So often the connection was lost and regained."""
         return self._link.reconnections
-
-    def on_reconnected(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Run `callback` after each reconnection; subscriptions and endpoints are back by then."""
-        self._callbacks.append(callback)
 
     async def attach(self, handlers: Sequence[Handler], target: object) -> None:
         """Serve the table with `target`'s methods. When it returns, the server knows.
@@ -294,11 +287,6 @@ class Bus:
 
     async def _on_regained(self) -> None:
         self._clearance.forget()
-        for callback in self._callbacks:
-            try:
-                await callback()
-            except Exception:
-                _log.exception("a reconnection callback failed")
 
     def _on_refused(self, verb: str, subject: str) -> None:
         self._clearance.on_refused(verb, subject)

@@ -143,6 +143,9 @@ class Lanes(Generic[T]):
         self._concurrency = concurrency
         self._pending_limit = pending_limit
         self._pending: deque[T] = deque()
+        self._running = 0
+        """Lanes that will still look at what waits. A lane's task leaves `_tasks` a turn of the loop after it
+        has looked for the last time: what came in between would wait for a lane that is gone."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -151,7 +154,8 @@ class Lanes(Generic[T]):
 
     def offer(self, item: T) -> bool:
         """False, and the item is not taken, when `pending_limit` items wait already."""
-        if len(self._tasks) < self._concurrency:
+        if self._running < self._concurrency:
+            self._running += 1
             task = asyncio.get_running_loop().create_task(self._lane(item))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -172,9 +176,12 @@ class Lanes(Generic[T]):
             await asyncio.wait(self._tasks, timeout=1.0)
 
     async def _lane(self, item: T) -> None:
-        await self._work(item)
-        while self._pending:
-            await self._work(self._pending.popleft())
+        try:
+            await self._work(item)
+            while self._pending:
+                await self._work(self._pending.popleft())
+        finally:
+            self._running -= 1
 
 
 _log = logging.getLogger("kvasir.bus")

@@ -4,7 +4,7 @@ from shared.messages.base import Message
 from shared.messages.lending import KvTier
 from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, check_packed
-from shared.messages.values import Count, Epoch, Id, Number, Seconds, Text
+from shared.messages.values import Count, Epoch, Id, Number, OptionalId, Seconds, Text
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
@@ -25,10 +25,14 @@ class SubmitReply(Message, frozen=True, kw_only=True):
 class CancelSequence(Message, frozen=True, kw_only=True):
     """Gateway → scheduler and worker. Ends this attempt and every lower one.
 
-    Leaves a tombstone, because it may overtake the start.
+    Leaves a tombstone, because it may overtake the start. Obeyed for the sequences of one gateway only.
     """
 
     ref: SequenceRef
+    sender: Id
+    """That gateway, or a scheduler."""
+    gateway_id: OptionalId = ""
+    """Where a scheduler sends it: whose sequence it is; empty: whosever is held under that name."""
     reason: FinishReason = FinishReason.CANCELLED
 
 
@@ -80,6 +84,8 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     items: tuple[PlacementItem, ...]
     excluded_workers: tuple[Id, ...] = ()
     """Workers the scheduler knows to be gone or not in step yet."""
+    withdrawn: tuple[SequenceRef, ...] = ()
+    """Asked for before, and left before a worker began with them: no place is to be kept for them."""
 
 
 class Placements(Message, frozen=True, kw_only=True):

@@ -135,7 +135,6 @@ class BlocksReturned(Message, frozen=True, kw_only=True):
     """Creditor → debtor: they are free again; what is left of the grant has this generation."""
 
     generation: Number
-    left_blocks: Count = 0
 
 
 class SettlePhase(StrEnum):

@@ -102,8 +102,6 @@ class BlocksPulled(Message, frozen=True, kw_only=True):
 class WorkersWanted(Message, frozen=True, kw_only=True):
     """Placement → whoever runs workers, repeated: what should be, not what to do."""
 
-    placement_id: Id
-    incarnation: Number
     wanted: Count
     """How many workers should run."""
     parked: tuple[Id, ...] = ()

@@ -109,6 +109,15 @@ class ShortStart(Message, frozen=True, kw_only=True):
     missing_tokens: Count
 
 
+class PassedOver(Message, frozen=True, kw_only=True):
+    """A decode of the plan that was put off: its sequence waited for stored blocks, or computed with them
+    what an earlier plan had asked for."""
+
+    ref: SequenceRef
+    steps: PositiveCount
+    """So many of the plan's."""
+
+
 class EndedSequence(Message, frozen=True, kw_only=True):
     ref: SequenceRef
     finish_reason: FinishReason
@@ -149,5 +158,7 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     ended: tuple[EndedSequence, ...] = ()
     skipped: tuple[SkippedItem, ...] = ()
     shorts: tuple[ShortStart, ...] = ()
+    passed: tuple[PassedOver, ...] = ()
+    """In the last report about a plan: of all its steps."""
     hits: tuple[PrefixHit, ...] = ()
     """Since the last report."""

@@ -42,9 +42,13 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FetchTokens(Message, frozen=True, kw_only=True):
-    """Gateway → worker: the tokens from `first_index` on, because a frame was missed."""
+    """Gateway → worker: the tokens from `first_index` on, because a frame was missed. A scheduler asks, too.
+
+    Another gateway's are refused with `ForeignSequence`.
+    """
 
     ref: SequenceRef
+    sender: Id
     first_index: Count
 
 
@@ -53,6 +57,7 @@ class ExtendSequence(Message, frozen=True, kw_only=True):
 
     ref: SequenceRef
     """The attempt that takes over."""
+    sender: Id
     first_index: Count
     tokens: tuple[TokenId, ...]
 
@@ -67,3 +72,4 @@ class AcknowledgeEnds(Message, frozen=True, kw_only=True):
     """Gateway → worker: these ends arrived (or nobody wants them); the worker may forget the sequences."""
 
     refs: tuple[SequenceRef, ...]
+    sender: Id

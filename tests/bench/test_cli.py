@@ -2,9 +2,11 @@
 
 import json
 from argparse import ArgumentParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench import cli
 from bench.kit.context import Context
@@ -63,3 +65,13 @@ def test_what_goes_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "cannot count to that" in capsys.readouterr().err
     assert cli.main(["no-such-bench"]) == 2
     assert "no bench 'no-such-bench'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [40, 300])
+def test_a_table_is_read_whole_whatever_the_terminal(columns: int) -> None:
+    words = [f"a long word {number}" for number in range(9)]
+    console = Console(width=columns, file=StringIO())
+    cli.show("engine", Outcome({}, 0, [Table("cells", words, [words])], []), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(shown.count(word) == 2 for word in words), "once as a column, once in its row"
+    assert console.width == columns

@@ -13,19 +13,16 @@ from shared import subjects
 BUILDERS: list[Callable[[str], str]] = [
     subjects.worker_plan,
     subjects.worker_snapshot,
-    subjects.worker_cancel,
-    subjects.worker_fetch,
-    subjects.worker_acknowledge,
     subjects.worker_prefixes,
     subjects.worker_want,
     subjects.worker_pull,
-    subjects.worker_extend,
     subjects.worker_settle,
     subjects.worker_reported,
     subjects.worker_stepped,
     subjects.worker_cached,
     subjects.gateway_reported,
     subjects.scheduler_submit,
+    subjects.scheduler_cancel,
     subjects.ledger_candidates,
 ]
 SIGNED = {name: value for name, value in vars(subjects).items() if isinstance(value, subjects.Signed)}
@@ -83,6 +80,7 @@ def test_subjects_are_unique_and_well_shaped() -> None:
         (subjects.ANY_WORKER_CACHED, subjects.worker_cached),
         (subjects.ANY_GATEWAY_REPORTED, subjects.gateway_reported),
         (subjects.ANY_SCHEDULER_SUBMIT, subjects.scheduler_submit),
+        (subjects.ANY_SCHEDULER_CANCEL, subjects.scheduler_cancel),
         (subjects.ANY_LEDGER_CANDIDATES, subjects.ledger_candidates),
         (subjects.tokens.to("gateway-0"), lambda sender: subjects.tokens("gateway-0", sender)),
     ],

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tests.patience import STACK_PATIENCE_S
+
 
 @dataclass
 class Answer:
@@ -68,10 +70,10 @@ class Client:
         """All answers, in order. `midway` runs once `after` chunks have arrived in total."""
         self.received = 0
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=90, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=STACK_PATIENCE_S, limits=limits) as http:
             tasks = [asyncio.create_task(self._ask(http, question)) for question in questions]
             if midway is not None:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(STACK_PATIENCE_S):
                     while self.received < after:
                         await asyncio.sleep(0.005)
                 await midway()

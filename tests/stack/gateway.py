@@ -49,7 +49,7 @@ class Gateway(Process):
                 )
             case Fetch(worker_start, ref, first_index):
                 stream, worker = self.streams[key], self.world.workers[worker_start[0]]
-                question = FetchTokens(ref=ref, first_index=first_index)
+                question = FetchTokens(ref=ref, sender=self.name, first_index=first_index)
                 self.world.ask(
                     self,
                     worker,
@@ -60,16 +60,15 @@ class Gateway(Process):
                     lambda _: self.apply(key, stream.on_fetch_failed(ref, self.world.now_s)),
                 )
             case Acknowledge(worker_id, ref):
+                seen = AcknowledgeEnds(refs=(ref,), sender=self.name)
                 self.world.to_worker(
-                    self.name,
-                    worker_id,
-                    lambda core: core.on_acknowledge(AcknowledgeEnds(refs=(ref,)), self.world.now_s),
+                    self.name, worker_id, lambda core: core.on_acknowledge(seen, self.world.now_s)
                 )
             case Extend(worker_id, ref, first_index, tokens):
-                late = ExtendSequence(ref=ref, first_index=first_index, tokens=tokens)
+                late = ExtendSequence(ref=ref, sender=self.name, first_index=first_index, tokens=tokens)
                 self.world.to_worker(self.name, worker_id, lambda core: core.on_extend(late))
             case Cancel(ref, worker_id, is_final):
-                command = CancelSequence(ref=ref)
+                command = CancelSequence(ref=ref, sender=self.name)
                 if worker_id is not None:
                     self.world.to_worker(
                         self.name, worker_id, lambda core: core.on_cancel(command, self.world.now_s)

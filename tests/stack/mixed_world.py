@@ -24,6 +24,7 @@ from services.worker.peers.lending.core.lendable_memory import lend
 from services.worker.peers.lending.core.watermarks import Balance, Marks
 from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
+from shared.messages.sequence import SequenceRef
 from tests.stack.actors import Wanted, WorkerProcess
 from tests.stack.world import World
 
@@ -106,6 +107,11 @@ class MixedWorld(World):
         if self.parts.placement is None:
             return super().place(items, excluded)
         return self.fleet.place(items, frozenset(excluded), self._chooser, self.now_s)
+
+    def withdraw(self, refs: tuple[SequenceRef, ...]) -> None:
+        self.fleet.on_withdrawn(refs)
+        if self.packer is not None:
+            self.packer.on_withdrawn(refs)
 
     def feed(self, event: str, *details: Any) -> None:
         if event == "on_worker_reported":

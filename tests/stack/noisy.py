@@ -9,13 +9,14 @@ import random
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import nats
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from services.gateway.config import GatewayConfig
 from services.gateway.service import run as run_gateway
@@ -33,14 +34,18 @@ from services.worker.service import run as run_worker
 from shared import subjects
 from shared.bus import Endpoint, Gatherable, Listener
 from shared.config import BusConfig
+from shared.errors import InvalidMessage
 from shared.messages.base import decode
 from shared.messages.reports import WorkerReported
+from shared.messages.tokens import TokenFrame
+from tests.patience import STACK_PATIENCE_S
 from tests.shared.messages.noise import Noise
 from tests.stack.running import TINY_CHAT
 
 KEY = "sk-noise"
 PROMPTS = ("Tell me a short story.", "Who are you?", "What is the sun?", "Say hello to a fox.")
-ANSWER_S = 60.0
+STRANGER = "gateway-x"
+"""A gateway that has submitted nothing, and speaks of what others have."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,13 @@ class NoisyStack:
     http: httpx.AsyncClient
     nats: Client
     expected: dict[tuple[str, float], str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=lambda: [f"req_{number}" for number in range(20)])
+    """Of requests: made up, and the latest that are being answered."""
+
+    async def note(self, msg: Msg) -> None:
+        """A frame of tokens passes by: what it is about has a name that noise may use."""
+        with suppress(InvalidMessage, IndexError):  # it may be noise itself
+            self.names[:] = [*self.names[1:], decode(msg.data, TokenFrame).deltas[0].request_id]
 
     async def ask(self, prompt: str, temperature: float) -> str:
         """The answer's text; the seed is fixed."""
@@ -121,9 +133,9 @@ class NoisyStack:
         """What is true at this moment: so that the noise gets past the first check."""
         seen: dict[str, WorkerReported] = {}
         subscription = await self.nats.subscribe(subjects.ANY_WORKER_REPORTED)
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(STACK_PATIENCE_S):
             while len(seen) < sum(name.startswith("worker") for name in self.running):
-                report = decode((await subscription.next_msg(timeout=ANSWER_S)).data, WorkerReported)
+                report = decode((await subscription.next_msg(timeout=STACK_PATIENCE_S)).data, WorkerReported)
                 seen[report.worker_id] = report
         await subscription.unsubscribe()
         last = target.subject.rsplit(".", 1)[-1]
@@ -131,9 +143,7 @@ class NoisyStack:
         reports = list(seen.values())
         return {
             "worker_id": workers,
-            "gateway_id": ["gateway-x"]
-            if "gateway" in target.subject or "submit" in target.subject
-            else ["gateway-0"],
+            "gateway_id": [STRANGER if last == STRANGER else "gateway-0"],
             "incarnation": [report.incarnation for report in reports],
             "epoch": [report.epoch for report in reports],
             "fingerprint": [report.fingerprint for report in reports],
@@ -142,12 +152,23 @@ class NoisyStack:
             "block_tokens": [report.block_tokens for report in reports],
             "debtor_id": [last if last.startswith("worker") else "worker-x"],
             "creditor_id": ["worker-1", "worker-x"],
-            "request_id": [f"req_{number}" for number in range(20)],
+            "sender": [last],
+            "request_id": self.names if last == STRANGER else [f"req_{number}" for number in range(20)],
             "attempt": [1, 2],
             "choice": [0, 1],
             "prompt": [bytes((1, 0, 0, 0, 2, 0, 0, 0))],
             "generated": [b"", bytes((1, 0, 0, 0))],
         }
+
+
+def may_publish(user: str, subject: str) -> bool:
+    """As the table of permissions has it."""
+    tokens = subject.split(".")
+    patterns = [one.split(".") for one in subjects.permissions_of(user).publish]
+    return any(
+        len(one) == len(tokens) and all(a in ("*", b) for a, b in zip(one, tokens, strict=True))
+        for one in patterns
+    )
 
 
 def targets() -> list[Target]:
@@ -163,8 +184,8 @@ def targets() -> list[Target]:
             message = handler.message if isinstance(handler, Listener) else handler.request
             service = name.split(".")[1]
             subject = handler.subject if isinstance(handler.subject, str) else handler.subject(f"{service}-0")
-            is_gateways = "submit" in subject or ".gateway." in subject
-            sender = "gateway-x" if is_gateways else "worker-9" if ".cmd." in subject else "worker-0"
+            is_gateways = may_publish(STRANGER, subject.replace("*", STRANGER))
+            sender = STRANGER if is_gateways else "worker-9" if ".cmd." in subject else "worker-0"
             found[subject] = Target(subject.replace("*", sender), message)
     return [found[subject] for subject in sorted(found)]
 
@@ -192,12 +213,13 @@ async def noisy_stack(bus: BusConfig, *, workers: int = 2, **worker: Any) -> Asy
             settings = {**model, "instance": name, "kv_blocks": 256, **worker}
             begun = await client.subscribe(subjects.worker_reported(name))
             running[name] = asyncio.create_task(run_worker(WorkerConfig.model_validate(settings)), name=name)
-            await begun.next_msg(timeout=ANSWER_S)
+            await begun.next_msg(timeout=STACK_PATIENCE_S)
             await begun.unsubscribe()
         async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=ANSWER_S
+            base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=STACK_PATIENCE_S
         ) as http:
             stack = NoisyStack(port, running, http, client)
+            await client.subscribe(subjects.tokens.to("gateway-0"), cb=stack.note)
             await _until_ready(stack)
             yield stack
     finally:
@@ -208,7 +230,7 @@ async def noisy_stack(bus: BusConfig, *, workers: int = 2, **worker: Any) -> Asy
 
 
 async def _until_ready(stack: NoisyStack) -> None:
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(STACK_PATIENCE_S):
         while True:
             stack.check_alive()
             try:

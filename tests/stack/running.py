@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.stack.obstructions import free_port
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ class RunningStack:
         services = self.status()["services"]
         return next(dict(row["details"]) for row in services if row["instance"] == instance)
 
-    def until_restarted(self, name: str, *, restarts: int, within_s: float = 40.0) -> None:
+    def until_restarted(self, name: str, *, restarts: int, within_s: float = STACK_PATIENCE_S) -> None:
         """Waits until the supervisor has brought `name` back and every service answers."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:

@@ -33,6 +33,8 @@ class SettlingWorld(LendingWorld):
         self.coordinator = Coordinator("l", SettleRules(threshold_tokens=16, interval_s=0.0))
         self._lives: dict[tuple[str, int], Life] = {}
         self._values = count(1)
+        self._unanswered: dict[str, list[Callable[[Settled | None], None]]] = {}
+        """Worker → what it was asked and has not answered yet."""
         self.recalled = 0
 
     def life(self, member: Member) -> Life:
@@ -74,6 +76,12 @@ class SettlingWorld(LendingWorld):
         for number in member.used[:blocks]:
             del self.life(member).expected[number]
         super().stop_using(name, blocks)
+
+    def kill(self, name: str) -> None:
+        """Who waits for its answer hears nothing, which is a deadline there."""
+        super().kill(name)
+        for reply in self._unanswered.pop(name, []):
+            reply(None)
 
     def advance(self, seconds: float) -> None:
         super().advance(seconds)
@@ -155,11 +163,13 @@ class SettlingWorld(LendingWorld):
 
     def _return_all(self, member: Member, swap: Swap, reply: Callable[[Settled | None], None]) -> None:
         open_ = [len(swap.repayments)]
+        self._unanswered.setdefault(member.worker_id, []).append(reply)
 
         def on_done(ok: bool) -> None:
             open_[0] -= 1
             self._fill_bounce(member)
             if open_[0] == 0:
+                self._unanswered[member.worker_id].remove(reply)
                 reply(swap.answer if ok else None)
 
         for repayment in swap.repayments:

@@ -11,7 +11,7 @@ from tests.stack.watch import bus_access
 
 BLOCKS, BLOCK_TOKENS, WORKERS = 40, 16, 4
 OWN_TOKENS = BLOCKS * BLOCK_TOKENS
-LEASE_S, GRACE_S, SLACK_S = 3.0, 0.5, 2.0
+LEASE_S, GRACE_S = 3.0, 0.5
 STAGED_BLOCKS = 4
 """Of a borrower's own KV: stagings for eight creditors, of one of eight layers."""
 

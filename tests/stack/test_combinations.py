@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Question
 from tests.stack.mixed_world import OFF_DEFAULT, PAIRS, Element, name_of
 from tests.stack.prompts import mixed
@@ -17,8 +18,6 @@ from tests.stack.running import running_stack
 
 pytestmark = pytest.mark.stack
 QUESTIONS = 24
-MOST_S = 60.0
-"""Undisturbed it takes two to four seconds."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "policy": ("scheduler.policy={}",),
     "placement": ("placement.policy={}",),
@@ -33,7 +32,6 @@ PIE, SCALE = ("pie", True), ("scale", True)
 FEW: list[tuple[Element, ...]] = [
     (("placement", "mell"), ("lends", True)),
     (("lends", True), ("relief", True)),
-    (SCALE, ("policy", "vllm")),
 ]
 WITH_PIE = [(PIE, one) for one in OFF_DEFAULT if one[0] in ("policy", "placement", "order", "relief")]
 """It goes with neither cache nor lending."""
@@ -50,7 +48,7 @@ def serve(folder: Path, elements: tuple[Element, ...]) -> None:
     settings = [form.format(value) for name, value in elements for form in SETTINGS[name]]
 
     async def ask(client: Any) -> list[Any]:
-        async with asyncio.timeout(MOST_S):
+        async with asyncio.timeout(STACK_PATIENCE_S):
             return list(await client.ask_all(questions))
 
     with running_stack(folder / "run", settings=("worker.kv_blocks=64", *settings)) as stack:
@@ -65,7 +63,6 @@ def test_a_few_together(tmp_path: Path, elements: tuple[Element, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "elements", [*((one,) for one in (*OFF_DEFAULT, PIE)), *PAIRS, *WITH_PIE, *WITH_SCALE], ids=name_of
 )

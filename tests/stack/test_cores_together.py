@@ -69,6 +69,7 @@ scenarios = st.fixed_dictionaries(
         "loss": st.sampled_from((0.0, 0.0, 0.01, 0.05)),
         "moves": st.lists(st.tuples(st.floats(0.3, 6.0), st.integers(0, 99)), max_size=12),
         "cached": st.booleans(),
+        "host_blocks": st.sampled_from((0, 0, 8, 40)),
     }
 )
 every_policy = pytest.mark.parametrize("policy", sorted(BUILT_IN))
@@ -139,12 +140,20 @@ def play(
     loss: float,
     moves: Sequence[tuple[float, int]] = (),
     cached: bool = False,
+    host_blocks: int = 0,
     policy: str = "vllm",
 ) -> World:
     """Runs one scenario to its end: every answer is the truth, and nothing of it is left anywhere."""
     wanted = [one for _, one in requests]
     world = World(
-        seed, wanted, workers=2, kv_blocks=kv_blocks, loss=loss, cached=cached, policy=BUILT_IN[policy]
+        seed,
+        wanted,
+        workers=2,
+        kv_blocks=kv_blocks,
+        loss=loss,
+        cached=cached,
+        host_blocks=host_blocks,
+        policy=BUILT_IN[policy],
     )
     for at_s, number in moves:
         world.at(at_s, partial(world.move, number))

@@ -21,6 +21,7 @@ from shared.messages.commands import CreditorCandidates, FindCreditors
 from tests.stack.running import ROOT, RunningStack, running_stack
 from tests.stack.test_settling import SETTINGS, Asking, mutual_need, questions, texts
 from tests.stack.watch import Seen, Watch, bus_access, nobody_owes, watching
+from tests.tasks import running
 
 pytestmark = pytest.mark.stack
 ASKER = "worker-asker"
@@ -91,12 +92,10 @@ async def asking_ledgers(stack: RunningStack) -> AsyncIterator[Debtor]:
     assert stack.command("credentials", ASKER).returncode == 0
     bus = await Bus.connect(bus_access(stack).config(ASKER), service="worker", instance=ASKER)
     debtor = Debtor(bus)
-    task = asyncio.create_task(debtor.keep_asking())
     try:
-        yield debtor
+        async with running(debtor.keep_asking()):
+            yield debtor
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         await bus.close()
 
 

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.patience import BUSY_S
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.watch import Seen, debtor_of, lent, nobody_owes, watching
+from tests.tasks import running
 
 pytestmark = pytest.mark.stack
 KV_BLOCKS, STAGED_BLOCKS, LEASE_S, GRACE_S, REST_S, BEAT_S = 128, 4, 3.0, 0.5, 0.1, 0.25
@@ -18,8 +20,6 @@ BLOCKS = KV_BLOCKS - STAGED_BLOCKS
 """Stagings for what creditors send come out of a borrower's own KV."""
 BOUNCE_BLOCKS = 2
 """Of its own, too, kept to swap debts through."""
-SLACK_S = 1.5
-"""For a busy machine: status questions, a process's wake-up."""
 SETTINGS = (
     f"worker.kv_blocks={KV_BLOCKS}",
     "worker.prefix_cache.enabled=false",
@@ -48,12 +48,8 @@ async def long_answers(stack: RunningStack) -> AsyncIterator[None]:
         while True:
             await stack.client().ask_all([question])
 
-    task = asyncio.create_task(keep_on())
-    try:
+    async with running(keep_on()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def all_free(seen: Seen) -> bool:
@@ -97,7 +93,7 @@ async def test_a_debtors_blocks_are_free_within_the_lease(lenders: RunningStack,
             took_s = await watch.until(lambda seen: lent(seen, creditor) == 0)
         finally:
             lenders.signal(found[0], signal.SIGCONT)
-        assert took_s <= LEASE_S + GRACE_S + SLACK_S
+        assert took_s <= LEASE_S + GRACE_S + BUSY_S
         await watch.until(nobody_owes)
         await watch.until(all_free)
 
@@ -112,5 +108,5 @@ async def test_a_restarted_ledger_serves_within_two_heartbeats(lenders: RunningS
             while not await watch.ask("ledger", 1):
                 await asyncio.sleep(0.02)
             took_s = await watch.until(lambda seen: debtor_of(seen) is not None)
-    assert took_s <= 2 * BEAT_S + REST_S + SLACK_S
+    assert took_s <= 2 * BEAT_S + REST_S + BUSY_S
     await asyncio.to_thread(lenders.until_restarted, "ledger-0", restarts=restarts + 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.roomy import roomy_answers
@@ -18,8 +19,6 @@ WORKERS, REQUESTS = 2, 3
 TIMES_OWN = 1.55
 """What each prompt is of a worker's KV: with its answer almost all that both workers have."""
 FIELDS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-MOST_S = 60.0
-"""Undisturbed, all three take five seconds."""
 
 
 def questions() -> list[Question]:
@@ -45,7 +44,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
 async def test_all_long_requests_at_once_are_answered(
     two: RunningStack, expected: list[Answer], turn: int
 ) -> None:
-    async with asyncio.timeout(MOST_S):
+    async with asyncio.timeout(STACK_PATIENCE_S):
         answers = await two.client().ask_all(questions())
     assert all(answer.complete for answer in answers), f"turn {turn}: {answers}\n{two.logs()}"
     assert [answer.text for answer in answers] == [answer.text for answer in expected]

@@ -11,6 +11,7 @@ from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.bus import Bus
 from shared.messages.moves import WorkersWanted
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Question, assert_same
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
@@ -46,7 +47,7 @@ def parked(stack: RunningStack) -> int:
     return sum(stack.child(f"worker-{number}")["state"] == "parked" for number in range(WORKERS))
 
 
-async def until_parked(stack: RunningStack, count: int, within_s: float = 40.0) -> None:
+async def until_parked(stack: RunningStack, count: int, within_s: float = STACK_PATIENCE_S) -> None:
     deadline_s = time.monotonic() + within_s
     while parked(stack) < count:
         assert time.monotonic() < deadline_s, (stack.details("placement-0"), stack.logs())
@@ -87,7 +88,7 @@ async def test_a_stack_that_is_not_scaled_parks_nobody_whoever_says_so(stack: Ru
     bus = await Bus.connect(access.config("placement-0"), service="placement", instance="placement-0")
     try:
         parked = ("worker-0", "worker-1")
-        event = WorkersWanted(placement_id="placement-9", incarnation=1, wanted=1, parked=parked)
+        event = WorkersWanted(wanted=1, parked=parked)
         await bus.publish(subjects.PLACEMENT_WANTED, event)
     finally:
         await bus.close()

@@ -11,16 +11,18 @@ import pytest
 from shared import subjects
 from shared.bus import Bus
 from shared.messages.commands import WantKv
+from tests.patience import BUSY_S
 from tests.stack.client import Answer, Question
 from tests.stack.prompts import passage
 from tests.stack.roomy import roomy_answers
 from tests.stack.running import RunningStack, running_stack
 from tests.stack.watch import Seen, bus_access, lent, nobody_owes, watching
+from tests.tasks import running
 
 pytestmark = pytest.mark.stack
 KV_BLOCKS, BLOCK_TOKENS, WORKERS = 72, 16, ("worker-0", "worker-1")
 THRESHOLD_TOKENS = 64
-VALID_S, SLACK_S = 3.0, 3.0
+VALID_S = 3.0
 WANTED_TOKENS = 84 * BLOCK_TOKENS
 """Of each worker, more than it has: each borrows from the other."""
 SETTINGS = (
@@ -75,12 +77,10 @@ async def mutual_need(stack: RunningStack) -> AsyncIterator[None]:
                 await bus.publish(subjects.worker_want(worker), WantKv(tokens=WANTED_TOKENS))
             await asyncio.sleep(0.3)
 
-    task = asyncio.create_task(keep_on())
     try:
-        yield
+        async with running(keep_on()):
+            yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         await bus.close()
 
 
@@ -118,6 +118,7 @@ def owe_each_other(seen: Seen) -> bool:
     return all(lent(seen, name) * BLOCK_TOKENS >= THRESHOLD_TOKENS for name in WORKERS)
 
 
+@pytest.mark.slow  # whether debts arise in a circle before they are used up is chance, rare on a busy machine
 async def test_debts_are_settled_in_mid_decode_and_the_text_is_the_same(
     two: RunningStack, expected: dict[int, list[Answer]]
 ) -> None:
@@ -178,7 +179,7 @@ async def test_a_frozen_participant_makes_the_others_go_on_as_before(two: Runnin
                 )
             finally:
                 two.signal("worker-1", signal.SIGCONT)
-        assert took_s < VALID_S + SLACK_S
+        assert took_s < VALID_S + BUSY_S
         await watch.until(nobody_owes)
         await watch.until(
             lambda seen: all(row["free_blocks"] == row["total_blocks"] for row in seen.values())

@@ -1,6 +1,6 @@
 """Cycles of debts settled over a bus that loses messages, with workers that die: nothing is half-done."""
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.stack.lending_world import HOST_BLOCKS, carry_out, few, names
@@ -46,6 +46,7 @@ def test_a_pair_that_owe_each_other() -> None:
         max_size=120,
     ),
 )
+@example([1, 1], [("deliver", 0)] * 9 + [("kill", 0)])
 def test_a_disturbed_settlement_leaves_whole_recalls_only(
     blocks: list[int], disturbances: list[tuple[str, int]]
 ) -> None:

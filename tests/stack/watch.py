@@ -12,6 +12,7 @@ from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from shared import subjects
 from shared.errors import KvasirError
+from tests.patience import STACK_PATIENCE_S
 from tests.stack.running import RunningStack
 
 Seen = dict[str, dict[str, Any]]
@@ -41,7 +42,7 @@ class Watch:
     async def until(
         self,
         condition: Callable[[Seen], bool],
-        within_s: float = 60.0,
+        within_s: float = STACK_PATIENCE_S,
         service: str = "worker",
         expected: int = 2,
     ) -> float:

@@ -42,7 +42,7 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from shared.errors import InvalidRequest
 from shared.liveness import AwakeTime
-from shared.messages.commands import PlacementItem, TakeSnapshot
+from shared.messages.commands import CancelSequence, PlacementItem, TakeSnapshot
 from shared.messages.moves import (
     BlocksPulled,
     MoveMode,
@@ -52,7 +52,7 @@ from shared.messages.moves import (
 )
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import SchedulerAnnounced, WorkerReported
-from shared.messages.sequence import SequenceKey, SequenceSpec
+from shared.messages.sequence import SequenceKey, SequenceRef, SequenceSpec
 from shared.messages.tokens import FetchTokens
 from tests.shared.messages.builders import predicted
 from tests.stack.actors import (
@@ -65,6 +65,7 @@ from tests.stack.actors import (
     true_tokens,
 )
 from tests.stack.gateway import Gateway
+from tests.stack.virtual_tiers import VirtualTiers
 from tests.virtual_net import DEADLINE_S, Process, VirtualNet
 
 
@@ -76,6 +77,10 @@ class Pace:
     delays_s: tuple[float, ...] = (0.0005, 0.001, 0.003, 0.02)
     steps_s: tuple[float, ...] = (0.003, 0.005, 0.02)
     pulled_blocks: tuple[int, ...] = tuple(range(9))
+    copies_s: tuple[float, ...] = (0.0, 0.001, 0.01, 0.1, 3.0)
+    """Between device and host."""
+    copy_faults: float = 0.1
+    """Of copies."""
     tick_s: float = 0.05
     beat_s: float = 0.25
     report_s: float = 0.5
@@ -98,14 +103,17 @@ class World(VirtualNet):
         block_tokens: int = 16,
         loss: float = 0.0,
         cached: bool = False,
+        host_blocks: int = 0,
         policy: PolicyFactory = VllmPolicy,
         rules: Rules | None = None,
         pace: Pace = Pace(),
         says: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`cached`: blocks outlive their sequences, on the device alone. `says`: what is in the reports of
-        every worker, whatever is true."""
+        """`cached`: blocks outlive their sequences, on the device and in `host_blocks`. `says`: what is in
+        the reports of every worker, whatever is true."""
         super().__init__(seed, loss)
+        self.host_blocks = host_blocks
+        self.tiers: dict[str, VirtualTiers] = {}
         self.cached, self.policy, self.rules, self.pace = cached, policy, rules or Rules(), pace
         self.says = dict(says)
         self.choose: Callable[[list[str | None]], str | None] = self.random.choice
@@ -228,7 +236,10 @@ class World(VirtualNet):
             case SendPlan(worker_id, plan):
                 sent = self._spoilt(plan) if self.skipped else plan
                 self.to_worker(self.scheduler.name, worker_id, lambda core: core.on_plan(sent, self.now_s))
-            case CancelAtWorker(worker_id, command):
+            case CancelAtWorker(worker_id, ref, gateway_id, reason):
+                command = CancelSequence(
+                    ref=ref, sender=self.scheduler.name, gateway_id=gateway_id, reason=reason
+                )
                 self.to_worker(
                     self.scheduler.name, worker_id, lambda core: core.on_cancel(command, self.now_s)
                 )
@@ -237,10 +248,11 @@ class World(VirtualNet):
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.lose(start, attempts))
             case AskTokens(worker_id, ref):
                 asked = self.workers[worker_id]
+                question = FetchTokens(ref=ref, sender=self.scheduler.name, first_index=0)
                 self.ask(
                     self.scheduler,
                     asked,
-                    lambda: asked.core.on_fetch(FetchTokens(ref=ref, first_index=0)).delta,
+                    lambda: asked.core.on_fetch(question).delta,
                     lambda delta: self.feed("on_tokens", ref, None if delta is None else delta.tokens),
                     lambda _: self.feed("on_tokens", ref, None),
                 )
@@ -257,7 +269,8 @@ class World(VirtualNet):
                 self.send(self.scheduler.name, self.gateway, lambda: self.gateway.on_prepared(prepared))
             case PublishMoved(moved):
                 self.moved.append(moved)
-            case AskPlacement(question, items, excluded):
+            case AskPlacement(question, items, excluded, withdrawn):
+                self.withdraw(withdrawn)
                 answer = self.place(items, excluded)
                 self.after(0.002, self._while_it_lives("on_placed", question, answer))
             case AskPrediction(ref=ref, max_tokens=max_tokens):
@@ -291,6 +304,9 @@ class World(VirtualNet):
 
     def _is_too_long(self, plan: BatchPlan) -> bool:
         return any(spec.prompt_tokens > self.too_long_for_the_bus for spec in plan.starts)
+
+    def withdraw(self, refs: tuple[SequenceRef, ...]) -> None:
+        """Placement is told that these left before their start; here it has no books."""
 
     def place(self, items: tuple[PlacementItem, ...], excluded: tuple[str, ...]) -> tuple[str | None, ...]:
         """Placement's answer to one question."""
@@ -360,14 +376,37 @@ class World(VirtualNet):
         pool = BlockPool(self.kv_blocks, self.block_tokens)
         prefixes = None
         if self.cached:
-            mover: Any = None  # There is no lower tier to copy to.
-            cache = self.caches[name] = PrefixCache(pool, Tiers(), mover, CostGate())
+            pace, life = self.pace, worker.life
+            after = partial(self._between_steps, worker, life)
+            mover = self.tiers[name] = VirtualTiers(after, self.random, pace.copies_s, pace.copy_faults)
+            kept = self.host_blocks // 2
+            cache = PrefixCache(pool, Tiers(self.host_blocks, kept_blocks=kept), mover, CostGate())
+            mover.cache = self.caches[name] = cache
             prefixes = Prefixes(cache, FINGERPRINT)
         own = pool if prefixes is None else prefixes.cache
         start = (name, worker.incarnation)
         worker.core = step_core(start, self.pool_over(worker, own), self.longest_tokens, prefixes)
         self.every(self.pace.beat_s, lambda: self._beat(worker), worker)
         self.every(self.pace.beat_s, lambda: self._emit(worker, worker.core.on_tick(self.now_s)), worker)
+
+    def _between_steps(
+        self, worker: WorkerProcess, life: int, delay_s: float, action: Callable[[], None]
+    ) -> None:
+        """A thread of the worker's ends something."""
+
+        def handle() -> None:
+            action()
+            self._step(worker)
+
+        def end() -> None:
+            if not worker.alive or worker.life != life:
+                return
+            if worker.frozen or worker.busy:
+                worker.mail.append(handle)
+            else:
+                handle()
+
+        self.after(delay_s, end)
 
     def worker_of(self, request: Request) -> str | None:
         """The one that holds its present attempt."""
@@ -402,12 +441,14 @@ class World(VirtualNet):
     def _step(self, worker: WorkerProcess) -> None:
         if worker.busy or worker.frozen or not worker.alive:
             return
+        if self.host_blocks and self.cached:
+            self.caches[worker.name].save_ahead()
         work, effects = worker.core.begin_step(self.now_s)
         self._emit(worker, effects)
         if work is None:
             return
         settings = self.rules.settings
-        if settings.chunked_prefill:
+        if settings.chunked_prefill and not self.host_blocks:  # what was put off comes on top of a plan
             assert work.prefilled_tokens + work.decoded_tokens <= settings.token_budget, "over the budget"
         worker.step_tokens.append((work.prefilled_tokens, work.decoded_tokens))
         worker.busy, life = True, worker.life

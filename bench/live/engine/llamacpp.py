@@ -6,11 +6,12 @@ import subprocess
 from pathlib import Path
 
 from bench.kit.load import Target
-from bench.kit.processes import ProcessTree, free_port
+from bench.kit.processes import ProcessTree
 from bench.kit.provenance import ROOT
 from bench.kit.stacks import Server, started
 from bench.live.engine.served import MAX_CONTEXT_TOKENS, Setup
 from bench.live.engine.variants import CACHE
+from services.stack.obstructions import free_port
 from shared.errors import ConfigError
 
 _VENV = ROOT / ".venv-llamacpp" / "bin"

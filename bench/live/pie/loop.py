@@ -185,7 +185,7 @@ class Loop:
                     answer.ended_s, answer.reason = now_s, delta.finish_reason
                     self.answers.append(self._open.pop(delta.request_id))
                     ref = SequenceRef(request_id=delta.request_id, choice=0, attempt=1)
-                    self._core.on_acknowledge(AcknowledgeEnds(refs=(ref,)), now_s)
+                    self._core.on_acknowledge(AcknowledgeEnds(refs=(ref,), sender=_GATEWAY), now_s)
         for event in effects.stepped:
             self._carry_out(self._scheduler.on_stepped(event, now_s), now_s)
 

@@ -24,6 +24,7 @@ from bench.live.pie.rounds import (
     reaction_figures,
     same_text_share,
     spread,
+    waiting,
 )
 from bench.live.pie.sides import (
     AUTO,
@@ -130,9 +131,9 @@ def room(arena: Arena) -> Outcome:
         "fixed_vs_none": best_fixed.tokens_per_s / better.tokens_per_s,
         "stall_share": auto.mean(lambda each: each.stall_share),
         "stall_share_synchronous": served[2].mean(lambda each: each.stall_share),
-        "latency_vs_none": auto.normalized_s / better.normalized_s,
-        "latency_vs_synchronous": auto.normalized_s / served[2].normalized_s,
-        "ttft_vs_none": auto.first_s / better.first_s,
+        **waiting("latency_vs_none", lambda side: side.normalized_s, auto, better),
+        **waiting("latency_vs_synchronous", lambda side: side.normalized_s, auto, served[2]),
+        **waiting("ttft_vs_none", lambda side: side.first_s, auto, better),
         "fifo_layers": auto.mean(lambda each: each.fifo_layers),
         "best_fixed_layers": float(best_fixed.name.split()[-1]),
         "same_text_share": same,
@@ -201,7 +202,7 @@ def narrow(arena: Arena) -> Outcome:
         "narrow_vs_recompute": auto.tokens_per_s / recompute.tokens_per_s,
         "narrow_vs_swap": auto.tokens_per_s / swap.tokens_per_s,
         "narrow_stall_share": auto.mean(lambda each: each.stall_share),
-        "narrow_latency_vs_none": auto.normalized_s / better.normalized_s,
+        **waiting("narrow_latency_vs_none", lambda side: side.normalized_s, auto, better),
         "narrow_fifo_layers": auto.mean(lambda each: each.fifo_layers),
     }
     table = _table(f"narrow: {_NARROW_BYTES_S / 1e6:g} MB/s each way", served, layers_of(arena))

@@ -35,7 +35,7 @@ class SideResult:
     name: str
     slices: tuple[Slice, ...]
     normalized_s: float
-    """Mean over the requests that ended: seconds per token of the answer, waiting included."""
+    """Mean over the requests that ended (0: none): seconds per token of the answer, waiting included."""
     first_s: float
     """Mean time to the first token, waiting included."""
     ended: int
@@ -118,6 +118,13 @@ def spread(name: str, ours: SideResult, theirs: SideResult) -> dict[str, float]:
         f"{name}_median": found.median,
         f"{name}_worst": found.worst,
     }
+
+
+def waiting(
+    name: str, what: Callable[[SideResult], float], ours: SideResult, theirs: SideResult
+) -> dict[str, float]:
+    """The figure of a mean over answers; none where the turns were too short for one of them to end."""
+    return {name: what(ours) / what(theirs)} if ours.ended and theirs.ended else {}
 
 
 def _served(side: EngineSide, slices: tuple[Slice, ...], ended_before: int) -> SideResult:

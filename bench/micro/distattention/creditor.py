@@ -8,8 +8,9 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -67,40 +68,66 @@ def fill(attention: PagedAttention, first: int, end: int, seed: int) -> None:
             pool[first:end] = torch.randn((end - first, *pool.shape[1:]), generator=generator)
 
 
+@dataclass(frozen=True)
+class CreditorProcess:
+    """One that runs, and the ticket with which it may be dialled, once."""
+
+    process: "subprocess.Popen[str]"
+    name: str
+    address: str
+    ticket: bytes
+
+    def dial(self, debtor: Peer) -> PeerLink:
+        """Raises KvasirError."""
+        creditor = Peer(self.name, 1)
+        return TcpTransport().dial(self.address, debtor, creditor, self.ticket, deadline_s=_DIAL_S)
+
+
 @contextmanager
-def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
-    """A link to each. Raises InternalError when one does not start."""
-    started = [_start(each) for each in settings]
-    links: list[PeerLink] = []
+def creditor_processes(modules: Mapping[str, Sequence[str]]) -> Iterator[list[CreditorProcess]]:
+    """By name: the module, which calls `serve`, and its arguments. Started together, ended with the block.
+
+    Raises InternalError when one does not start."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = {
+        name: subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, **pipes)
+        for name, words in modules.items()
+    }
     try:
-        for each, process in zip(settings, started, strict=True):
+        running = []
+        for name, process in started.items():
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise InternalError(f"creditor {each.name} ended with code {process.wait()}")
+                raise InternalError(f"creditor {name} ended with code {process.wait()}")
             said = json.loads(line)
-            ticket = bytes.fromhex(said["ticket"])
-            links.append(
-                TcpTransport().dial(said["address"], DEBTOR, Peer(each.name, 1), ticket, deadline_s=_DIAL_S)
-            )
-        yield links
+            running.append(CreditorProcess(process, name, said["address"], bytes.fromhex(said["ticket"])))
+        yield running
     finally:
-        for link in links:
-            link.close()
-        for process in started:
+        for process in started.values():
             process.kill()
             process.communicate()
 
 
-def _start(settings: Settings) -> "subprocess.Popen[str]":
-    encoded = msgspec.json.encode(settings).decode()
-    return subprocess.Popen(
-        [sys.executable, "-m", "bench.micro.distattention.creditor", encoded],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def serve(creditor: Creditor, name: str, debtor: Peer) -> None:
+    """Prints address and ticket as one line of JSON, and answers until standard input ends."""
+    desk = WorkerDesk(Peer(name, 1))
+    for kind, receiver in creditor.receivers.items():
+        desk.serve(kind, receiver)
+    listener = TcpTransport().listen(desk)
+    ticket = desk.issue(debtor, valid_for_s=_TICKET_S)
+    print(json.dumps({"address": listener.address, "ticket": ticket.hex()}), flush=True)
+    sys.stdin.read()
+    listener.close(5.0)
+
+
+@contextmanager
+def lenders(settings: Sequence[Settings]) -> Iterator[list[PeerLink]]:
+    """A link to each. Raises InternalError when one does not start."""
+    module = "bench.micro.distattention.creditor"
+    modules = {each.name: (module, msgspec.json.encode(each).decode()) for each in settings}
+    with creditor_processes(modules) as running, ExitStack() as links:
+        yield [links.enter_context(closing(one.dial(DEBTOR))) for one in running]
 
 
 def _all_lent(settings: Settings) -> LentGrants:
@@ -126,14 +153,7 @@ def main() -> None:
     creditor = Creditor(
         attention, _all_lent(settings), ComputeBudget(1.0), block_tokens=settings.block_tokens
     )
-    desk = WorkerDesk(Peer(settings.name, 1))
-    for kind, receiver in creditor.receivers.items():
-        desk.serve(kind, receiver)
-    listener = TcpTransport().listen(desk)
-    ticket = desk.issue(DEBTOR, valid_for_s=_TICKET_S)
-    print(json.dumps({"address": listener.address, "ticket": ticket.hex()}), flush=True)
-    sys.stdin.read()
-    listener.close(5.0)
+    serve(creditor, settings.name, DEBTOR)
 
 
 if __name__ == "__main__":

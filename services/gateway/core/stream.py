@@ -25,7 +25,7 @@ from services.gateway.core.effects import (
     disown,
 )
 from services.gateway.core.retries import Faults, GapFetch, SignsOfLife, StreamTiming, Submission
-from shared.errors import CallerError, InternalError, KvasirError, Overloaded
+from shared.errors import CallerError, ForeignSequence, InternalError, KvasirError, Overloaded
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta, TokenLogprobs
@@ -182,12 +182,19 @@ class Stream:
         return ()
 
     def on_submit_failed(self, serial: int, error: KvasirError, now_s: float) -> StreamEffects:
-        """Refusals end a stream (overload only one that is not accepted yet), and so do repeated errors of
-        the scheduler; anything else is tried again."""
+        """Refusals end a stream, and so do repeated errors of the scheduler; anything else is tried again.
+
+        Overload ends only one that is not accepted yet; so does another gateway under its name, who took that
+        from heartbeats and has to give way when the worker says whose it is.
+        """
         if not self.is_open or serial != self._submission.serial:
             return ()
         self._submission.on_refused()
-        if isinstance(error, CallerError) or (isinstance(error, Overloaded) and not self.accepted):
+        if isinstance(error, Overloaded | ForeignSequence):
+            is_final = not self.accepted
+        else:
+            is_final = isinstance(error, CallerError)
+        if is_final:
             return self._fail(error)
         if isinstance(error, InternalError) and self._faults.on_internal_error():
             return self._fail(error)

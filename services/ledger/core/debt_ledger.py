@@ -160,11 +160,6 @@ class DebtLedger:
     def get(self, worker_id: str) -> Account | None:
         return self._accounts.get(worker_id)
 
-    def promises_of(self, worker_id: str, tier: KvTier = KvTier.DEVICE) -> dict[str, Promise]:
-        """What of a worker is pointed out to whom."""
-        account = self._accounts.get(worker_id)
-        return {} if account is None else dict(account.offers[tier].promises)
-
     def best(self, host: str) -> Iterator[tuple[Account, KvTier]]:
         """In the order in which they should be asked, and for what; the table must not change meanwhile.
 

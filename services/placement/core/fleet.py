@@ -1,10 +1,11 @@
 """Which worker has room: its last heartbeat, less what it owes its sequences, less what was placed since.
 
 Soft state: one round of heartbeats rebuilds it; a reservation ends when a heartbeat lists its sequence, when
-a step report says it ended, or after `reservation_s`. It knows no bus and no clock; `now_s` is passed in.
+a step report says it ended, when the scheduler says it left before, or after `reservation_s`. It knows no bus
+and no clock; `now_s` is passed in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.placement.core.move_mode import MoveCosts
@@ -15,7 +16,7 @@ from shared.liveness import Liveness
 from shared.messages.commands import PlacementItem
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import SequenceKey, SequenceRef
 
 GROWTH_BLOCKS = 1
 """Left free beside a sequence that joins others, so that its first decode does not preempt one of them."""
@@ -158,6 +159,14 @@ class FleetCapacity:
                 # Blocks of a common prefix count in everyone that has them.
                 free = worker.plannable_blocks + resident.allocated_blocks
                 worker.plannable_blocks = min(free, worker.total_blocks)
+
+    def on_withdrawn(self, refs: Iterable[SequenceRef]) -> None:
+        """They left before their start: what was promised to these attempts, and lower ones, is free."""
+        for ref in refs:
+            for worker in self.workers.values():
+                reserved = worker.reservations.get(ref.key)
+                if reserved is not None and reserved.attempt <= ref.attempt:
+                    del worker.reservations[ref.key]
 
     def on_tick(self, now_s: float) -> list[str]:
         """Drops silent workers and expired reservations; returns the ids of the workers dropped."""

@@ -194,6 +194,19 @@ class Packer:
         if over and self._policy is not None:
             self._end(self._policy, over)
 
+    def on_withdrawn(self, refs: Iterable[SequenceRef]) -> None:
+        """What left before its start gives its place up; what was seen at a worker is followed there."""
+        attempts = {ref.key: ref.attempt for ref in refs}
+        left = [
+            key
+            for key, attempt in attempts.items()
+            if (known := self._known.get(key)) is not None
+            and known.worker_id is None
+            and known.ref.attempt <= attempt
+        ]
+        if left and self._policy is not None:
+            self._end(self._policy, left)
+
     def on_epoch(self, fleet: FleetCapacity, now_s: float) -> tuple[SequenceMove, ...]:
         """Brings the books up to date and says which moves they want."""
         self.sync(fleet, now_s)

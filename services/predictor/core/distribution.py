@@ -107,12 +107,6 @@ def predict_from(lengths_tokens: Floats, queries: Sequence[LengthQuery]) -> list
     return answers
 
 
-def mass_of(lengths_tokens: Floats) -> Floats:
-    """Probability of each length bin, [COUNT], from the quantiles [len(LEVELS)]."""
-    ascending = np.maximum.accumulate(np.maximum(lengths_tokens, 1.0))
-    return _mass(_knots(ascending[None])[0])
-
-
 def _knots(ascending: Floats) -> Floats:
     """Logarithms of where the pieces begin and end, strictly rising: [queries, len(LEVELS) + 2]."""
     logs = np.log(ascending)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.relief import Relief
 from shared.errors import ModelMismatch
-from shared.messages.commands import CancelSequence, PlacementItem
+from shared.messages.commands import PlacementItem
 from shared.messages.moves import MovePrepared, PullBlocks, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import WorkerLost
@@ -28,6 +28,8 @@ class AskPlacement:
     question: int
     items: tuple[PlacementItem, ...]
     excluded_workers: tuple[str, ...]
+    withdrawn: tuple[SequenceRef, ...] = ()
+    """Left before their start since the last question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,12 @@ class AskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CancelAtWorker:
+    """This attempt of that gateway's sequence, and every lower one."""
+
     worker_id: str
-    command: CancelSequence
+    ref: SequenceRef
+    gateway_id: str
+    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,14 @@ class NoteStandstill:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteForeign:
+    """A gateway would have ended another's sequence; nothing was done. For the log."""
+
+    gateway_id: str
+    ref: SequenceRef
+
+
+@dataclass(frozen=True, slots=True)
 class StepDown:
     """A scheduler with a higher epoch is, or was, at work: this core's plans are refused. Drop it and start
     anew."""
@@ -165,6 +179,7 @@ Effect = (
     | PublishMoved
     | NoteRelief
     | NoteStandstill
+    | NoteForeign
     | StepDown
     | SequenceLeft
 )

@@ -37,7 +37,8 @@ def adopt_snapshot(
 ) -> list[Effect]:
     """Brings `pipeline` into step. Every sequence alive there is either in its new policy or dropped by its
     next plan."""
-    effects = _note_ends(roster, snapshot, now_s)
+    effects = [effect for listed in snapshot.sequences for effect in roster.note_owner(listed, now_s)]
+    effects += _note_ends(roster, snapshot, now_s)
     alive = [listed for listed in snapshot.sequences if listed.state is not SequenceState.ENDED]
     adopted: list[tuple[Sequence, SequenceReport]] = []
     stale: list[SequenceReport] = []
@@ -74,16 +75,17 @@ def adopt_snapshot(
 def _is_stale(roster: Roster, pipeline: WorkerPipeline, listed: SequenceReport, now_s: float) -> bool:
     """Whether this attempt should not live here (any more)."""
     key, attempt = listed.ref.key, listed.ref.attempt
-    cancelled = roster.tombstones.get(key, now_s)
-    given_up = roster.dropped.get(key, now_s)
+    given_up = roster.dropped.get((listed.gateway_id, key), now_s)
     ended = roster.ended.get(key, now_s)
-    if cancelled is not None and attempt <= cancelled:
+    if roster.tombstones.covers(listed.gateway_id, listed.ref, now_s):
         return True
     if given_up is not None and attempt <= given_up[0]:
         return True
     if ended is not None and attempt <= ended[0] and ended[1] != pipeline.worker_id:
         return True
     known = roster.sequences.get(key)
+    if known is not None and listed.gateway_id not in ("", known.gateway_id):
+        return True
     if known is None or known.ref.attempt < attempt:
         return False
     lives_elsewhere = known.phase in HELD and known.confirmed and known.worker_id != pipeline.worker_id
@@ -205,6 +207,9 @@ class Fleet:
             pipeline = self.roster.welcome(report, self.epoch, now_s)
         if report.seq < pipeline.report.seq:
             return effects
+        if pipeline.sync is not Sync.IN_STEP:
+            for listed in report.sequences:
+                effects += self.roster.note_owner(listed, now_s)
         trouble = self._compare(pipeline, report, now_s)
         pipeline.report = report
         if pipeline.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:

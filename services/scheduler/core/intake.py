@@ -1,15 +1,22 @@
 """What gateways ask for: submissions, cancels, and their own signs of life. Pure.
 
 Submissions are idempotent: an attempt that is known, over or cancelled is left as it is; a higher one
-replaces it.
+replaces it. A name belongs to the gateway that had it first.
 """
 
 from dataclasses import dataclass
 
-from services.scheduler.core.effects import AskPrediction, Effect
+from services.scheduler.core.effects import AskPrediction, Effect, NoteForeign
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.sequence import HELD, Phase, Sequence
-from shared.errors import ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, UnavailableError
+from shared.errors import (
+    ContextOverflow,
+    ForeignSequence,
+    InvalidRequest,
+    MessageTooLarge,
+    Overloaded,
+    UnavailableError,
+)
 from shared.liveness import SILENCE_S, Liveness
 from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
@@ -34,7 +41,12 @@ class Intake:
 
     def on_submit(self, spec: SequenceSpec, now_s: float) -> tuple[Admission, list[Effect]]:
         """Raises ContextOverflow, InvalidRequest, MessageTooLarge, Overloaded, InternalError when it was
-        given up, or UnavailableError for a start of a gateway that was replaced."""
+        given up, ForeignSequence for a name that is another gateway's, or UnavailableError for a start of a
+        gateway that was replaced."""
+        if self.roster.is_foreign(spec.ref.key, spec.gateway_id, now_s):
+            raise ForeignSequence(
+                f"{spec.ref} is another gateway's than {spec.gateway_id}'s: submit yours under another name"
+            )
         effects = self._hear(spec.gateway_id, spec.gateway_incarnation, now_s)
         known = self.roster.sequences.get(spec.ref.key)
         if known is not None and known.ref.attempt >= spec.ref.attempt:
@@ -58,15 +70,13 @@ class Intake:
     def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
         """Cancelled (the cancel may have overtaken the submission), or ended with its tokens kept at a
         worker."""
-        cancelled = self.roster.tombstones.get(spec.ref.key, now_s)
         ended = self.roster.ended.get(spec.ref.key, now_s)
-        return (cancelled is not None and spec.ref.attempt <= cancelled) or (
-            ended is not None and spec.ref.attempt <= ended[0]
-        )
+        is_cancelled = self.roster.tombstones.covers(spec.gateway_id, spec.ref, now_s)
+        return is_cancelled or (ended is not None and spec.ref.attempt <= ended[0])
 
     def _check(self, spec: SequenceSpec, now_s: float) -> None:
         self.check_context(spec.prompt_tokens, spec.sampling.max_tokens)
-        given_up = self.roster.dropped.get(spec.ref.key, now_s)
+        given_up = self.roster.dropped.get((spec.gateway_id, spec.ref.key), now_s)
         if given_up is not None:
             attempt, error = given_up
             if spec.ref.attempt <= attempt or isinstance(error, ContextOverflow):
@@ -99,13 +109,15 @@ class Intake:
             )
 
     def on_cancel(self, command: CancelSequence, now_s: float) -> list[Effect]:
-        """This attempt and every lower one; remembered for a while, for a submission that it overtook."""
-        before = self.roster.tombstones.get(command.ref.key, now_s) or 0
+        """This attempt of its sender's sequence and every lower one; remembered for a while, for a submission
+        that it overtook."""
+        if self.roster.is_foreign(command.ref.key, command.sender, now_s):
+            return [NoteForeign(command.sender, command.ref)]
         known = self.roster.sequences.get(command.ref.key)
         effects: list[Effect] = []
         if known is not None and known.ref.attempt <= command.ref.attempt:
             effects = self.roster.cancel(known, command.reason, now_s)
-        self.roster.tombstones.put(command.ref.key, max(before, command.ref.attempt), now_s)
+        self.roster.tombstones.put(command.sender, command.ref, now_s)
         return effects
 
     def on_gateway_reported(self, event: GatewayReported, now_s: float) -> list[Effect]:

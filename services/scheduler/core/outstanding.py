@@ -13,7 +13,7 @@ Decodes-only plans may be passed over without a report of their own, as any of t
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PlannedBatch
@@ -38,6 +38,12 @@ class SentPlan:
     plan: BatchPlan
     sent_s: float
     steps_done: int = 0
+    passed: dict[SequenceRef, int] = field(default_factory=dict)
+    """Decodes that were put off, in so many of the steps done; known once it is over."""
+
+    def decoded_tokens(self, ref: SequenceRef) -> int:
+        """Of one that decodes in it."""
+        return self.steps_done - self.passed.get(ref, 0)
 
     @property
     def can_be_cut(self) -> bool:
@@ -121,6 +127,7 @@ class OutstandingPlans:
                 return Trouble(f"plan {self._plans[0].plan.seq} was passed over")
             over.append(self._plans.popleft())
         sent.steps_done = event.steps_done
+        sent.passed = {one.ref: one.steps for one in event.passed}
         self._progress_s = now_s
         if event.plan_over:
             over.append(self._plans.popleft())

@@ -13,14 +13,17 @@ from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, names_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from shared.errors import KvasirError
-from shared.messages.commands import CancelSequence, PlacementItem
-from shared.messages.reports import WorkerReported
+from shared.messages.commands import PlacementItem
+from shared.messages.reports import SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from shared.messages.values import as_count, as_seconds
+from shared.tombstones import Tombstones
 from shared.ttl_map import RecentMap
 
 NO_QUESTION = 0
 """Questions are numbered from 1."""
+_MOST_WITHDRAWN = 256
+"""That one question names; placement forgets the others by itself, seconds later."""
 
 
 class Backlog:
@@ -32,6 +35,7 @@ class Backlog:
         self._question = NO_QUESTION
         self._open: tuple[SequenceRef, ...] | None = None
         self._due_s = float("-inf")
+        self._withdrawn: dict[SequenceRef, None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -53,6 +57,17 @@ class Backlog:
             raise ValueError(f"{sequence.ref} is not in the backlog")
         del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
 
+    def withdraw(self, ref: SequenceRef) -> None:
+        """It was asked for and left before its start: the next question says so."""
+        self._withdrawn[ref] = None
+        if len(self._withdrawn) > _MOST_WITHDRAWN:
+            del self._withdrawn[next(iter(self._withdrawn))]
+
+    def take_withdrawn(self) -> tuple[SequenceRef, ...]:
+        """Since the last call."""
+        withdrawn, self._withdrawn = tuple(self._withdrawn), {}
+        return withdrawn
+
     def poke(self) -> None:
         """Something changed: the next question need not wait for the interval."""
         self._due_s = float("-inf")
@@ -71,8 +86,10 @@ class Backlog:
         self._question += 1
         self._open = tuple(sequence.ref for sequence in batch)
         self._due_s = float("inf")
+        for sequence in batch:
+            sequence.is_asked_for = True
         items = tuple(_item(sequence, kinds, now_s) for sequence in batch)
-        return AskPlacement(self._question, items, excluded_workers)
+        return AskPlacement(self._question, items, excluded_workers, self.take_withdrawn())
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
         """The refs that the question was about; empty when it is not the open one. `more`: go on without a
@@ -118,12 +135,16 @@ class Roster:
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
         self.backlog = Backlog(rules)
-        self.tombstones: RecentMap[SequenceKey, int] = RecentMap(rules.tombstone_s, _LIMIT)
-        """Highest cancelled attempt."""
+        self.tombstones = Tombstones(rules.tombstone_s, _LIMIT)
+        """Cancelled attempts."""
+        self.owners: RecentMap[SequenceKey, str] = RecentMap(max(rules.tombstone_s, rules.ended_s), _LIMIT)
+        """Whose a sequence is that some worker had: lately, or as a worker says that is not in step yet."""
         self.ended: RecentMap[SequenceKey, tuple[int, str]] = RecentMap(rules.ended_s, _LIMIT)
         """Attempt that ended, and the worker that keeps its tokens."""
-        self.dropped: RecentMap[SequenceKey, tuple[int, KvasirError]] = RecentMap(rules.tombstone_s, _LIMIT)
-        """Attempt that was given up, and why."""
+        self.dropped: RecentMap[tuple[str, SequenceKey], tuple[int, KvasirError]] = RecentMap(
+            rules.tombstone_s, _LIMIT
+        )
+        """By gateway and sequence: the attempt that was given up, and why."""
         self.lost_workers: RecentMap[str, int] = RecentMap(rules.tombstone_s, _LIMIT)
         """Incarnation; until it is heard again."""
 
@@ -131,6 +152,29 @@ class Roster:
         """The sequence, if this very attempt of it is known."""
         sequence = self.sequences.get(ref.key)
         return sequence if sequence is not None and sequence.ref.attempt == ref.attempt else None
+
+    def is_foreign(self, key: SequenceKey, gateway_id: str, now_s: float) -> bool:
+        """Whether a sequence of that name is known, or was lately, and is another gateway's."""
+        known = self.sequences.get(key)
+        owner = self.owners.get(key, now_s) if known is None else known.gateway_id
+        return owner not in (None, gateway_id)
+
+    def note_owner(self, listed: SequenceReport, now_s: float) -> list[Effect]:
+        """A worker that is not in step holds this. Who submitted another under its name, which can be learnt
+        from heartbeats, before that was known here, has to give way."""
+        key = listed.ref.key
+        known = self.sequences.get(key)
+        if not listed.gateway_id or (known is not None and known.gateway_id == listed.gateway_id):
+            return []
+        if known is None:
+            if self.owners.get(key, now_s) is None:
+                self.owners.put(key, listed.gateway_id, now_s)
+            return []
+        if known.confirmed:
+            return []
+        left = self.leave(known, Phase.DROPPED, now_s)
+        self.owners.put(key, listed.gateway_id, now_s)
+        return [left]
 
     def of_worker(self, worker_id: str) -> list[Sequence]:
         return [sequence for sequence in self.sequences.values() if sequence.worker_id == worker_id]
@@ -235,8 +279,10 @@ class Roster:
     def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> AskPlacement:
         """For placement's books: the sequence is at this pipeline's worker. Nobody waits for the answer."""
         others = tuple(name for name in self.pipelines if name != pipeline.worker_id)
+        sequence.is_asked_for = True
         item = _item(sequence, (), sequence.arrival_s)
-        return AskPlacement(NO_QUESTION, (item,), (*self.closed_workers(), *others))
+        excluded = (*self.closed_workers(), *others)
+        return AskPlacement(NO_QUESTION, (item,), excluded, self.backlog.take_withdrawn())
 
     def take_back(self, sequence: Sequence, now_s: float) -> None:
         """From a worker that never heard of it to the backlog."""
@@ -256,6 +302,10 @@ class Roster:
         lingers: bool = False,
     ) -> SequenceLeft:
         """It is over. What a worker still holds of it is dropped there with the next plan, or lingers."""
+        if sequence.is_asked_for and not sequence.confirmed and phase is not Phase.ENDED:
+            self.backlog.withdraw(sequence.ref)
+        if phase is Phase.ENDED or sequence.phase in HELD:
+            self.owners.put(sequence.key, sequence.gateway_id, now_s)
         if sequence.phase is Phase.QUEUED:
             self.backlog.remove(sequence)
         elif sequence.worker_id is not None:
@@ -286,20 +336,21 @@ class Roster:
     def cancel(self, sequence: Sequence, reason: FinishReason, now_s: float) -> list[Effect]:
         """End it on behalf of its gateway, at its worker too; whoever sees the attempt again takes it for
         cancelled."""
-        self.tombstones.put(sequence.key, sequence.ref.attempt, now_s)
+        self.tombstones.put(sequence.gateway_id, sequence.ref, now_s)
         held_by = sequence.worker_id if sequence.phase in HELD else None
         effects: list[Effect] = [self.leave(sequence, Phase.CANCELLED, now_s, reason=reason)]
         if held_by is not None:
-            effects.append(CancelAtWorker(held_by, CancelSequence(ref=sequence.ref, reason=reason)))
+            effects.append(CancelAtWorker(held_by, sequence.ref, sequence.gateway_id, reason))
         return effects
 
     def give_up(self, sequence: Sequence, why: KvasirError, now_s: float) -> SequenceLeft:
         """It can run nowhere. The gateway learns why when it submits the sequence again."""
-        self.dropped.put(sequence.key, (sequence.ref.attempt, why), now_s)
+        self.dropped.put((sequence.gateway_id, sequence.key), (sequence.ref.attempt, why), now_s)
         return self.leave(sequence, Phase.DROPPED, now_s, reason=FinishReason.ERROR)
 
     def expire(self, now_s: float) -> None:
         self.tombstones.expire(now_s)
+        self.owners.expire(now_s)
         self.ended.expire(now_s)
         self.dropped.expire(now_s)
         self.lost_workers.expire(now_s)

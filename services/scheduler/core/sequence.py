@@ -114,6 +114,8 @@ class Sequence:
     worker_id: str | None = None
     confirmed: bool = False
     """The worker is known to have taken the start up."""
+    is_asked_for: bool = False
+    """Placement was asked for a place, or told of one: its books may keep that."""
     prediction: LengthPrediction | None = None
     faults: int = 0
     """Resyncs it has caused since its worker last ran smoothly."""

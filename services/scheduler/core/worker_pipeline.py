@@ -357,9 +357,10 @@ class WorkerPipeline:
         return None
 
     def _take_back(self, sent: SentPlan, policy: BatchPolicy, now_s: float) -> None:
-        """The projected tokens of a plan that was cut short, but for attempts replaced meanwhile."""
+        """The projected tokens of a plan that was cut short, or put some of its decodes off, but for attempts
+        replaced meanwhile."""
         for item, planned in zip(sent.batch.decodes, sent.plan.decodes, strict=True):
-            missing = item.tokens - min(item.tokens, sent.steps_done)
+            missing = item.tokens - min(item.tokens, sent.decoded_tokens(planned.ref))
             sequence = self.sequences.get(item.key)
             if missing and sequence is not None and sequence.ref == planned.ref:
                 policy.on_short(item.key, missing, now_s)

@@ -119,6 +119,11 @@ class JobTable:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
+    def maximum_blocks(self, job: Job) -> int:
+        """Of its longest answer, clamped to what an otherwise empty worker gives: one that was found there
+        may be larger."""
+        return min(self.blocks_for(job.task.limit_tokens), self.capacity_blocks)
+
     def is_oversized(self, job: Job) -> bool:
         """Whether it could never end here, as small as the worker is now."""
         return self.blocks_for(job.task.limit_tokens) > self.capacity_blocks
@@ -180,7 +185,11 @@ class JobTable:
             job.stage = JobStage.COMPLETE
 
     def take_back(self, job: Job, missing_tokens: int) -> None:
-        """So many planned tokens were not generated: one that was planned to its limit goes on."""
+        """So many planned tokens were not generated: one that was planned to its limit goes on, and one that
+        has given up what it held has fewer to compute again."""
+        if job.stage is JobStage.WAITING:
+            job.generated_tokens = max(job.task.generated_tokens, job.generated_tokens - missing_tokens)
+            return
         job.generated_tokens -= missing_tokens
         job.computed_tokens -= missing_tokens
         if job.stage is JobStage.COMPLETE and job.missing_tokens > 0:

@@ -11,7 +11,8 @@ Knows nothing of attempts, epochs, messages or other workers. Source: papers/003
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -19,32 +20,40 @@ from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
+Reader = Callable[[object], Any]
+"""Makes what is used of a value as it was set. Raises ValueError that says what to write instead."""
+
 
 def read_options(
-    policy: str, options: Mapping[str, object], defaults: Mapping[str, float]
-) -> dict[str, float]:
-    """Every option of `policy`: as set, or its default. Whole numbers where the default is one; above 0.
+    policy: str,
+    options: Mapping[str, object],
+    defaults: Mapping[str, Any],
+    readers: Mapping[str, Reader] | None = None,
+) -> dict[str, Any]:
+    """Every option of `policy`: as set, or its default. One without a reader of its own is a number above 0,
+    a whole one where its default is.
 
     Raises ConfigError for a name that the policy does not know and for a value it cannot use.
     """
-    for name in options:
+    found = dict(defaults)
+    for name, value in options.items():
         if name not in defaults:
             known = ", ".join(sorted(defaults)) or "none"
             raise ConfigError(f"{policy} has no option {name!r}; it has: {known}", param="policy_options")
-    return {
-        name: _number(policy, name, options[name], default) if name in options else default
-        for name, default in defaults.items()
-    }
+        read = (readers or {}).get(name) or partial(_positive, is_whole=isinstance(defaults[name], int))
+        try:
+            found[name] = read(value)
+        except ValueError as error:
+            text = f"{policy}: option {name!r} is {value!r}; write {error}"
+            raise ConfigError(text, param="policy_options") from None
+    return found
 
 
-def _number(policy: str, name: str, value: object, default: float) -> float:
-    wanted = "a whole number" if isinstance(default, int) else "a number"
-    fits = isinstance(value, int) or (isinstance(value, float) and isinstance(default, float))
-    if isinstance(value, bool) or not fits or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(
-            f"{policy}: write {wanted} above 0 for {name}, not {value!r}", param="policy_options"
-        )
-    return value if isinstance(default, int) else float(value)
+def _positive(value: object, *, is_whole: bool) -> float:
+    kinds = (int,) if is_whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+        raise ValueError(f"a {'whole ' if is_whole else ''}number above 0")
+    return value if is_whole else float(value)
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -186,8 +195,8 @@ class BatchPolicy(Protocol):
         long the answer became, which may be less than was planned; None where it did not end by itself."""
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
-        """Decodes-only batches were cut short: this sequence generated `missing_tokens` fewer than was
-        planned."""
+        """Decodes-only batches were cut short, or its decodes were put off while it waited for stored blocks:
+        this sequence generated `missing_tokens` fewer than was planned."""
 
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
         """The worker has the first `cached_tokens` of this sequence stored: its next chunk may start after

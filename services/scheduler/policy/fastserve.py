@@ -50,7 +50,7 @@ class FastServePolicy(RankedPolicy):
         options = read_options("fastserve", settings.options, _DEFAULTS)
         self._levels = int(options["levels"])
         self._quantum_steps = int(options["quantum_steps"])
-        self._starve_s = options["starve_s"]
+        self._starve_s: float = options["starve_s"]
         self._turns: dict[SequenceKey, _Turn] = {}
         self._joins = 0
         self._step_prefill_tokens = float(settings.token_budget)

@@ -38,7 +38,8 @@ from shared.messages.sequence import SequenceKey
 
 
 class FirstComePolicy(ABC):
-    """One worker's batches, but for `plan`. A subclass fulfils `contract.BatchPolicy`."""
+    """One worker's batches. A subclass says when a waiting sequence may start, and fulfils
+    `contract.BatchPolicy`."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._settings = settings
@@ -76,7 +77,13 @@ class FirstComePolicy(ABC):
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         job = self._table.jobs.get(key)
-        if job is not None and job.stage in (JobStage.DECODING, JobStage.COMPLETE):
+        if job is None:
+            return
+        if job.stage is JobStage.WAITING:
+            self._dequeue(job)
+            self._table.take_back(job, missing_tokens)
+            self._enqueue(job)
+        elif job.stage in (JobStage.DECODING, JobStage.COMPLETE):
             self._table.take_back(job, missing_tokens)
 
     def on_prefix_hit(self, key: SequenceKey, cached_tokens: int, now_s: float) -> None:
@@ -137,10 +144,21 @@ class FirstComePolicy(ABC):
 
     # A batch
 
-    @abstractmethod
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        """See `contract.BatchPolicy`."""
+        batch = self._begin()
+        if not batch.preemptions and self._may_admit():
+            self._admit(batch)
+        return self._finish(batch)
+
+    def _may_admit(self) -> bool:
+        """Whether anybody may start while those that run are as `_begin` left them."""
+        return True
+
     def _target_blocks(self, job: Job, tokens: int) -> int:
-        """What `job` should hold before `tokens` of its tokens are in the cache; at least enough for
-        those."""
+        """What `job` should hold before `tokens` of its tokens are in the cache: unless a policy says
+        otherwise, enough for those, and never less."""
+        return self._table.blocks_for(tokens)
 
     @abstractmethod
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
@@ -250,15 +268,6 @@ class VllmPolicy(FirstComePolicy):
         read_options("vllm", settings.options, {})
         super().__init__(shape, settings)
 
-    def plan(self, now_s: float) -> PlannedBatch | None:
-        batch = self._begin()
-        if not batch.preemptions:
-            self._admit(batch)
-        return self._finish(batch)
-
-    def _target_blocks(self, job: Job, tokens: int) -> int:
-        return self._table.blocks_for(tokens)
-
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
         """The headroom is left to those that run, so that a start is not followed by a preemption at
         once."""
@@ -266,8 +275,18 @@ class VllmPolicy(FirstComePolicy):
         return self._table.blocks_for(job.prefill_tokens) <= self._table.free_blocks - headroom_blocks
 
 
-class OrcaPolicy(FirstComePolicy):
-    """`orca`: each sequence gets, at its start, the blocks of the longest answer it may give."""
+class MaximumPolicy(FirstComePolicy):
+    """Each sequence gets, at its start, the blocks of the longest answer it may give."""
+
+    def _target_blocks(self, job: Job, tokens: int) -> int:
+        return max(self._table.blocks_for(tokens), self._table.maximum_blocks(job))
+
+    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
+        return self._table.maximum_blocks(job) <= self._table.free_blocks
+
+
+class OrcaPolicy(MaximumPolicy):
+    """`orca`: the blocks of the longest answer at the start, in the order of arrival."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("orca", settings.options, {})
@@ -284,12 +303,6 @@ class OrcaPolicy(FirstComePolicy):
         super().on_ended(key, now_s, answer_tokens)
         self._adopted.discard(key)
 
-    def plan(self, now_s: float) -> PlannedBatch | None:
-        batch = self._begin()
-        if not batch.preemptions and not self._is_anyone_short(batch):
-            self._admit(batch)
-        return self._finish(batch)
-
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance, or what started here could run out."""
         super().check_integrity()
@@ -298,20 +311,10 @@ class OrcaPolicy(FirstComePolicy):
             has_maximum = job.held_blocks >= self._table.blocks_for(job.task.limit_tokens)
             assert has_maximum or job.task.key in self._adopted, "started with less than its maximum"
 
-    def _target_blocks(self, job: Job, tokens: int) -> int:
-        return max(self._table.blocks_for(tokens), self._maximum_blocks(job))
-
-    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
-        return self._maximum_blocks(job) <= self._table.free_blocks
-
-    def _maximum_blocks(self, job: Job) -> int:
-        """Clamped to what an otherwise empty worker gives: one that was adopted may be larger than that."""
-        return min(self._table.blocks_for(job.task.limit_tokens), self._table.capacity_blocks)
-
-    def _is_anyone_short(self, batch: BatchBuilder) -> bool:
+    def _may_admit(self) -> bool:
         """An adopted sequence that needs more blocks than it has comes before all that wait."""
-        return any(
-            job.own_blocks < self._maximum_blocks(job)
+        return not any(
+            job.own_blocks < self._table.maximum_blocks(job)
             for job in self._running
             if job.stage is not JobStage.COMPLETE and job.task.key in self._adopted
         )
@@ -324,15 +327,6 @@ class FastGenPolicy(FirstComePolicy):
         options = read_options("fastgen", settings.options, {"tfs_tokens": settings.token_budget})
         size_tokens = min(int(options["tfs_tokens"]), settings.token_budget)
         super().__init__(shape, replace(settings, chunked_prefill=True, token_budget=size_tokens))
-
-    def plan(self, now_s: float) -> PlannedBatch | None:
-        batch = self._begin()
-        if not batch.preemptions:
-            self._admit(batch)
-        return self._finish(batch)
-
-    def _target_blocks(self, job: Job, tokens: int) -> int:
-        return self._table.blocks_for(tokens)
 
     def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
         return self._table.blocks_for(batch.chunk_tokens(job)) <= self._table.free_blocks

@@ -70,7 +70,7 @@ class Foresight:
 
 
 class Foreseeing(FirstComePolicy):
-    """A policy in one order that notes predicted lengths, and asks about outgrown ones. A subclass plans."""
+    """A policy in one order that notes predicted lengths, and asks about outgrown ones."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         self._foresight = Foresight()
@@ -107,8 +107,9 @@ class Foreseeing(FirstComePolicy):
         super().check_integrity()
         self._foresight.check_integrity(self._table.jobs)
 
-    def _with_questions(self, batch: PlannedBatch | None) -> PlannedBatch | None:
-        """The same batch, and what is asked about the answers it goes on with."""
+    def plan(self, now_s: float) -> PlannedBatch | None:
+        """With what is asked about the answers that the batch goes on with."""
+        batch = super().plan(now_s)
         if batch is None:
             return None
         decoded = (self._table.jobs[item.key] for item in batch.decodes)
@@ -118,11 +119,14 @@ class Foreseeing(FirstComePolicy):
 class ExactPolicy(Foreseeing):
     """Prompt and predicted answer are allocated at once. A subclass says who is next (`_candidates`)."""
 
-    def plan(self, now_s: float) -> PlannedBatch | None:
-        batch = self._begin()
-        if not batch.preemptions:
-            self._admit(batch)
-        return self._with_questions(self._finish(batch))
+    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
+        """Demands are clamped to the capacity, who can ever fit changes: all that wait are sorted anew."""
+        waiting = list(self._waiting)
+        for job in waiting:
+            self._dequeue(job)
+        super().on_resized(capacity_blocks, now_s)
+        for job in waiting:
+            self._enqueue(job)
 
     def _exact_blocks(self, job: Job) -> int:
         """What prompt and predicted answer occupy, clamped to what an otherwise empty worker gives."""
@@ -133,7 +137,7 @@ class ExactPolicy(Foreseeing):
         )
 
     def _target_blocks(self, job: Job, tokens: int) -> int:
-        needed = self._table.blocks_for(tokens)
+        needed = super()._target_blocks(job, tokens)
         if job.stage in (JobStage.WAITING, JobStage.PREFILLING):
             return max(needed, self._exact_blocks(job))
         return needed

@@ -22,7 +22,7 @@ from typing import Any
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
 from services.scheduler.policy.lengths import Calibration, LengthEstimates
-from services.scheduler.policy.options import parse_options
+from services.scheduler.policy.options import two_queue_options
 from services.scheduler.policy.profile import UsageProfile, bucket_tokens
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import AgingTurns, WaitingQueue
@@ -45,7 +45,7 @@ class KvasirPolicy(TwoQueuePolicy):
     """
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        options = parse_options(settings.options, _DEFAULTS)
+        options = two_queue_options("kvasir", settings.options, _DEFAULTS)
         super().__init__(
             shape,
             settings,

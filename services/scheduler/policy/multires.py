@@ -36,15 +36,6 @@ class MultiResPolicy(ExactPolicy):
         """(row, negative of the blocks asked for, arrival, key) of each of them."""
         super().__init__(shape, settings)
 
-    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
-        """Demands are clamped to the capacity: all that wait are placed anew."""
-        waiting = list(self._waiting)
-        for job in waiting:
-            self._dequeue(job)
-        super().on_resized(capacity_blocks, now_s)
-        for job in waiting:
-            self._enqueue(job)
-
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
         super().check_integrity()

@@ -6,7 +6,7 @@ Source: papers/003 §2.3 (padding, reserve), §3.3 (slack ranges), §3.4 (buffer
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from shared.errors import ConfigError
+from services.scheduler.policy.contract import Reader, read_options
 
 LENGTHS = ("mean", "p50", "p80", "p90", "p95")
 """Which of a prediction's figures is padded and allocated; `mean` is its `rl_tokens`."""
@@ -36,63 +36,58 @@ class TwoQueueOptions:
     """Bounds between the slack classes, ascending."""
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ConfigError(
-            f"policy option {name!r} is {value!r}; write a number from {low:g} to {high:g}", param=name
-        )
-    return float(value)
+def _number(low: float, high: float) -> Reader:
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    return read
 
 
-def _tokens(name: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(
-            f"policy option {name!r} is {value!r}; write a whole number, at least {low}", param=name
-        )
+def _tokens(low: int) -> Reader:
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"a whole number, at least {low}")
+        return value
+
+    return read
+
+
+def _length(value: object) -> str:
+    if not isinstance(value, str) or value not in LENGTHS:
+        raise ValueError(f"one of: {', '.join(LENGTHS)}")
     return value
 
 
+_edge = _number(-86_400, 86_400)
+
+
 def _edges(value: object) -> tuple[float, ...]:
-    edges = tuple(value) if isinstance(value, list | tuple) else ()
-    numbers = tuple(_number("slack_edges_s", edge, -86_400, 86_400) for edge in edges)
-    if not numbers or len(numbers) > 16 or list(numbers) != sorted(set(numbers)):
-        raise ConfigError(
-            f"policy option 'slack_edges_s' is {value!r}; write up to 16 ascending seconds, like [0.2, 2]",
-            param="slack_edges_s",
-        )
-    return numbers
+    edges = [_edge(edge) for edge in value] if isinstance(value, list | tuple) else []
+    if not edges or len(edges) > 16 or edges != sorted(set(edges)):
+        raise ValueError("up to 16 ascending seconds, like [0.2, 2]")
+    return tuple(edges)
 
 
-_RANGES = {
-    "pad": (0.0, 10.0),
-    "reserve_ratio": (0.0, 0.5),
-    "buffer": (0.0, 1.0),
-    "slo_scale": (0.01, 1e6),
-    "aging_s": (0.0, 1e9),
-    "aging_share": (0.01, 1.0),
+_READERS: Mapping[str, Reader] = {
+    "pad": _number(0.0, 10.0),
+    "length": _length,
+    "reserve_ratio": _number(0.0, 0.5),
+    "buffer": _number(0.0, 1.0),
+    "slo_scale": _number(0.01, 1e6),
+    "tfs_tokens": _tokens(0),
+    "aging_s": _number(0.0, 1e9),
+    "aging_share": _number(0.01, 1.0),
+    "default_tokens": _tokens(1),
+    "slack_edges_s": _edges,
 }
 
 
-def parse_options(
-    options: Mapping[str, object], defaults: Mapping[str, float] | None = None
+def two_queue_options(
+    policy: str, options: Mapping[str, object], defaults: Mapping[str, float] | None = None
 ) -> TwoQueueOptions:
     """The named options over their defaults, or over the policy's own. Raises ConfigError, which
     names the option and what to write."""
-    known = sorted(field.name for field in fields(TwoQueueOptions))
-    values: dict[str, object] = dict(defaults or {})
-    for name, value in options.items():
-        if name in _RANGES:
-            values[name] = _number(name, value, *_RANGES[name])
-        elif name in ("tfs_tokens", "default_tokens"):
-            values[name] = _tokens(name, value, 0 if name == "tfs_tokens" else 1)
-        elif name == "slack_edges_s":
-            values[name] = _edges(value)
-        elif name == "length":
-            if value not in LENGTHS:
-                raise ConfigError(
-                    f"policy option 'length' is {value!r}; write one of: {', '.join(LENGTHS)}", param=name
-                )
-            values[name] = value
-        else:
-            raise ConfigError(f"policy option {name!r} is not known; known: {', '.join(known)}", param=name)
-    return TwoQueueOptions(**values)  # type: ignore[arg-type]
+    usual = {field.name: field.default for field in fields(TwoQueueOptions)}
+    return TwoQueueOptions(**read_options(policy, options, {**usual, **(defaults or {})}, _READERS))

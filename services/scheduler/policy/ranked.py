@@ -17,13 +17,13 @@ from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
-from services.scheduler.policy.first_come import FirstComePolicy
+from services.scheduler.policy.first_come import MaximumPolicy
 from services.scheduler.policy.foresight import Foreseeing
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 
 
-class RankedPolicy(FirstComePolicy):
+class RankedPolicy(MaximumPolicy):
     """Those of highest rank run. A subclass has a `_rank`, and fulfils `contract.BatchPolicy`."""
 
     def plan(self, now_s: float) -> PlannedBatch | None:
@@ -70,13 +70,13 @@ class RankedPolicy(FirstComePolicy):
                 may_evict = may_evict and running[0].stage is JobStage.DECODING
                 chosen.append(running.pop(0))
                 continue
-            missing_blocks = self._maximum_blocks(waiting[0]) - free_blocks
+            missing_blocks = self._table.maximum_blocks(waiting[0]) - free_blocks
             if missing_blocks > 0 and not (may_evict and self._make_room(batch, missing_blocks, running)):
                 waiting = []
                 continue
             chosen.append(waiting.pop(0))
             free_blocks = self._table.free_blocks - sum(
-                self._maximum_blocks(job) for job in chosen if job.stage is JobStage.WAITING
+                self._table.maximum_blocks(job) for job in chosen if job.stage is JobStage.WAITING
             )
             may_evict = False
         return chosen
@@ -93,18 +93,8 @@ class RankedPolicy(FirstComePolicy):
             self._preempt(batch, victim)
         return True
 
-    def _target_blocks(self, job: Job, tokens: int) -> int:
-        return max(self._table.blocks_for(tokens), self._maximum_blocks(job))
-
-    def _can_start(self, batch: BatchBuilder, job: Job) -> bool:
-        return self._maximum_blocks(job) <= self._table.free_blocks
-
-    def _maximum_blocks(self, job: Job) -> int:
-        """Clamped to what an otherwise empty worker gives: one that was found there may be larger."""
-        return min(self._table.blocks_for(job.task.limit_tokens), self._table.capacity_blocks)
-
     def _has_maximum(self, job: Job) -> bool:
-        return job.held_blocks >= self._maximum_blocks(job)
+        return job.held_blocks >= self._table.maximum_blocks(job)
 
 
 class SrtfPolicy(Foreseeing, RankedPolicy):
@@ -117,9 +107,6 @@ class SrtfPolicy(Foreseeing, RankedPolicy):
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
         super().on_predicted(key, prediction, now_s)
         self._sort_running()
-
-    def plan(self, now_s: float) -> PlannedBatch | None:
-        return self._with_questions(super().plan(now_s))
 
     def _rank(self, job: Job) -> Any:
         prefill_tokens = 0

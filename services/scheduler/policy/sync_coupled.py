@@ -38,15 +38,6 @@ class SyncCoupledPolicy(ExactPolicy):
         """Members of the latest group that are still to start, in order."""
         super().__init__(shape, settings)
 
-    def on_resized(self, capacity_blocks: int, now_s: float) -> None:
-        """Who can ever fit changes: all that wait are grouped anew."""
-        waiting = list(self._waiting)
-        for job in waiting:
-            self._dequeue(job)
-        super().on_resized(capacity_blocks, now_s)
-        for job in waiting:
-            self._enqueue(job)
-
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
         super().check_integrity()

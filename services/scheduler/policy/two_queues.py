@@ -104,11 +104,13 @@ class TwoQueuePolicy(ABC):
 
     def on_short(self, key: SequenceKey, missing_tokens: int, now_s: float) -> None:
         job = self._table.jobs.get(key)
-        if job is None or job.is_prompt or missing_tokens <= 0:
+        if job is None or job.stage is JobStage.PREFILLING or missing_tokens <= 0:
             return
         self._take_out(job)
         self._table.take_back(job, missing_tokens)
-        if job.stage is JobStage.READY:
+        if job.stage is JobStage.WAITING:
+            self._queue_prompt(job, now_s)
+        elif job.stage is JobStage.READY:
             self._queue_ready(job, now_s)
         else:
             self._running[key] = job

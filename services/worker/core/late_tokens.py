@@ -23,34 +23,39 @@ _LATE_S = 1.0
 
 
 class LateTokens:
-    """By attempt; of too many sequences the first is forgotten."""
+    """By gateway and attempt; of too many sequences of one gateway the first is forgotten."""
 
     def __init__(self) -> None:
-        self._late: OrderedDict[SequenceRef, dict[int, int]] = OrderedDict()
+        self._late: dict[str, OrderedDict[SequenceRef, dict[int, int]]] = {}
 
     def __len__(self) -> int:
-        return len(self._late)
+        return sum(map(len, self._late.values()))
 
-    def add(self, ref: SequenceRef, first_index: int, tokens: Sequence[int]) -> None:
-        """These are the answer's tokens from that index on."""
-        known = self._late.setdefault(ref, {})
+    def add(self, gateway_id: str, ref: SequenceRef, first_index: int, tokens: Sequence[int]) -> None:
+        """These are the answer's tokens from that index on, as that gateway says."""
+        late = self._late.setdefault(gateway_id, OrderedDict())
+        known = late.setdefault(ref, {})
         for index, token in enumerate(tokens, first_index):
             if len(known) < MOST_TOKENS:
                 known[index] = token
-        while len(self._late) > MOST_SEQUENCES:
-            self._late.popitem(last=False)
+        while len(late) > MOST_SEQUENCES:
+            late.popitem(last=False)
 
-    def take(self, ref: SequenceRef, first_index: int, most: int) -> list[int]:
-        """Those that follow without a gap, at most so many, once."""
-        known = self._late.get(ref, {})
+    def take(self, gateway_id: str, ref: SequenceRef, first_index: int, most: int) -> list[int]:
+        """Those that follow without a gap, at most so many, once; what other gateways say does not count."""
+        known = self._late.get(gateway_id, OrderedDict()).get(ref, {})
         found: list[int] = []
         while len(found) < most and first_index + len(found) in known:
             found.append(known.pop(first_index + len(found)))
         return found
 
-    def forget(self, ref: SequenceRef) -> None:
+    def forget(self, gateway_id: str, ref: SequenceRef) -> None:
         """It has all that it takes."""
-        self._late.pop(ref, None)
+        late = self._late.get(gateway_id)
+        if late is not None:
+            late.pop(ref, None)
+            if not late:
+                del self._late[gateway_id]
 
 
 class Latecomers:
@@ -60,9 +65,13 @@ class Latecomers:
         self._tokens = LateTokens()
         self._shorts: list[ShortStart] = []
 
-    def add(self, ref: SequenceRef, first_index: int, tokens: Sequence[int]) -> None:
-        """These are the answer's tokens from that index on."""
-        self._tokens.add(ref, first_index, tokens)
+    def add(self, gateway_id: str, ref: SequenceRef, first_index: int, tokens: Sequence[int]) -> None:
+        """These are the answer's tokens from that index on, as that gateway says."""
+        self._tokens.add(gateway_id, ref, first_index, tokens)
+
+    def miss(self, sequence: HeldSequence, tokens: int) -> None:
+        """Plans count on so many that it has not."""
+        self._shorts.append(ShortStart(ref=sequence.ref, missing_tokens=tokens))
 
     def take_shorts(self) -> tuple[ShortStart, ...]:
         """Since the last call."""
@@ -74,7 +83,9 @@ class Latecomers:
         missing = item.end_token - len(sequence.tokens) if isinstance(item, PrefillChunk) else 0
         if missing < 0:
             return item
-        late = self._tokens.take(sequence.ref, sequence.generated_tokens, sequence.open_tokens)
+        late = self._tokens.take(
+            sequence.gateway_id, sequence.ref, sequence.generated_tokens, sequence.open_tokens
+        )
         sequence.tokens += late
         sequence.open_tokens -= len(late)
         sequence.steps_alone = 0 if late else sequence.steps_alone + 1
@@ -99,6 +110,6 @@ class Latecomers:
     def _close(self, sequence: HeldSequence) -> None:
         """It takes no more late tokens; its scheduler has to know how many did not come."""
         if sequence.open_tokens:
-            self._shorts.append(ShortStart(ref=sequence.ref, missing_tokens=sequence.open_tokens))
+            self.miss(sequence, sequence.open_tokens)
         sequence.open_tokens = 0
-        self._tokens.forget(sequence.ref)
+        self._tokens.forget(sequence.gateway_id, sequence.ref)

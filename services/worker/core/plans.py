@@ -4,18 +4,25 @@ The queue knows nothing of sequences: which items of a plan can be applied is de
 `services.worker.core.sequences`, and what is left of one iteration of the head is a `StepWork`.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
 
 import msgspec
 
 from services.worker.core.sequence import HeldSequence
-from shared.messages.plans import BatchPlan, PrefixHit, ShortStart, SkippedItem, StepOutcome
+from shared.messages.plans import BatchPlan, PassedOver, PrefixHit, ShortStart, SkippedItem, StepOutcome
 from shared.messages.sequence import SequenceRef
 from shared.messages.values import EPOCH_REACH
 
 MAX_PLANS = 64
 """Plans that may wait; a scheduler keeps one or two ahead."""
+
+
+_LONGEST_HOLD_S = 5.0
+"""After so long without anybody who could run a plan expires like others."""
 
 
 @dataclass(slots=True)
@@ -29,10 +36,26 @@ class QueuedPlan:
     """Each item that cannot be applied is reported once per plan."""
     ended: set[SequenceRef] = field(default_factory=set)
     """Ended while the plan ran: its later steps pass over them silently."""
+    has_begun: bool = False
+    """It has been applied: only its decodes are left to be looked at."""
+    held_s: float | None = None
+    """Since then it waits for somebody in it to have blocks."""
+    passed: Counter[SequenceRef] = field(default_factory=Counter)
+    """Decodes that were put off, in so many of its steps."""
 
     @property
     def over(self) -> bool:
         return self.steps_done >= self.plan.steps
+
+    @property
+    def is_queued(self) -> bool:
+        """False for one that stands for no plan: see `PlanQueue.unplanned`."""
+        return self.plan.seq > 0
+
+    @property
+    def passed_over(self) -> tuple[PassedOver, ...]:
+        """As a report tells it."""
+        return tuple(PassedOver(ref=ref, steps=steps) for ref, steps in self.passed.items())
 
     @property
     def report_is_due(self) -> bool:
@@ -48,6 +71,7 @@ class GivenUpPlan:
     seq: int
     steps_done: int
     outcome: StepOutcome
+    passed: tuple[PassedOver, ...] = ()
 
 
 class PlanQueue:
@@ -110,6 +134,24 @@ class PlanQueue:
             expired.append(self._given_up(self._queue.popleft(), StepOutcome.EXPIRED))
         return None, expired
 
+    def unplanned(self, now_s: float) -> QueuedPlan:
+        """A step that no plan asks for: of what earlier ones did."""
+        return QueuedPlan(BatchPlan(epoch=self.epoch, seq=0), now_s, has_begun=True)
+
+    def hold_head(self, now_s: float) -> None:
+        """The head, if there is one, has begun, and nobody in it can run yet: its time counts from now on,
+        but not for ever."""
+        head = self._queue[0] if self._queue else None
+        if head is None:
+            return
+        head.held_s = now_s if head.held_s is None else head.held_s
+        if now_s - head.held_s < _LONGEST_HOLD_S:
+            head.received_s = now_s
+
+    def behind(self) -> Iterable[BatchPlan]:
+        """The plans after the head."""
+        return (queued.plan for queued in islice(self._queue, 1, None))
+
     def finish_head(self) -> None:
         """The head has run its last step."""
         self._queue.popleft()
@@ -138,7 +180,15 @@ class PlanQueue:
 
     @staticmethod
     def _given_up(queued: QueuedPlan, outcome: StepOutcome) -> GivenUpPlan:
-        return GivenUpPlan(queued.plan.epoch, queued.plan.seq, queued.steps_done, outcome)
+        passed = queued.passed_over
+        return GivenUpPlan(queued.plan.epoch, queued.plan.seq, queued.steps_done, outcome, passed)
+
+
+class PutOff(Enum):
+    """Instead of a `WorkItem`."""
+
+    PUT_OFF = "put off"
+    """What the item asks for is done once the stored blocks are there that its sequence waits for."""
 
 
 class WorkItem(msgspec.Struct, frozen=True, gc=False):
@@ -162,6 +212,15 @@ class StepWork:
     """Ended since the last report, before this iteration."""
     hits: tuple[PrefixHit, ...] = ()
     shorts: tuple[ShortStart, ...] = ()
+    passed: tuple[SequenceRef, ...] = ()
+    """Decodes that are put off."""
+    waits: bool = False
+    """Somebody whom the plan names is put off."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the scheduler should hear of it at once."""
+        return bool(self.ended or self.skipped or self.hits or self.shorts)
 
     @property
     def prefilled_tokens(self) -> int:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from services.worker.core.sequence import HeldSequence
-from services.worker.kv.core.borrowed_pool import first_borrowed
+from services.worker.kv.core.arrivals import Hit
+from services.worker.kv.core.block_table import first_borrowed
 from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.blocks import BlockHash, chain, child, root
 from shared.messages.plans import PrefixHit
@@ -50,26 +51,53 @@ class Prefixes:
 
     def extend(self, sequence: HeldSequence, most_blocks: int) -> None:
         """Give a sequence what is stored of the tokens that it would compute next, up to so many blocks in
-        all. Its last token is always left to be computed: its logits are wanted."""
+        all; what is not on the device it awaits. Its last token is always left to be computed: its logits are
+        wanted."""
         size = self.cache.block_tokens
         first, rest = divmod(sequence.computed_tokens, size)
         usable = (len(sequence.tokens) - 1) // size
         if rest or first != len(sequence.blocks) or first >= min(usable, most_blocks):
             return
         self._name(sequence, usable)
-        hit = self.cache.acquire(sequence.names[:usable], min(usable, most_blocks), first)
-        if not hit.blocks:
+        names, most = sequence.names[:usable], min(usable, most_blocks)
+        hit = self.cache.acquire(names, most, first, may_load=not sequence.computes_rest)
+        if not hit.known_blocks:
             return
-        sequence.blocks += hit.blocks
-        sequence.published_blocks = len(sequence.blocks)
-        sequence.computed_tokens = len(sequence.blocks) * size
-        sequence.promised_tokens = sequence.computed_tokens + hit.ahead * size
-        if not sequence.sampled:
-            cached_tokens = sequence.cached_tokens + len(hit.blocks) * size
-            sequence.cached_tokens = min(cached_tokens, sequence.prompt_tokens)
+        sequence.awaited = hit.awaited
+        self._take(sequence, hit)
+        sequence.promised_tokens = (first + hit.known_blocks + hit.ahead) * size
         self._hits.append(
             PrefixHit(ref=sequence.ref, cached_tokens=sequence.promised_tokens, blocks=hit.loaded)
         )
+
+    def collect(self, sequence: HeldSequence) -> None:
+        """It waits no longer: it has what has come by now, and computes the rest."""
+        awaited, sequence.awaited, sequence.awaited_until_s = sequence.awaited, None, None
+        if awaited is None:
+            return
+        hit = self.cache.collect(awaited)
+        sequence.computes_rest = sequence.computes_rest or len(hit.blocks) < len(awaited.nodes)
+        if hit.blocks:
+            self._take(sequence, hit)
+            self._hits.append(
+                PrefixHit(ref=sequence.ref, cached_tokens=sequence.computed_tokens, blocks=hit.loaded)
+            )
+
+    def abandon(self, sequence: HeldSequence) -> None:
+        """Nobody needs what it waits for."""
+        awaited, sequence.awaited, sequence.awaited_until_s = sequence.awaited, None, None
+        if awaited is not None:
+            self.cache.release(self.cache.collect(awaited).blocks)
+
+    def _take(self, sequence: HeldSequence, hit: Hit) -> None:
+        """These blocks follow those that it has."""
+        size = self.cache.block_tokens
+        sequence.blocks.extend(hit.blocks)
+        sequence.published_blocks = len(sequence.blocks)
+        sequence.computed_tokens = len(sequence.blocks) * size
+        if not sequence.sampled:
+            cached_tokens = sequence.cached_tokens + len(hit.blocks) * size
+            sequence.cached_tokens = min(cached_tokens, sequence.prompt_tokens)
 
     def publish(self, sequence: HeldSequence) -> None:
         """Blocks that have become full get their names, up to the first that is borrowed."""
@@ -106,6 +134,7 @@ class Prefixes:
 
     def work_ahead(self) -> None:
         """Between two steps: begin what copies may be in flight, none of which is waited for."""
+        self.cache.save_ahead()
         self.cache.save(_SAVED_BLOCKS)
         needed = {name for names in self._expected for name in names}
         while self._expected:

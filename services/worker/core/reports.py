@@ -71,6 +71,7 @@ class StepReports:
             skipped=work.skipped,
             hits=work.hits,
             shorts=work.shorts,
+            passed=work.queued.passed_over if plan_over else (),
         )
 
     def between_steps(self, epoch: int, shorts: tuple[ShortStart, ...]) -> WorkerStepped:
@@ -102,6 +103,7 @@ class StepReports:
                     outcome=plan.outcome,
                     steps_done=plan.steps_done,
                     plan_over=True,
+                    passed=plan.passed,
                     free_blocks=self._plannable_blocks,
                 )
             )

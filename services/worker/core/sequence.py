@@ -6,9 +6,12 @@ Legal transitions are one table, `TRANSITIONS`; anything else is a bug here and 
 from dataclasses import dataclass, field
 
 from services.worker.core.sampling import Sampled
+from services.worker.kv.core.arrivals import Awaited
+from services.worker.kv.core.block_table import BlockTable, block_table
 from services.worker.kv.core.radix_tree import Node
 from shared.blocks import BlockHash
 from shared.errors import InternalError
+from shared.messages.plans import PrefillChunk
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import (
     FinishReason,
@@ -48,7 +51,7 @@ class HeldSequence:
     state: SequenceState = SequenceState.WAITING
     computed_tokens: int = 0
     """Tokens whose KV is present."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=block_table)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Where wanted: of the last tokens, those sampled in this attempt. The gateway has the others."""
     cache_salt: bytes = b""
@@ -58,6 +61,14 @@ class HeldSequence:
     """So many of its blocks were offered to the prefix cache, or came from there."""
     kept: list[Node] = field(default_factory=list)
     """Its first blocks, while the host keeps them: it was taken off the device and is not back yet."""
+    awaited: Awaited | None = None
+    """Stored blocks that follow those in `blocks`, on their way to the device."""
+    awaited_until_s: float | None = None
+    """Then it goes on without them. None: nobody has looked yet."""
+    computes_rest: bool = False
+    """A load brought less than it was to: it loads nothing any more."""
+    postponed: PrefillChunk | None = None
+    """What plans count as computed and is not: it waited for stored blocks."""
     promised_tokens: int = 0
     """A chunk may begin up to here, wherever the computation stands: the scheduler was told that what
     precedes it is stored."""
@@ -107,6 +118,16 @@ class HeldSequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def allocated_blocks(self) -> int:
+        """Its own, and those that it waits for."""
+        return len(self.blocks) + (0 if self.awaited is None else len(self.awaited.nodes))
+
+    @property
+    def is_put_off(self) -> bool:
+        """It waits for stored blocks, or has yet to compute what plans count on."""
+        return self.awaited is not None or self.postponed is not None
+
+    @property
     def alive(self) -> bool:
         return self.state is not SequenceState.ENDED
 
@@ -119,8 +140,9 @@ class HeldSequence:
 
     def forget_blocks(self) -> None:
         """Nothing of it is computed any more. What its blocks were called stays true."""
-        self.blocks = []
+        self.blocks = block_table()
         self.computed_tokens = self.published_blocks = self.promised_tokens = 0
+        self.postponed = self.awaited_until_s = None
         if not self.sampled:
             self.cached_tokens = 0
 
@@ -168,7 +190,7 @@ class HeldSequence:
             generated_tokens=self.generated_tokens,
             computed_tokens=self.computed_tokens,
             max_tokens=self.sampling.max_tokens,
-            allocated_blocks=len(self.blocks),
+            allocated_blocks=self.allocated_blocks,
             finish_reason=self.finish_reason,
             waited_s=as_seconds(self.waited_s + held_s),
             deadline_in_s=None if self.deadline_in_s is None else as_seconds(self.deadline_in_s - held_s),

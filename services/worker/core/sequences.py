@@ -6,11 +6,15 @@ A plan states intent: each item is applied only where it is valid and reported o
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from services.worker.core.late_tokens import Latecomers
-from services.worker.core.plans import WorkItem
+from services.worker.core.owners import check_owner, foreign, is_for
+from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import HeldSequence
+from services.worker.kv.core.block_table import block_table
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.pie.core.pool import ElasticPool
 from shared.liveness import AwakeTime, Liveness
@@ -25,11 +29,14 @@ from shared.messages.plans import (
 )
 from shared.messages.reports import SequenceReport, SequenceState
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, SequenceSpec, proof_of
-from shared.ttl_map import RecentMap
+from shared.tombstones import Tombstones
 
 MAX_SEQUENCES = 8192
 """Held at once, ended ones included."""
 _MOST_BURIED = 65_536
+"""Of each gateway."""
+_LONGEST_WAIT_S = 2.0
+"""For stored blocks; then they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +69,15 @@ class SequenceTable:
         self._block_tokens = pool.block_tokens
         self._limits = limits
         self._held: dict[SequenceKey, HeldSequence] = {}
-        self._buried: RecentMap[SequenceKey, int] = RecentMap(limits.end_retention_s, _MOST_BURIED)
-        """Highest attempt that must not come back: cancelled, dropped or acknowledged."""
+        self._buried = Tombstones(limits.end_retention_s, _MOST_BURIED)
+        """Cancelled, dropped or acknowledged."""
         self._gateways = Liveness(limits.gateway_timeout_s)
         self._awake = AwakeTime(longest_gap_s=limits.gateway_timeout_s / 2)
         """Iterations may be long; what came meanwhile is heard right after them."""
         self._unreported: list[HeldSequence] = []
         self.late = Latecomers()
+        self.put_off: dict[SequenceKey, HeldSequence] = {}
+        """Those that wait for stored blocks, or have yet to compute what plans count on."""
         if isinstance(pool, ElasticPool | ExtendedPool):
             pool.on_moved = self._follow
 
@@ -76,6 +85,12 @@ class SequenceTable:
         """The sequence, when exactly this attempt of it is held."""
         held = self._held.get((ref.request_id, ref.choice))
         return held if held is not None and held.ref.attempt == ref.attempt else None
+
+    def check_owner(self, ref: SequenceRef, sender: str) -> None:
+        """Raises ForeignSequence when what is held under that name, whichever attempt, is not its affair."""
+        held = self._held.get(ref.key)
+        if held is not None:
+            check_owner(sender, ref, held.gateway_id)
 
     def take_ended(self) -> list[HeldSequence]:
         """Sequences that ended, or were taken away, since the last call."""
@@ -103,13 +118,15 @@ class SequenceTable:
 
     def prepare(
         self, item: PrefillChunk | Decode, sequence: HeldSequence | None
-    ) -> WorkItem | SkipReason | None:
+    ) -> WorkItem | SkipReason | PutOff | None:
         """Allocate for one item and say what to compute, or why it cannot be; None: nothing is left of it.
 
-        `sequence` is what `find` has for the item.
+        `sequence` is what `find` has for the item. What is put off is done by `resume`.
         """
         if sequence is None or not sequence.alive:
             return SkipReason.UNKNOWN
+        if sequence.is_put_off:
+            return self._join(sequence, item)
         if sequence.open_tokens:
             item = self.late.join(sequence, item)
         held_tokens, is_decode = len(sequence.tokens), isinstance(item, Decode)
@@ -123,17 +140,52 @@ class SequenceTable:
             return SkipReason.MISALIGNED
         if not is_decode:
             self._share(sequence, item.allocated_blocks)
+            if sequence.awaited is not None and isinstance(item, PrefillChunk):
+                return self._put_off(sequence, item)
             first = sequence.computed_tokens
         held_blocks = len(sequence.blocks)
         if item.allocated_blocks > held_blocks:
-            if not self._raise_allocation(sequence, item.allocated_blocks - held_blocks):
-                return SkipReason.NO_BLOCKS
+            missing = item.allocated_blocks - held_blocks
+            if not self._raise_allocation(sequence, missing):
+                if not self._will_have(missing):
+                    return SkipReason.NO_BLOCKS
+                return PutOff.PUT_OFF if isinstance(item, Decode) else self._put_off(sequence, item)
             held_blocks = item.allocated_blocks
         if held_blocks * self._block_tokens < end:
             return SkipReason.EXHAUSTED
         if first >= end:
             return None
         return WorkItem(sequence, first, end, end == held_tokens, is_decode)
+
+    def resume(self, now_s: float, most_tokens: int) -> list[tuple[SequenceRef, WorkItem | SkipReason]]:
+        """What was put off and can be done now, up to about so many tokens; more of it later."""
+        done: list[tuple[SequenceRef, WorkItem | SkipReason]] = []
+        for key, sequence in list(self.put_off.items()):
+            if self._waits(sequence, now_s):
+                continue
+            chunk, sequence.postponed = sequence.postponed, None
+            del self.put_off[key]
+            first = sequence.computed_tokens
+            if chunk is None or first >= chunk.end_token:
+                continue
+            if most_tokens <= 0:
+                self._put_off(sequence, chunk)
+                continue
+            prepared = self.prepare(msgspec.structs.replace(chunk, first_token=first), sequence)
+            if isinstance(prepared, WorkItem):
+                first, end = prepared.first_token, prepared.end_token
+                if end - first > most_tokens:
+                    self._put_off(sequence, chunk)
+                    prepared = WorkItem(sequence, first, first + most_tokens, False, False)
+                most_tokens -= prepared.end_token - first
+            if isinstance(prepared, WorkItem | SkipReason):
+                done.append((sequence.ref, prepared))
+        return done
+
+    def give_up_postponed(self) -> None:
+        """Whoever asks anew knows how far each is computed: nothing is computed for the plans before."""
+        for sequence in self.put_off.values():
+            sequence.postponed = None
 
     def commit(self, item: WorkItem, sampled: Sampled | None, now_s: float) -> None:
         """The item was computed.
@@ -176,7 +228,7 @@ class SequenceTable:
         self._unreported.append(sequence)
         if sequence.rehearsal:
             self._held.pop(sequence.ref.key, None)
-            self._bury(sequence.ref, now_s)
+            self._buried.put(sequence.gateway_id, sequence.ref, now_s)
 
     def lose_blocks(self, blocks: Iterable[int], now_s: float) -> None:
         """The KV of these is gone: sequences that have any of them end, to be computed again."""
@@ -187,25 +239,41 @@ class SequenceTable:
         if isinstance(self.pool, ExtendedPool):
             self.pool.lose(gone)
 
-    def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float) -> None:
-        """Forget this attempt and every lower one, now and for a while to come.
+    def cancel(self, ref: SequenceRef, reason: FinishReason, now_s: float, gateway_id: str = "") -> None:
+        """Forget this attempt of that gateway's sequence, or without one of whosever is held, and every lower
+        one, now and for a while to come. Nobody waits for its tokens.
 
-        Nobody waits for its tokens.
+        Raises ForeignSequence when another gateway's is held under that name.
         """
-        self._bury(ref, now_s)
         held = self._held.get(ref.key)
+        if held is not None:
+            if gateway_id not in ("", held.gateway_id):
+                raise foreign(gateway_id, ref)
+            gateway_id = held.gateway_id
+        if gateway_id:
+            self._buried.put(gateway_id, ref, now_s)
         if held is not None and held.ref.attempt <= ref.attempt:
             if held.alive:
                 self.end(held, reason, now_s)
             self._held.pop(ref.key, None)
 
-    def acknowledge(self, refs: Iterable[SequenceRef], now_s: float) -> None:
-        """Forget ended sequences whose gateway has everything."""
+    def acknowledge(self, refs: Iterable[SequenceRef], sender: str, now_s: float) -> None:
+        """Forget ended sequences whose gateway has everything.
+
+        Raises ForeignSequence when there were others' among them, which are kept.
+        """
+        others: list[SequenceRef] = []
         for ref in refs:
             held = self.find(ref)
-            if held is not None and not held.alive:
+            if held is None:
+                continue
+            if not is_for(sender, held.gateway_id):
+                others.append(ref)
+            elif not held.alive:
                 del self._held[ref.key]
-                self._bury(ref, now_s)
+                self._buried.put(held.gateway_id, ref, now_s)
+        if others:
+            raise foreign(sender, others[0])
 
     def hear_gateway(self, gateway_id: str, incarnation: int, now_s: float) -> None:
         """A gateway lives. Sequences of its earlier incarnations have no reader and go."""
@@ -232,9 +300,10 @@ class SequenceTable:
         self.pool.check_integrity([block for held in self._held.values() for block in held.blocks])
         for key, held in self._held.items():
             assert held.ref.key == key
-            assert not self._is_buried(held.ref), f"{held.ref} is held and buried"
+            assert not self._buried.covers(held.gateway_id, held.ref), f"{held.ref} is held and buried"
             assert held.computed_tokens <= len(held.blocks) * self._block_tokens
             held.check_integrity()
+            assert held.is_put_off == (self.put_off.get(key) is held)
             assert held.alive or (held.finish_reason is not None and not held.blocks and not held.kept)
             if held.state is SequenceState.DECODING:
                 late_tokens = len(held.tokens) - 1 - held.computed_tokens
@@ -242,17 +311,48 @@ class SequenceTable:
             if held.state is SequenceState.WAITING:
                 assert held.computed_tokens == 0
 
-    def _bury(self, ref: SequenceRef, now_s: float) -> None:
-        """This attempt and every lower one."""
-        self._buried.put(ref.key, max(ref.attempt, self._buried.get(ref.key) or 0), now_s)
-
-    def _is_buried(self, ref: SequenceRef) -> bool:
-        return ref.attempt <= (self._buried.get(ref.key) or 0)
-
     def _of_gateway(self, gateway_id: str) -> Sequence[HeldSequence]:
         return [held for held in self._held.values() if held.gateway_id == gateway_id]
 
+    def _put_off(self, sequence: HeldSequence, chunk: PrefillChunk) -> PutOff:
+        sequence.postponed = chunk
+        self.put_off[sequence.ref.key] = sequence
+        if sequence.state is SequenceState.WAITING:
+            sequence.move_to(SequenceState.PREFILLING)
+        return PutOff.PUT_OFF
+
+    def _join(self, sequence: HeldSequence, item: PrefillChunk | Decode) -> SkipReason | PutOff:
+        """An item for a sequence that is put off: a chunk is added to what it has to compute."""
+        before = sequence.postponed
+        if isinstance(item, Decode):
+            return SkipReason.MISALIGNED if before is None else PutOff.PUT_OFF
+        first, end = item.first_token, item.end_token
+        stands = sequence.computed_tokens if before is None else before.end_token
+        is_aligned = first == stands or 0 < first <= max(stands, sequence.promised_tokens)
+        if not is_aligned or not first < end <= len(sequence.tokens) + sequence.open_tokens:
+            return SkipReason.MISALIGNED
+        if before is not None:
+            blocks = max(before.allocated_blocks, item.allocated_blocks)
+            item = msgspec.structs.replace(
+                item, end_token=max(end, before.end_token), allocated_blocks=blocks
+            )
+        return self._put_off(sequence, item)
+
+    def _waits(self, sequence: HeldSequence, now_s: float) -> bool:
+        """False from then on when what it waits for is there, or has been waited for long enough."""
+        if sequence.awaited is None or self.prefixes is None:
+            return False
+        if sequence.awaited_until_s is None:
+            sequence.awaited_until_s = now_s + _LONGEST_WAIT_S
+        if not sequence.awaited.is_over and now_s < sequence.awaited_until_s:
+            return True
+        self.prefixes.collect(sequence)
+        return False
+
     def _free(self, sequence: HeldSequence) -> None:
+        if self.prefixes is not None:
+            self.prefixes.abandon(sequence)
+        self.put_off.pop(sequence.ref.key, None)
         self.pool.release(sequence.blocks)
         sequence.forget_blocks()
 
@@ -264,7 +364,7 @@ class SequenceTable:
     def _follow(self, moves: Mapping[int, int]) -> None:
         """Blocks were moved: in place, as a step's rows have the same lists."""
         for held in self._held.values():
-            held.blocks[:] = [moves.get(block, block) for block in held.blocks]
+            held.blocks[:] = block_table(moves.get(block, block) for block in held.blocks)
 
     def _share(self, sequence: HeldSequence, most_blocks: int) -> None:
         """What is stored of the next chunk, and of what follows, is not computed."""
@@ -276,8 +376,16 @@ class SequenceTable:
     def _raise_allocation(self, sequence: HeldSequence, missing: int) -> bool:
         if not self.pool.can_allocate(missing):
             return False
-        sequence.blocks += self.pool.allocate(missing)
+        sequence.blocks.extend(self.pool.allocate(missing))
         return True
+
+    def _will_have(self, blocks: int) -> bool:
+        """Whether so many can be had once all loads have ended: who wanted theirs may be gone."""
+        if self.prefixes is None or not self.prefixes.cache.arriving_blocks:
+            return False
+        awaited = sum(held.allocated_blocks - len(held.blocks) for held in self.put_off.values())
+        used = {block for held in self._held.values() for block in held.blocks}
+        return blocks <= self.pool.total_blocks - len(used) - awaited
 
     def _preempt(self, preemption: Preemption) -> bool:
         sequence = self.find(preemption.ref)
@@ -285,6 +393,8 @@ class SequenceTable:
             return False
         if self.prefixes is not None and preemption.mode is PreemptMode.SWAP:
             self.prefixes.keep(sequence)
+        if sequence.postponed is not None and sequence.postponed.end_token >= len(sequence.tokens):
+            self.late.miss(sequence, 1)  # plans count on the token that it would have sampled
         self._free(sequence)
         if sequence.state is not SequenceState.WAITING:
             sequence.move_to(SequenceState.WAITING)
@@ -292,10 +402,12 @@ class SequenceTable:
 
     def _start(self, spec: SequenceSpec, now_s: float) -> SkipReason | None:
         held = self._held.get(spec.ref.key)
+        if held is not None and held.gateway_id != spec.gateway_id:
+            return SkipReason.UNKNOWN
         if held is not None and held.ref.attempt == spec.ref.attempt:
             return None
         superseded = held is not None and held.ref.attempt > spec.ref.attempt
-        if superseded or self._is_buried(spec.ref):
+        if superseded or self._buried.covers(spec.gateway_id, spec.ref):
             return SkipReason.UNKNOWN
         awake_s = self._awake.at(now_s)
         if not self._gateways.expect(spec.gateway_id, spec.gateway_incarnation, awake_s):

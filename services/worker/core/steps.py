@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.frames import AddressedFrame, assemble, fetched
-from services.worker.core.plans import PlanQueue, QueuedPlan, StepWork, WorkItem
+from services.worker.core.owners import is_scheduler
+from services.worker.core.plans import PlanQueue, PutOff, QueuedPlan, StepWork, WorkItem
 from services.worker.core.reports import Identity, SpeedMeter, StepReports
 from services.worker.core.sampling import Sampled
 from services.worker.core.sequence import HeldSequence
@@ -25,7 +26,11 @@ from shared.messages.plans import (
     WorkerStepped,
 )
 from shared.messages.reports import GatewayReported, WorkerReported
+from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
+
+_MOST_TOKENS, _LEAST_RESUMED = 512, 64
+"""A step that has as many planned computes fewer of what was put off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +51,16 @@ class StepCore:
         self._table = table
         self._plans = PlanQueue()
         self._speed = speed or SpeedMeter()
+        self._is_held = False
 
     @property
     def has_plans(self) -> bool:
         return len(self._plans) > 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing could run when a step was asked for last, because all wait for stored blocks."""
+        return self._is_held
 
     def on_plan(self, plan: BatchPlan, now_s: float) -> StepEffects:
         if plan.starts and self._table.prefixes is not None:
@@ -57,22 +68,26 @@ class StepCore:
         return StepEffects(stepped=self._reports.of_given_up(self._plans.offer(plan, now_s)))
 
     def on_cancel(self, cancel: CancelSequence, now_s: float) -> StepEffects:
-        self._table.cancel(cancel.ref, cancel.reason, now_s)
+        """Raises ForeignSequence, as do the next three: then nothing has changed for its gateway."""
+        gateway_id = cancel.gateway_id if is_scheduler(cancel.sender) else cancel.sender
+        self._table.cancel(cancel.ref, cancel.reason, now_s, gateway_id)
         return StepEffects()
 
     def on_acknowledge(self, acknowledged: AcknowledgeEnds, now_s: float) -> StepEffects:
-        self._table.acknowledge(acknowledged.refs, now_s)
+        self._table.acknowledge(acknowledged.refs, acknowledged.sender, now_s)
+        return StepEffects()
+
+    def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
+        self._table.check_owner(fetch.ref, fetch.sender)
+        return fetched(self._table.find(fetch.ref), fetch.first_index)
+
+    def on_extend(self, extend: ExtendSequence) -> StepEffects:
+        self._table.check_owner(extend.ref, extend.sender)
+        self._table.late.add(extend.sender, extend.ref, extend.first_index, extend.tokens)
         return StepEffects()
 
     def on_gateway(self, reported: GatewayReported, now_s: float) -> StepEffects:
         self._table.hear_gateway(reported.gateway_id, reported.incarnation, now_s)
-        return StepEffects()
-
-    def on_fetch(self, fetch: FetchTokens) -> FetchedTokens:
-        return fetched(self._table.find(fetch.ref), fetch.first_index)
-
-    def on_extend(self, extend: ExtendSequence) -> StepEffects:
-        self._table.late.add(extend.ref, extend.first_index, extend.tokens)
         return StepEffects()
 
     def on_snapshot(self, snapshot: TakeSnapshot, now_s: float) -> WorkerReported:
@@ -87,6 +102,7 @@ class StepCore:
         self._plans.reset(snapshot.epoch)
         self._table.take_ended()
         self._table.close_all()
+        self._table.give_up_postponed()
         return self.report(now_s)
 
     def on_kv_lost(self, blocks: Iterable[int], now_s: float) -> StepEffects:
@@ -105,18 +121,29 @@ class StepCore:
         return StepEffects(stepped=stepped)
 
     def begin_step(self, now_s: float) -> tuple[StepWork | None, StepEffects]:
-        """The next iteration, or None when no plan has anything to compute."""
+        """The next iteration, or None when no plan has anything to compute. A plan of which all wait for
+        stored blocks is held until one has them, or until a later one has somebody else in it."""
         frames: list[AddressedFrame] = []
         stepped: list[WorkerStepped] = []
+        self._is_held = False
         while True:
             queued, expired = self._plans.head(now_s)
             stepped += self._reports.of_given_up(expired)
+            if queued is None and self._table.put_off:
+                queued = self._plans.unplanned(now_s)
             work = None if queued is None else self._prepare(queued, now_s)
-            if work is None or work.items:
+            if queued is None or work is None or work.items:
                 return work, StepEffects(tuple(frames), tuple(stepped))
-            self._plans.finish_head()
             frames += self._frames([], work.ended)
-            stepped.append(self._reports.of_step(work, work.ended, plan_over=True))
+            is_over = queued.is_queued and not (work.waits and not self._may_pass())
+            if is_over:
+                self._plans.finish_head()
+            if is_over or work.has_news:
+                stepped.append(self._reports.of_step(work, work.ended, plan_over=is_over))
+            if not is_over:
+                self._is_held = queued.is_queued
+                self._plans.hold_head(now_s)
+                return None, StepEffects(tuple(frames), tuple(stepped))
 
     def finish_step(
         self, work: StepWork, tokens: Sequence[Sampled | None], now_s: float, step_s: float
@@ -133,7 +160,9 @@ class StepCore:
         if ended:
             queued.ended.update(sequence.ref for sequence in ended)
         queued.steps_done += 1
-        if queued.over:
+        queued.passed.update(work.passed)
+        is_over = queued.over and queued.is_queued
+        if is_over:
             self._plans.finish_head()
         prefilled_tokens, decoded_tokens = work.prefilled_tokens, work.decoded_tokens
         prefill_s = self._speed.on_step(prefilled_tokens, decoded_tokens, step_s)
@@ -141,9 +170,9 @@ class StepCore:
             self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._reports.on_step(prefilled_tokens, decoded_tokens)
         frames = self._frames(sampled, ended)
-        if not (queued.report_is_due or ended or work.skipped or work.hits or work.shorts):
+        if not (queued.report_is_due or ended or work.has_news):
             return StepEffects(frames)
-        stepped = self._reports.of_step(work, ended, plan_over=queued.over, step_s=step_s)
+        stepped = self._reports.of_step(work, ended, plan_over=is_over, step_s=step_s)
         return StepEffects(frames, (stepped,))
 
     def report(self, now_s: float) -> WorkerReported:
@@ -178,11 +207,13 @@ class StepCore:
 
     def _prepare(self, queued: QueuedPlan, now_s: float) -> StepWork:
         """Apply what is valid of the plan's next step. An item is reported as skipped once per plan."""
-        plan, first = queued.plan, queued.steps_done == 0
+        plan, first = queued.plan, not queued.has_begun
+        queued.has_begun = True
         skipped = self._table.apply_plan(plan, now_s) if first else []
         ended = self._table.take_ended()
         queued.ended.update(sequence.ref for sequence in ended)
         items: list[WorkItem] = []
+        passed: list[SequenceRef] = []
         seen: set[int] = set()
         planned: tuple[PrefillChunk | Decode, ...] = plan.decodes
         if first:
@@ -196,6 +227,9 @@ class StepCore:
             prepared = self._table.prepare(item, sequence)
             if isinstance(prepared, WorkItem):
                 items.append(prepared)
+            elif isinstance(prepared, PutOff):
+                if isinstance(item, Decode):
+                    passed.append(item.ref)
             elif (
                 prepared is not None
                 and item.ref not in queued.ended
@@ -203,9 +237,30 @@ class StepCore:
             ):
                 queued.skips_reported.add(item.ref)
                 skipped.append(SkippedItem(ref=item.ref, reason=prepared))
+        if self._table.put_off:
+            planned_tokens = sum(item.end_token - item.first_token for item in items)
+            for ref, resumed in self._table.resume(now_s, max(_LEAST_RESUMED, _MOST_TOKENS - planned_tokens)):
+                if isinstance(resumed, WorkItem):
+                    items.append(resumed)
+                else:
+                    skipped.append(SkippedItem(ref=ref, reason=resumed))
+        waiting = self._table.put_off
+        waits = bool(passed) or any(item.ref.key in waiting for item in plan.prefills)
         hits = () if self._table.prefixes is None else self._table.prefixes.take_hits()
         shorts = self._table.late.take_shorts()
-        return StepWork(queued, tuple(items), tuple(skipped), tuple(ended), hits, shorts)
+        told = (tuple(skipped), tuple(ended), hits, shorts)
+        return StepWork(queued, tuple(items), *told, tuple(passed), waits)
+
+    def _may_pass(self) -> bool:
+        """Whether a plan behind the head has somebody in it who is not put off."""
+        put_off = self._table.put_off
+        refs = (
+            item.ref
+            for plan in self._plans.behind()
+            for items in (plan.prefills, plan.decodes)
+            for item in items
+        )
+        return any(ref.key not in put_off for ref in refs)
 
     def _frames(
         self, sampled: Sequence[tuple[HeldSequence, int]], ended: Sequence[HeldSequence]

@@ -147,10 +147,10 @@ class PagedAttention:
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
         """Raises ValueError for a block that nobody holds."""
         self._own = None
-        if self._remote is not None and not all(self._remote[0].are_own(span.blocks) for span in spans):
+        packed = pack(spans, self._block_tokens)
+        if self._remote is not None and not self._remote[0].are_own(packed.blocks):
             self._begin_partitioned(spans, *self._remote)
             return
-        packed = pack(spans, self._block_tokens)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
         self._backend.begin(spans, decodes, packed)
         if self._native is not None:

@@ -2,10 +2,10 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Protocol
 
+import msgspec
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
@@ -26,8 +26,7 @@ from shared.clock import Clock, monotonic_s
 from shared.messages.sequence import Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """Consecutive tokens of one sequence to compute."""
 
     tokens: Sequence[int]

@@ -6,8 +6,6 @@ small model's step at small batches. Queries, keys and values come from one matr
 projection from another; residuals are added by the product that makes what is added.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,22 +13,11 @@ from torch.nn import functional
 from transformers.models.llama import LlamaForCausalLM
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.llama_parts import JoinedLayer, join_layer
 from services.worker.engine.loading import LoadedModel, replace_attention
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.llama import NativeLlama, SwappedLlama, is_computable
 from services.worker.engine.paged import Shape
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One decoder layer's weights; matrices as `[out, in]`, as `torch.nn.Linear` keeps them."""
-
-    input_norm: torch.Tensor
-    query_key_value: torch.Tensor
-    output: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
 
 
 def is_plain(module: Any) -> bool:
@@ -55,7 +42,7 @@ class LlamaForward:
         self._rotary = module.model.rotary_emb
         self._norm = module.model.norm.weight
         self._head = module.lm_head.weight
-        self._layers = [_join(layer) for layer in module.model.layers]
+        self._layers = [join_layer(layer) for layer in module.model.layers]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         """See `services.worker.engine.forward.Forward`."""
@@ -70,7 +57,7 @@ class LlamaForward:
         return Logits(functional.linear(self._normed(hidden[kept], self._norm), self._head))
 
     def _attend(
-        self, index: int, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, index: int, layer: JoinedLayer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
         heads = projected.view(hidden.shape[0], -1, self._head_dim)
@@ -84,29 +71,6 @@ class LlamaForward:
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, weight.shape, weight, self._eps)
-
-
-def _join(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
-        input_norm=layer.input_layernorm.weight,
-        query_key_value=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
-        output=attention.o_proj.weight,
-        post_norm=layer.post_attention_layernorm.weight,
-        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-        down=mlp.down_proj.weight,
-    )
-
-
-def _joined(linears: Sequence[Any]) -> torch.Tensor:
-    """One matrix of several linear layers. Their own weights become views of it: nothing is held twice."""
-    joined = torch.cat([linear.weight.data for linear in linears])
-    first = 0
-    for linear in linears:
-        rows = linear.weight.shape[0]
-        linear.weight.data = joined[first : first + rows]
-        first += rows
-    return joined
 
 
 class Forward(Protocol):

@@ -5,19 +5,20 @@ Knows positions and block ids; no model, no sequence.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from services.worker.kv.core.block_table import joined
 
 _NEGATIVE_INFINITY = float("-inf")
 _SPARE_BLOCKS = 4
 """Rows share a padded table while the longest has at most twice the shortest's blocks, and these more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, gc=False):
     """Consecutive tokens of one sequence that a step computes: positions [first, first + count)."""
 
     first_position: int
@@ -81,8 +82,7 @@ def pack(spans: Sequence[Span], block_tokens: int) -> PackedSpans:
     ).reshape(-1, 3)
     first_position, counts, lengths = np.ascontiguousarray(bounds.T)
     first_row, table_start = _starts(counts), _starts(lengths)
-    flat = chain.from_iterable([span.blocks for span in spans])
-    blocks = np.fromiter(flat, dtype=np.int32, count=int(table_start[-1]))
+    blocks = joined([span.blocks for span in spans])
     if first_row[-1] == len(spans):  # one token each
         positions, tables = first_position, table_start[:-1]
     else:

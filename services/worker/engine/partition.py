@@ -56,9 +56,9 @@ class Homes:
         for each in ids:
             self._there.pop(each, None)
 
-    def are_own(self, blocks: Sequence[int]) -> bool:
+    def are_own(self, blocks: npt.NDArray[np.int32]) -> bool:
         """Whether all of them are in the engine's own pools."""
-        return not blocks or max(blocks) < self.own_blocks
+        return not blocks.size or int(blocks.max()) < self.own_blocks
 
     def locate(self, ids: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Holder and block there of each. Raises ValueError for an id that nobody holds."""

@@ -47,6 +47,10 @@ class CacheFigures:
     loads_abandoned: int
     lost_unsaved: int
     prefetched: int
+    saved_ahead: int
+    """Blocks copied to the host before they had to leave the device."""
+    saved_late: int
+    """Those whose copy the engine waited for."""
     kept_blocks: int
     """Of sequences that were taken off the device and are not back."""
 
@@ -64,6 +68,7 @@ class CacheFigures:
         return {
             "prefix_misses": self.misses,
             "prefetched_blocks": self.prefetched,
+            "saved_late_blocks": self.saved_late,
             "swapped_blocks": self.kept_blocks,
             "prefix_tiers": rows,
         }
@@ -96,6 +101,8 @@ def read_figures(store: KvStore) -> CacheFigures:
         loads_abandoned=counts["loads_abandoned"],
         lost_unsaved=counts["lost_unsaved"],
         prefetched=counts["prefetched"],
+        saved_ahead=counts["saved_ahead"],
+        saved_late=counts["saved_late"],
         kept_blocks=store.cache.kept_blocks,
     )
 
@@ -133,6 +140,8 @@ class CacheMetrics:
                 ("loads_abandoned", "Loads given up because computing is faster."),
                 ("lost_unsaved", "Blocks that left the host before they were on disk."),
                 ("prefetched", "Blocks that were read ahead."),
+                ("saved_ahead", "Blocks copied to the host before they had to leave the device."),
+                ("saved_late", "Blocks whose copy to the host the engine waited for."),
             )
         }
 

@@ -1,6 +1,6 @@
 """The prefix cache of one worker with its real tiers: opened, worked on between steps, measured, closed.
 
-Owned by the engine's thread; copies that end on the I/O thread wait in a queue until `work` applies them.
+Owned by the engine's thread; copies that end on their threads wait in a queue until `settle` applies them.
 Decides nothing about blocks: that is `cache`.
 """
 
@@ -16,7 +16,8 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
-from services.worker.kv.tiers.copier import CopyDone, Throttles, TierMover
+from services.worker.kv.tiers.copier import Throttles, TierMover
+from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import LayerPools, Records
@@ -48,7 +49,7 @@ class CacheableEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvStore:
-    """`cache` is the engine thread's; `wake` is called on the I/O thread when a copy has ended."""
+    """`cache` is the engine thread's; `wake` is called on a thread that copies when a copy has ended."""
 
     cache: PrefixCache
     fingerprint: bytes
@@ -56,7 +57,7 @@ class KvStore:
     mover: TierMover
     host: HostTier
     disk: DiskTier | None
-    _done: deque[CopyDone]
+    _done: deque[Ended]
 
     def settle(self) -> None:
         """Apply the copies that have ended since the last call."""
@@ -64,8 +65,9 @@ class KvStore:
             self._done.popleft().apply(self.cache)
 
     def close(self, deadline_s: float, flush_s: float = 0.0) -> bool:
-        """End the I/O thread; False when it did not end in time. What is on disk stays; for `flush_s` what is
-        only in memory joins it. To be called when the engine's thread, which owns the cache, has ended."""
+        """End the threads that copy; False when they did not end in time. What is on disk stays; for
+        `flush_s` what is only in memory joins it. To be called when the engine's thread, which owns the
+        cache, has ended."""
         if self.disk is not None and flush_s > 0 and self.mover.halt(deadline_s):
             self._flush(flush_s)
         return self.mover.close(deadline_s)
@@ -98,9 +100,9 @@ def open_store(
     if disk_blocks:
         path = Path(config.disk_path) / f"{instance}.kv"
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks))
-    done: deque[CopyDone] = deque()
+    done: deque[Ended] = deque()
 
-    def on_done(one: CopyDone) -> None:
+    def on_done(one: Ended) -> None:
         done.append(one)
         wake()
 

@@ -146,7 +146,7 @@ class LayerStore:
         Waits for transfers in flight. To lower ids, as older copies on the host do not have all higher ones:
         else ValueError.
         """
-        if any(to > block for block, to in moves.items()):
+        if any(to >= block for block, to in moves.items()):
             raise ValueError(f"blocks can be moved down only: {dict(moves)}")
         controller, began_s = self.controller, self._clock()
         with self._condition:

@@ -1,8 +1,13 @@
 """A run's directory, its random numbers and its record."""
 
+import io
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+from rich.console import Console
 
 from bench.kit.context import Context
 from bench.kit.provenance import ROOT
@@ -33,7 +38,14 @@ def test_the_configuration_names_no_folder_of_this_machine(tmp_path: Path) -> No
     assert str(ROOT) not in json.dumps(resolved)
 
 
-def test_progress_counts(tmp_path: Path) -> None:
-    with make(tmp_path).progress("work", 2) as progress:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_counts_on_a_terminal_and_is_one_line_elsewhere(tmp_path: Path, is_terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal)
+    with replace(make(tmp_path), console=console).progress("work", 2) as progress:
         progress.advance(now="one")
+        (task,) = progress._bar.tasks
+        assert (task.completed, task.description) == (1, "work one")
         progress.advance()
+        assert (task.completed, task.description) == (2, "work")
+    assert "2/2" in out.getvalue() if is_terminal else out.getvalue() == "work: 2\n"

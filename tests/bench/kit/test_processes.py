@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.kit.processes import ProcessTree, available_cores, busiest_threads, free_port
+from bench.kit.processes import ProcessTree, available_cores, busiest_threads
 from shared.errors import ConfigError, InternalError
 
 _FAMILY = """
@@ -85,7 +85,3 @@ def test_a_process_that_is_never_ready_is_not_waited_for_for_ever(tmp_path: Path
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be started"):
         ProcessTree("side", [str(tmp_path / "nothing")], {}, tmp_path / "log", tmp_path)
-
-
-def test_free_ports_are_ports() -> None:
-    assert 0 < free_port() < 65536

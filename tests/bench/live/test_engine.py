@@ -56,6 +56,7 @@ def result(run_dir: Path) -> dict[str, Any]:
     return dict(json.loads((run_dir / "result.json").read_text()))
 
 
+@pytest.mark.slow
 def test_against_transformers_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Engines called directly; a second run goes on, and no other workload mixes in: that is refused before
     anything is bound, so it goes in this process."""

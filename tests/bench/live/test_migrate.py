@@ -1,18 +1,17 @@
 """What `bench migrate` makes of frames and outcomes: pauses between workers, refusals, figures by mode."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.kit.context import Context
 from bench.live.migrate import bench
 from bench.live.migrate.mover import Mover, Pause, Watch
 from shared.errors import ConfigError
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMoved
 from shared.messages.sequence import SequenceRef
 from shared.messages.tokens import TokenDelta, TokenFrame
+from tests.bench.rig import context_of
 from tests.services.placement.rig import listed, report
 
 KEY = ("req_1", 0)
@@ -89,8 +88,5 @@ def test_figures_of_a_mode_have_its_name() -> None:
 
 
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    context = Context("migrate", True, 1, tmp_path, parser.parse_args(["--model", "nonsense"]))
     with pytest.raises(ConfigError, match="no folder"):
-        bench.run(context)
+        bench.run(context_of("migrate", tmp_path, "--model", "nonsense"))

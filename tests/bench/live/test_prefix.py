@@ -1,17 +1,16 @@
 """The live part's cells, workloads and arithmetic; and a small whole run."""
 
 import random
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from bench.kit.context import Context
 from bench.kit.load import Answer, LoadResult
 from bench.kit.models import TINY_CHAT
 from bench.live.prefix import bench, live
 from bench.live.prefix.live import NONE, ORDERS, TIERS, TierCell, block_bytes, cells
 from bench.live.prefix.workloads import QUICK, Talked, Templates, requests_of
+from tests.bench.rig import context_of
 
 
 def served(elapsed_s: float, cached: int = 0, error: str = "") -> LoadResult:
@@ -53,7 +52,7 @@ def test_requests_share_their_prefix_and_nothing_else() -> None:
 def test_text_is_compared_with_the_median_without_a_cache(tmp_path: Path) -> None:
     measured = [live.Measured(TierCell(NONE), served(seconds), {}) for seconds in (4.0, 2.0, 2.0)]
     measured.append(live.Measured(TierCell(TIERS[-1]), served(0.5, 45), {"device": 3}))
-    outcome = live._text_outcome(context_of(tmp_path), measured)
+    outcome = live._text_outcome(context_of("prefix", tmp_path, "--no-simulated"), measured)
     assert outcome.figures["text_throughput_vs_none"] == pytest.approx(4.0)
     assert outcome.failures == 0
     assert (tmp_path / "text_analysis.png").stat().st_size > 1000
@@ -68,15 +67,9 @@ def test_chats_are_compared_side_by_side() -> None:
     assert outcome.failures == 4
 
 
-def context_of(tmp_path: Path) -> Context:
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    return Context("prefix", True, 0, tmp_path, parser.parse_args(["--no-simulated"]))
-
-
 @pytest.mark.slow
 def test_a_quick_live_run(tmp_path: Path) -> None:
-    outcome = bench.run(context_of(tmp_path))
+    outcome = bench.run(context_of("prefix", tmp_path, "--no-simulated"))
     assert outcome.failures == 0
     assert outcome.figures["text_throughput_vs_none"] > 1.0
     assert outcome.figures["chat_cached_share"] > 0.3

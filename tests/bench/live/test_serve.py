@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,17 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import cli
-from bench.kit.context import Context
 from bench.kit.load import Answer, Target
 from bench.kit.provenance import ROOT
 from bench.live.serve import figures
 from bench.live.serve.arena import Asked, Level, ask_all, ask_at_rate, body_of, measure
-from bench.live.serve.bench import add_arguments
 from bench.live.serve.plan import Plan, plan_of
 from bench.live.serve.prompts import arrivals, drawn_prompts, read_prompts
 from bench.live.serve.sides import kv_tokens_for
 from bench.live.serve.turns import knee_step, nearest_step, next_step
 from shared.errors import ConfigError
+from tests.bench.rig import context_of
 
 
 def serve(run_dir: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +45,7 @@ SMALL = ["--lessons", "8", "--pool", "12", "--requests", "12", "--max-tokens", "
 """Of a whole run."""
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 @pytest.mark.timeout(900)
 def test_a_short_run_and_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,9 +80,7 @@ FEW = ["--lessons", "10", "--pool", "10", "--max-tokens", "64"]
 
 
 def plan(tmp_path: Path, *words: str, quick: bool = False, seed: int = 0) -> Plan:
-    parser = ArgumentParser()
-    add_arguments(parser)
-    return plan_of(Context("serve", quick, seed, tmp_path, parser.parse_args([*FEW, *words])))
+    return plan_of(context_of("serve", tmp_path, *FEW, *words, quick=quick, seed=seed))
 
 
 def test_the_peer_comes_first_and_quick_has_none(tmp_path: Path) -> None:

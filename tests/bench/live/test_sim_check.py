@@ -8,6 +8,7 @@ import pytest
 from bench.cli import main
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_live_run_is_replayed(tmp_path: Path) -> None:
     words = ["sim-check", "--quick", "--requests", "24", "--rate", "6", "--max-tokens", "48"]

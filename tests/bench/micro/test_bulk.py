@@ -1,23 +1,16 @@
 """`bench bulk` for real, with little data."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from bench.kit.context import Context
 from bench.micro.bulk import bench
 from shared.errors import ConfigError
-
-
-def _context(folder: Path, *flags: str) -> Context:
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    return Context("bulk", True, 0, folder, parser.parse_args(flags))
+from tests.bench.rig import context_of
 
 
 def test_measures_every_side_and_compares_tcp_with_a_bare_socket(tmp_path: Path) -> None:
-    outcome = bench.run(_context(tmp_path, "--mib", "1", "2", "--rounds", "2"))
+    outcome = bench.run(context_of("bulk", tmp_path, "--mib", "1", "2", "--rounds", "2"))
     figures = outcome.figures
     for name in ("memcpy", "bare", "tcp", "shm"):
         assert figures[f"{name}_gb_s"] == figures[f"{name}_gb_s_2mib"] > 0
@@ -29,4 +22,4 @@ def test_measures_every_side_and_compares_tcp_with_a_bare_socket(tmp_path: Path)
 
 def test_refuses_sizes_beyond_what_the_peer_holds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        bench.run(_context(tmp_path, "--mib", "512"))
+        bench.run(context_of("bulk", tmp_path, "--mib", "512"))

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.kit.models import TINY_CHAT
@@ -30,6 +31,7 @@ def test_every_side_of_a_cell_is_measured() -> None:
     assert all(min(cell.whole_s, cell.ship_s, cell.fetch_s) > 0 for cell in cells)
 
 
+@pytest.mark.slow
 def test_four_workers_answer_more_than_three_workers_kv() -> None:
     longest = measure_longest(Path(TINY_CHAT), CORE, blocks=8, workers=4, answer_tokens=4)
     assert longest.is_same_text

@@ -1,20 +1,16 @@
 """What `bench gpu` counts and how it makes its problems; the timing itself needs a device."""
 
-import argparse
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.kit.context import Context
 from bench.micro.gpu import attention, bench, steps
 from bench.micro.gpu.steps import MODELS, Shape
 from shared.errors import ConfigError
+from tests.bench.rig import context_of
 from tests.triton_here import skip_unless_interpreted
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read where a kernel is defined: before the first import of one.
 CPU = torch.device("cpu")
 SMALL = Shape(layers=2, hidden=32, intermediate=48, q_heads=4, kv_heads=2, vocabulary=50, head_dim=16)
 
@@ -22,10 +18,8 @@ SMALL = Shape(layers=2, hidden=32, intermediate=48, q_heads=4, kv_heads=2, vocab
 def test_without_a_device_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
     with pytest.raises(ConfigError, match="no CUDA device"):
-        bench.run(Context("gpu", False, 0, tmp_path, parser.parse_args([])))
+        bench.run(context_of("gpu", tmp_path, quick=False))
 
 
 def test_bytes_are_those_of_the_models() -> None:

@@ -1,15 +1,14 @@
 """The GPU bench: refused without a device; its measurement on a CPU, with threads instead of streams."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.kit.context import Context
 from bench.micro import pie_gpu
 from bench.micro.gpu.steps import Shape
 from shared.errors import ConfigError
+from tests.bench.rig import context_of
 
 CPU = torch.device("cpu")
 SMALL = Shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, vocabulary=50, head_dim=16)
@@ -18,10 +17,8 @@ SMALL = Shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, vocab
 def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    parser = argparse.ArgumentParser()
-    pie_gpu.add_arguments(parser)
     with pytest.raises(ConfigError, match="no CUDA device"):
-        pie_gpu.run(Context("pie-gpu", False, 0, tmp_path, parser.parse_args([])))
+        pie_gpu.run(context_of("pie-gpu", tmp_path, quick=False))
 
 
 def test_copies_run_beside_the_computation() -> None:

@@ -1,6 +1,5 @@
 """The predictor bench, on exercises made by templates."""
 
-import argparse
 import json
 import random
 from pathlib import Path
@@ -8,24 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.kit.context import Context
 from bench.micro import predictor
 from services.predictor.core.length_model import LengthSample
 from services.predictor.samples import write_samples
 from shared.errors import ConfigError
 from shared.messages.sequence import pack_tokens, unpack_tokens
-
-
-def context_of(run_dir: Path, *flags: str) -> Context:
-    parser = argparse.ArgumentParser()
-    predictor.add_arguments(parser)
-    return Context("predictor", True, 0, run_dir, parser.parse_args(list(flags)))
+from tests.bench.rig import context_of
 
 
 def test_a_file_of_ones_own_is_measured(tmp_path: Path) -> None:
     samples = predictor.templates(random.Random(0), 600, 0).train
     write_samples(tmp_path / "mine.jsonl", samples)
-    outcome = predictor.run(context_of(tmp_path, "--trace", str(tmp_path / "mine.jsonl")))
+    outcome = predictor.run(context_of("predictor", tmp_path, "--trace", str(tmp_path / "mine.jsonl")))
     figures = outcome.figures
     assert figures["mae_vs_histogram"] == pytest.approx(figures["mae"] / figures["histogram_mae"])
     assert figures["mae_vs_histogram"] < 0.9, "the request says how long the answer is"

@@ -1,25 +1,18 @@
 """`bench scheduler` on a small scale: the same calls for every policy, and figures under the agreed names."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from bench.kit.context import Context
 from bench.micro import scheduler
 from services.scheduler.policy import find_policy
 from shared.errors import ConfigError
-
-
-def context(folder: Path, *words: str) -> Context:
-    parser = ArgumentParser()
-    scheduler.add_arguments(parser)
-    return Context("scheduler", True, 7, folder, parser.parse_args(words))
+from tests.bench.rig import context_of
 
 
 def test_figures_have_the_agreed_names(tmp_path: Path) -> None:
     words = ("--policies", "kvasir,vllm", "--queued", "5", "50", "--calls", "20", "--replays", "1")
-    outcome = scheduler.run(context(tmp_path, *words))
+    outcome = scheduler.run(context_of("scheduler", tmp_path, *words, seed=7))
     names = {"plan_ms_p50_q5", "plan_ms_p99_q5", "plan_ms_p50_q50", "plan_ms_p99_q50", "growth"}
     assert set(outcome.figures) == names | {f"vllm_{name}" for name in names}
     assert all(outcome.figures[name] > 0 for name in names - {"growth"})
@@ -39,6 +32,6 @@ def test_replays_make_the_same_calls_with_64_running_and_the_queue_full() -> Non
 
 def test_wrong_flags_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vlm"):
-        scheduler.run(context(tmp_path, "--policies", "vlm"))
+        scheduler.run(context_of("scheduler", tmp_path, "--policies", "vlm", seed=7))
     with pytest.raises(ConfigError, match="at least 1"):
-        scheduler.run(context(tmp_path, "--queued", "0"))
+        scheduler.run(context_of("scheduler", tmp_path, "--queued", "0", seed=7))

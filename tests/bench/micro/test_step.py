@@ -1,11 +1,15 @@
 """The step bench runs on a real engine and says what it timed."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 
-from bench.kit.context import Context
-from bench.micro.step import add_arguments, decode_rows, run
+import torch
+
+from bench.micro.host_steps import host_ms
+from bench.micro.step import decode_rows, run
+from services.worker.engine.loading import load
 from shared.messages.sequence import Sampling
+from tests.bench.rig import context_of
+from tests.stack.running import TINY_CHAT
 
 
 def test_rows_are_single_tokens_in_blocks_of_their_own() -> None:
@@ -16,11 +20,17 @@ def test_rows_are_single_tokens_in_blocks_of_their_own() -> None:
 
 
 def test_a_step_is_longer_than_its_forward_pass(tmp_path: Path) -> None:
-    parser = ArgumentParser()
-    add_arguments(parser)
-    flags = parser.parse_args(["--batches", "1", "3", "--contexts", "20"])
-    outcome = run(Context("step", True, 0, tmp_path, flags))
+    outcome = run(context_of("step", tmp_path, "--batches", "1", "3", "--contexts", "20"))
     for batch in (1, 3):
         forward_ms = outcome.figures[f"forward_ms_b{batch}_c20"]
         assert 0 < forward_ms < outcome.figures[f"step_ms_b{batch}_c20"]
     assert [list(row)[:2] for row in outcome.tables[0].rows] == [[1, 20], [3, 20]]
+    assert not outcome.tables[1].rows, "batches of 64 are beyond these"
+
+
+def test_a_step_around_the_model_takes_longer_for_more_sequences() -> None:
+    """Sequences cross the borders of blocks meanwhile, and every row has its token."""
+    torch.set_num_threads(1)
+    model = load(str(TINY_CHAT), dtype="float32", device="cpu")
+    few, many = (host_ms(model, batch, 40, 16, 20) for batch in (2, 64))
+    assert 0 < few < many

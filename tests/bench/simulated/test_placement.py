@@ -1,11 +1,9 @@
 """`bench placement` on a small scale: replays conserve, adversaries stay in bounds, figures have names."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from bench.kit.context import Context
 from bench.simulated.placement import adversaries, bench, replay
 from bench.simulated.placement.jobs import A100, Job, Workload, make_jobs
 from bench.simulated.placement.replay import (
@@ -19,12 +17,7 @@ from bench.simulated.placement.replay import (
 from bench.simulated.placement.speed import Churn
 from services.placement.policy import create_packing
 from shared.errors import ConfigError
-
-
-def context(folder: Path, *words: str) -> Context:
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    return Context("placement", True, 7, folder, parser.parse_args(words))
+from tests.bench.rig import context_of
 
 
 def jobs(duration_s: float = 120.0, rate_per_s: float | None = 0.5) -> list[Job]:
@@ -85,7 +78,7 @@ def test_a_churn_holds_its_load() -> None:
 def test_figures_have_the_agreed_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM_UP_S", 60.0)
     monkeypatch.setattr(bench, "QUICK_AZURE_S", 120.0)
-    outcome = bench.run(context(tmp_path, "--duration", "120", "--gpus", "10", "40"))
+    outcome = bench.run(context_of("placement", tmp_path, "--duration", "120", "--gpus", "10", "40", seed=7))
     agreed = {"gpus_vs_ideal", "gpus_vs_bf", "gpus_vs_wf", "gpus_vs_lb", "utilization", "migrations_vs_lb"}
     agreed |= {"worst_ratio", "moves_max", "ops_per_s"}
     assert agreed <= set(outcome.figures) and set(bench.HEADLINE) <= set(outcome.figures)
@@ -95,7 +88,7 @@ def test_figures_have_the_agreed_names(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_wrong_flags_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--duration"):
-        bench.run(context(tmp_path, "--duration", "10"))
+        bench.run(context_of("placement", tmp_path, "--duration", "10", seed=7))
 
 
 def test_with_migration_more_requests_keep_their_kv() -> None:

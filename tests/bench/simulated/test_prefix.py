@@ -2,12 +2,10 @@
 
 import json
 import random
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from bench.kit.context import Context
 from bench.live.prefix import bench
 from bench.simulated import prefix
 from bench.simulated.prefix import (
@@ -25,17 +23,16 @@ from bench.simulated.prefix import (
 from services.worker.kv.core.eviction import ORDERS
 from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.errors import ConfigError
+from tests.bench.rig import context_of
 
-
-def context_of(tmp_path: Path, *words: str) -> Context:
-    parser = ArgumentParser()
-    bench.add_arguments(parser)
-    return Context("prefix", True, 0, tmp_path, parser.parse_args(["--processes", "1", *words]))
+ALONE = ("--processes", "1")
 
 
 def test_a_run_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "_QUICK_REQUESTS", 900)
-    outcome = bench.run(context_of(tmp_path, "--no-live", "--trace", "chats", "--sizes", "800"))
+    outcome = bench.run(
+        context_of("prefix", tmp_path, *ALONE, "--no-live", "--trace", "chats", "--sizes", "800")
+    )
     figures = outcome.figures
     assert figures["hit_rate_lru_800"] < figures["hit_rate_frequent_800"] < figures["hit_rate_belady_800"]
     assert figures["hit_rate_belady_800"] < figures["hit_rate_infinite"]
@@ -50,8 +47,8 @@ def test_a_run_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_trace_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "find", lambda path: None)
     with pytest.raises(ConfigError, match="mooncake"):
-        prefix.load_trace(context_of(tmp_path, "--trace", "mooncake"))
-    trace = prefix.load_trace(context_of(tmp_path))
+        prefix.load_trace(context_of("prefix", tmp_path, *ALONE, "--trace", "mooncake"))
+    trace = prefix.load_trace(context_of("prefix", tmp_path, *ALONE))
     assert trace.name == "chats"
     assert trace.chains
 
@@ -59,11 +56,11 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_any_file_of_that_kind_can_be_replayed(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"hash_ids": [1, 2, at]}) + "\n" for at in range(3, 6)))
-    trace = prefix.load_trace(context_of(tmp_path, "--trace", str(file)))
+    trace = prefix.load_trace(context_of("prefix", tmp_path, *ALONE, "--trace", str(file)))
     assert (trace.name, len(trace.chains)) == ("mine", 3)
     file.write_text("arrival_s,prompt_tokens\n")
     with pytest.raises(ConfigError, match="hash_ids"):
-        prefix.load_trace(context_of(tmp_path, "--trace", str(file)))
+        prefix.load_trace(context_of("prefix", tmp_path, *ALONE, "--trace", str(file)))
 
 
 def test_no_better_than_lru_is_a_failure_unless_nothing_could_be() -> None:
@@ -79,7 +76,7 @@ def test_no_better_than_lru_is_a_failure_unless_nothing_could_be() -> None:
 
 def test_something_has_to_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing is measured"):
-        bench.run(context_of(tmp_path, "--no-live", "--no-simulated"))
+        bench.run(context_of("prefix", tmp_path, *ALONE, "--no-live", "--no-simulated"))
 
 
 def test_a_recorded_trace_keeps_what_requests_share(tmp_path: Path) -> None:

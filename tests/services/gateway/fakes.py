@@ -91,9 +91,9 @@ class FakeWorker:
     """Runs what it is given, one token per `step_s` for every sequence at once."""
 
     HANDLERS = (
-        Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
-        Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
-        Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_acknowledge"),
+        Endpoint(subjects.worker_fetch.to, FetchTokens, "fetch", sender="sender"),
+        Listener(subjects.worker_cancel.to, CancelSequence, "on_cancel", sender="sender"),
+        Listener(subjects.worker_acknowledge.to, AcknowledgeEnds, "on_acknowledge", sender="sender"),
     )
 
     def __init__(self, bus: Bus, true_tokens: TrueTokens, context_tokens: int = 512) -> None:
@@ -209,7 +209,7 @@ class FakeScheduler:
 
     HANDLERS = (
         Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit"),
-        Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_cancel"),
+        Listener(subjects.ANY_SCHEDULER_CANCEL, CancelSequence, "on_cancel", sender="sender"),
         Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "on_finished"),
         Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway"),
     )

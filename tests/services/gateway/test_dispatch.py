@@ -29,7 +29,7 @@ from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, 
 from tests.nats_server import NatsServer
 from tests.patience import until
 from tests.services.gateway.fakes import cancelled
-from tests.shared.messages.builders import ref
+from tests.shared.messages.builders import cancelling, ref
 
 ConnectBus = Callable[..., Awaitable[Bus]]
 REF = ref("req")
@@ -41,10 +41,10 @@ class Peer:
 
     HANDLERS = (
         Endpoint(subjects.ANY_SCHEDULER_SUBMIT, SubmitSequence, "submit"),
-        Listener(subjects.SCHEDULER_CANCEL, CancelSequence, "on_scheduler"),
-        Endpoint(subjects.worker_fetch, FetchTokens, "fetch"),
-        Listener(subjects.worker_cancel, CancelSequence, "on_worker"),
-        Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_worker"),
+        Listener(subjects.ANY_SCHEDULER_CANCEL, CancelSequence, "on_scheduler", sender="sender"),
+        Endpoint(subjects.worker_fetch.to, FetchTokens, "fetch", sender="sender"),
+        Listener(subjects.worker_cancel.to, CancelSequence, "on_worker", sender="sender"),
+        Listener(subjects.worker_acknowledge.to, AcknowledgeEnds, "on_worker", sender="sender"),
     )
 
     def __init__(self) -> None:
@@ -176,8 +176,8 @@ class Reader:
     """Keeps what arrives for worker-0."""
 
     HANDLERS = (
-        Listener(subjects.worker_cancel, CancelSequence, "on_message"),
-        Listener(subjects.worker_acknowledge, AcknowledgeEnds, "on_message"),
+        Listener(subjects.worker_cancel.to, CancelSequence, "on_message", sender="sender"),
+        Listener(subjects.worker_acknowledge.to, AcknowledgeEnds, "on_message", sender="sender"),
     )
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Reader:
 
 
 def cancel(number: int) -> CancelSequence:
-    return CancelSequence(ref=ref(f"req_{number}"))
+    return cancelling(ref(f"req_{number}"))
 
 
 async def test_messages_go_in_order_and_ends_together(connect_bus: ConnectBus) -> None:
@@ -196,7 +196,7 @@ async def test_messages_go_in_order_and_ends_together(connect_bus: ConnectBus) -
     await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
     outbox = NoticeOutbox(await connect_bus())
     for number in range(3):
-        outbox.put(subjects.worker_cancel("worker-0"), cancel(number))
+        outbox.put(subjects.worker_cancel("worker-0", "gateway-0"), cancel(number))
         outbox.acknowledge("worker-0", ref(f"req_{number}"))
     outbox.acknowledge("worker-0", ref("req_2"))
     sending = asyncio.create_task(outbox.run())
@@ -216,7 +216,7 @@ async def test_a_full_outbox_drops_its_oldest(
     await (await connect_bus("worker", "worker-0")).attach(Reader.HANDLERS, reader)
     outbox = NoticeOutbox(await connect_bus())
     for number in range(5):
-        outbox.put(subjects.worker_cancel("worker-0"), cancel(number))
+        outbox.put(subjects.worker_cancel("worker-0", "gateway-0"), cancel(number))
     await outbox.flush()
     await until(lambda: len(reader.messages) == 3)
     assert reader.messages == [cancel(2), cancel(3), cancel(4)]
@@ -228,7 +228,7 @@ async def test_a_bus_that_takes_nothing_does_not_stop_it(
     bus = await connect_bus()
     outbox = NoticeOutbox(bus)
     await bus.close()
-    outbox.put(subjects.worker_cancel("worker-0"), cancel(0))
+    outbox.put(subjects.worker_cancel("worker-0", "gateway-0"), cancel(0))
     outbox.acknowledge("worker-0", ref("req_0"))
     await asyncio.wait_for(outbox.flush(), 5)
     await asyncio.wait_for(outbox.flush(), 5)

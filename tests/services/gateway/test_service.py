@@ -170,7 +170,7 @@ async def test_a_bus_that_restarts_loses_nothing(stack: Stack, nats_server: Nats
 async def test_a_bus_that_is_away_for_long_costs_no_attempt(
     make_stack: MakeStack, nats_server: NatsServer
 ) -> None:
-    stack = await make_stack(worker_timeout_s=0.5, frame_timeout_s=0.5, absence_s=0.8)
+    stack = await make_stack(worker_timeout_s=1.5, frame_timeout_s=1.5, absence_s=2.0)
     for worker in stack.workers:
         worker.step_s = 0.02
     running = await under_way(stack)
@@ -178,7 +178,7 @@ async def test_a_bus_that_is_away_for_long_costs_no_attempt(
     waiting = asyncio.create_task(stack.chat(temperature=0))
     await until(lambda: len(stack.scheduler.submits) >= 2)
     await asyncio.to_thread(nats_server.stop)
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(2.5)  # longer than any of those
     stack.scheduler.workers = stack.workers
     await asyncio.to_thread(nats_server.start)
     assert text_of(await running) == ANSWER

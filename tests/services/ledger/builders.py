@@ -1,5 +1,7 @@
-"""Heartbeats of workers with accounts."""
+"""Heartbeats of workers with accounts, and what became of them."""
 
+from services.ledger.core.debt_ledger import DebtLedger
+from shared.messages.lending import KvTier
 from shared.messages.reports import WorkerReported
 from tests.shared.messages.builders import worker_report
 
@@ -37,3 +39,9 @@ def report(
         borrowed_from_blocks=borrowed_from or {},
         fingerprint=fingerprint,
     )
+
+
+def promised_to(table: DebtLedger, worker_id: str, tier: KvTier = KvTier.DEVICE) -> set[str]:
+    """To whom something of that worker is pointed out."""
+    account = table.get(worker_id)
+    return set() if account is None else set(account.offers[tier].promises)

@@ -17,7 +17,7 @@ from shared.messages.lending import Settle, Settled, SettlePhase
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
 from tests.patience import PATIENCE_S, until
-from tests.services.ledger.builders import report
+from tests.services.ledger.builders import promised_to, report
 
 
 async def test_answers_from_heartbeats(connect_bus: ConnectBus) -> None:
@@ -65,7 +65,7 @@ async def test_several_ledgers_answer_and_spread_debtors_together(connect_bus: C
         subject = subjects.ledger_candidates(debtor)
         answer = await client.request(subject, question, CreditorCandidates, deadline_s=5.0)
         creditor = answer.candidates[0].worker_id
-        await until(lambda: all(debtor in ledger.table.promises_of(creditor) for ledger in tables))
+        await until(lambda: all(debtor in promised_to(ledger.table, creditor) for ledger in tables))
         return creditor
 
     assert sorted([await first_for(f"d{number}") for number in range(3)]) == ["w1", "w2", "w3"]

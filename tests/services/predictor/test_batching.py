@@ -2,14 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import pytest
 
 from services.predictor.batching import Batcher
 from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
 from shared.errors import InternalError, Overloaded
+from tests.tasks import running
 
 
 class Gated:
@@ -41,16 +41,6 @@ class Gated:
         self.seen += 1
 
 
-@asynccontextmanager
-async def running(batcher: Batcher) -> AsyncIterator[None]:
-    task = asyncio.create_task(batcher.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 def query(number: int) -> LengthQuery:
     return LengthQuery(b"", number)
 
@@ -58,7 +48,7 @@ def query(number: int) -> LengthQuery:
 async def test_questions_asked_during_a_call_make_one_batch_and_get_their_own_answers() -> None:
     model = Gated()
     batcher = Batcher(model, batch_limit=8)
-    async with running(batcher):
+    async with running(batcher.run()):
         model.gate.clear()
         first = asyncio.create_task(batcher.predict(query(0)))
         await asyncio.sleep(0.05)
@@ -76,7 +66,7 @@ async def test_what_was_learned_before_a_question_is_known_to_its_answer() -> No
     model = Gated()
     batcher = Batcher(model)
     changed: list[int] = []
-    async with running(batcher):
+    async with running(batcher.run()):
         for _ in range(5):
             batcher.observe(LengthSample(b"", 1, censored=False))
         batcher.call(lambda: changed.append(threading.get_ident()))
@@ -87,7 +77,7 @@ async def test_what_was_learned_before_a_question_is_known_to_its_answer() -> No
 async def test_one_question_too_many_is_refused_at_once() -> None:
     model = Gated()
     batcher = Batcher(model, batch_limit=1, queue_limit=2)
-    async with running(batcher):
+    async with running(batcher.run()):
         model.gate.clear()
         waiting = [asyncio.create_task(batcher.predict(query(0)))]
         await asyncio.sleep(0.05)
@@ -102,7 +92,7 @@ async def test_one_question_too_many_is_refused_at_once() -> None:
 async def test_a_model_that_fails_is_an_error_of_that_batch_only() -> None:
     model = Gated()
     batcher = Batcher(model)
-    async with running(batcher):
+    async with running(batcher.run()):
         model.fails = True
         with pytest.raises(InternalError, match="broken"):
             await batcher.predict(query(1))
@@ -113,7 +103,7 @@ async def test_a_model_that_fails_is_an_error_of_that_batch_only() -> None:
 async def test_questions_that_are_open_at_the_end_are_cancelled() -> None:
     model = Gated()
     batcher = Batcher(model, batch_limit=1)
-    async with running(batcher):
+    async with running(batcher.run()):
         model.gate.clear()
         tasks = [asyncio.create_task(batcher.predict(query(number))) for number in (1, 2)]
         await asyncio.sleep(0.05)

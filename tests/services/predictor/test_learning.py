@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from services.predictor.batching import Batcher
 from services.predictor.core.length_model import LengthQuery, ModelSettings
 from services.predictor.learning import SAMPLES_FILE, Learner, LearningRules
@@ -14,6 +12,7 @@ from services.predictor.models.regressor import RegressorModel
 from services.predictor.samples import read_samples
 from tests.patience import until
 from tests.services.predictor.lengths import LONG_TOKENS, SHORT_TOKENS, samples_of
+from tests.tasks import running
 
 RULES = LearningRules(every_samples=300, min_samples=300, history_samples=2000, deadline_s=240.0)
 
@@ -23,16 +22,10 @@ async def learner_in(directory: Path, rules: LearningRules = RULES) -> AsyncIter
     model = RegressorModel.from_settings(ModelSettings(state_dir=directory))
     batcher = Batcher(model)
     learner = Learner(model, batcher, directory, rules)
-    tasks = [asyncio.create_task(batcher.run()), asyncio.create_task(learner.run())]
-    try:
+    async with running(batcher.run(), learner.run()):
         yield learner
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.timeout(300)  # the training has low priority: on a busy machine it takes its time
 async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path: Path) -> None:
     samples = samples_of(340)
     async with learner_in(tmp_path) as learner:
@@ -63,7 +56,6 @@ async def test_it_learns_swaps_once_better_and_goes_on_after_a_restart(tmp_path:
         assert again.summary()["learned_from"] == 340
 
 
-@pytest.mark.timeout(300)
 async def test_a_training_that_fails_changes_nothing(tmp_path: Path) -> None:
     rules = LearningRules(every_samples=20, min_samples=20, history_samples=2000, deadline_s=240.0)
     async with learner_in(tmp_path, rules) as learner:

@@ -1,12 +1,12 @@
 """Models by name: built in, and from an installed package's entry points."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from services.predictor.models import ConstantModel, create, model_names
 from shared.errors import ConfigError
+from tests.installed import install
 
 PACKAGE = """
 from services.predictor.models import ConstantModel
@@ -18,19 +18,9 @@ def fives(settings):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution that declares models, as pip would have laid it out."""
-    (tmp_path / "kvasir_fives.py").write_text(PACKAGE)
-    info = tmp_path / "kvasir_fives-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvasir-fives\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[kvasir.predictor.models]\n"
-        "fives = kvasir_fives:fives\n"
-        "constant = kvasir_fives:fives\n"
-        "broken = kvasir_fives:missing\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "kvasir_fives", raising=False)
+    """A distribution that declares models."""
+    points = {"fives": "fives", "constant": "fives", "broken": "missing"}
+    install(tmp_path, monkeypatch, "kvasir_fives", PACKAGE, "kvasir.predictor.models", points)
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:

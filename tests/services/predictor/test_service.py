@@ -23,7 +23,8 @@ from shared.messages.sequence import FinishReason, SequenceRef, pack_tokens
 from tests.conftest import ConnectBus
 from tests.patience import until
 from tests.services.scheduler.bus_peers import PredictorOnBus
-from tests.services.scheduler.bus_stack import BusStack, running
+from tests.services.scheduler.bus_stack import BusStack
+from tests.tasks import running
 
 PROMPT = pack_tokens(range(20))
 
@@ -36,12 +37,8 @@ def ref(number: int) -> SequenceRef:
 async def serving(bus: Bus, model: str = "histogram") -> AsyncIterator[Batcher]:
     batcher = Batcher(create(model))
     await bus.attach(HANDLERS, Predictor(bus, batcher))
-    task = asyncio.create_task(batcher.run())
-    try:
+    async with running(batcher.run()):
         yield batcher
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def ask(client: Bus, number: int, max_tokens: int = 1000, prompt: bytes = PROMPT) -> LengthPrediction:

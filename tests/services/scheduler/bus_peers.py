@@ -24,7 +24,7 @@ from tests.stack.actors import END_TOKEN, WorkerProcess, step_core, told_tokens
 
 WORKER_HANDLERS = (
     Listener(subjects.worker_plan, BatchPlan, "on_plan"),
-    Listener(subjects.worker_cancel, CancelSequence, "on_cancel"),
+    Listener(subjects.worker_cancel.to, CancelSequence, "on_cancel", sender="sender"),
     Endpoint(subjects.worker_snapshot, TakeSnapshot, "snapshot"),
 )
 

@@ -1,8 +1,5 @@
 """The scheduler and its scripted peers, each on a bus of its own, and helpers to run and wait."""
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
 from services.scheduler.config import SchedulerConfig
@@ -16,18 +13,6 @@ from tests.conftest import ConnectBus
 from tests.services.scheduler.bus_peers import PlacementOnBus, PredictorOnBus, Reader, WorkerOnBus
 
 QUICK = {"heartbeat_round_s": 0.25, "lease_ttl_s": 1.0, "announce_s": 0.1, "worker_timeout_s": 0.6}
-
-
-@asynccontextmanager
-async def running(*work: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """These coroutines as tasks, for the length of the block."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class BusStack:

@@ -3,20 +3,22 @@
 import asyncio
 import logging
 
+import msgspec
 import pytest
 
 from services.scheduler.core import long_waits
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.leader_term import _say_lost
 from shared import metrics, subjects
-from shared.errors import ContextOverflow
+from shared.errors import ContextOverflow, ForeignSequence
 from shared.messages.base import Empty
-from shared.messages.commands import CancelSequence
+from shared.messages.commands import SubmitReply, SubmitSequence
 from shared.messages.reports import WorkerLost
 from shared.messages.sequence import SequenceRef
-from tests.patience import until
-from tests.services.scheduler.bus_stack import BusStack, running
-from tests.shared.messages.builders import ref
+from tests.patience import PATIENCE_S, until
+from tests.services.scheduler.bus_stack import BusStack
+from tests.shared.messages.builders import cancelling, ref
+from tests.tasks import running
 
 
 async def test_a_submission_is_placed_planned_and_ends(stack: BusStack) -> None:
@@ -51,9 +53,34 @@ async def test_a_cancel_reaches_the_worker(stack: BusStack) -> None:
         spec = stack.reader.spec("a", prompt_tokens=8, answer_tokens=200, max_tokens=200)
         await stack.reader.submit(spec)
         await until(lambda: worker.process.used_blocks > 4)
-        await stack.reader.bus.publish(subjects.SCHEDULER_CANCEL, CancelSequence(ref=spec.ref))
+        await stack.reader.bus.publish(subjects.scheduler_cancel("gateway-0"), cancelling(spec.ref))
         await until(lambda: worker.process.used_blocks == 0, within_s=1.0)
         assert (await stack.reader.submit(spec)).known, "a late submission of it"
+
+
+async def test_another_gateway_neither_ends_a_sequence_nor_submits_under_its_name(stack: BusStack) -> None:
+    worker, scheduler = await stack.worker(), await stack.scheduler()
+    async with running(worker.run(), scheduler.serve()):
+        await until(lambda: bool(stack.reader.announced))
+        mine = stack.reader.spec("a", prompt_tokens=8, answer_tokens=200, max_tokens=200)
+        await stack.reader.submit(mine)
+        await until(lambda: worker.process.used_blocks > 4)
+        other = stack.peers
+        for attempt in (1, 2):
+            named = ref("a", attempt)
+            await other.publish(subjects.scheduler_cancel("gateway-1"), cancelling(named, "gateway-1"))
+            theirs = msgspec.structs.replace(mine, ref=named, gateway_id="gateway-1")
+            with pytest.raises(ForeignSequence, match="under another name"):
+                await other.request(
+                    subjects.scheduler_submit("gateway-1"),
+                    SubmitSequence(spec=theirs),
+                    SubmitReply,
+                    deadline_s=PATIENCE_S,
+                )
+            await other.publish(subjects.scheduler_cancel("gateway-1"), cancelling(named))
+        assert (await stack.reader.submit(mine)).known
+        assert worker.process.used_blocks > 4
+        await until(lambda: stack.reader.ended == {"a": 1})
 
 
 async def test_refusals_keep_their_type_on_the_way(stack: BusStack) -> None:

@@ -1,6 +1,5 @@
 """Policies by name: built in, and from an installed package's entry points."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from services.scheduler.policy import BUILT_IN, check_policy, find_policy, polic
 from services.scheduler.policy.contract import BatchPolicy, PolicySettings, WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ConfigError
+from tests.installed import install
 
 PACKAGE = """
 from services.scheduler.policy.first_come import VllmPolicy
@@ -20,19 +20,9 @@ class Patient(VllmPolicy):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution that declares policies, as pip would have laid it out."""
-    (tmp_path / "kvasir_patience.py").write_text(PACKAGE)
-    info = tmp_path / "kvasir_patience-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvasir-patience\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[kvasir.scheduler.policies]\n"
-        "patient = kvasir_patience:Patient\n"
-        "vllm = kvasir_patience:Patient\n"
-        "broken = kvasir_patience:Missing\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "kvasir_patience", raising=False)
+    """A distribution that declares policies."""
+    points = {"patient": "Patient", "vllm": "Patient", "broken": "Missing"}
+    install(tmp_path, monkeypatch, "kvasir_patience", PACKAGE, "kvasir.scheduler.policies", points)
 
 
 def test_a_built_in_policy_is_found_and_fulfils_the_contract() -> None:

@@ -18,7 +18,8 @@ from shared.config import BusConfig
 from shared.errors import ConfigError
 from tests.patience import until
 from tests.services.scheduler.bus_peers import PlacementOnBus, PredictorOnBus
-from tests.services.scheduler.bus_stack import QUICK, BusStack, running
+from tests.services.scheduler.bus_stack import QUICK, BusStack
+from tests.tasks import running
 
 
 async def test_a_standby_takes_over_and_adopts(stack: BusStack) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from services.stack.rundir import RunDirectory
 from shared.bus import Bus
 from shared.config import BusConfig, ServiceConfig, load
 from shared.errors import BusUnavailable, ConfigError
+from tests.patience import until
 from tests.services.stack.secured import secured_server
 
 
@@ -41,6 +43,31 @@ async def test_another_worker_is_let_in_and_nobody_is_thrown_out(tmp_path: Path)
         late = await Bus.connect(config, service="worker", instance="worker-7")
         assert there.connected and there.reconnections == 0
         for bus in (there, late):
+            await bus.close()
+        run.release()
+
+
+async def test_a_password_that_became_known_is_replaced_and_who_has_it_is_thrown_out(tmp_path: Path) -> None:
+    """What 0019 tells an operator to do: take it out of the file, and ask for another."""
+    run = RunDirectory(tmp_path)
+    async with secured_server(tmp_path) as access:
+        assert run.acquire()
+        other = await Bus.connect(access.config("worker-0"), service="worker", instance="worker-0")
+        known = await asyncio.to_thread(told, run, "worker-7")
+        thief = await Bus.connect(known, service="worker", instance="worker-7")
+        kept = json.loads(run.credentials_file.read_text())
+        del kept["nats_passwords"]["worker-7"]
+        run.credentials_file.write_text(json.dumps(kept))
+        fresh = await asyncio.to_thread(told, run, "worker-7")
+        assert fresh.password != known.password
+        await until(lambda: not thief.connected)
+        with pytest.raises(BusUnavailable):
+            await Bus.connect(
+                known.model_copy(update={"connect_timeout_s": 0.4}), service="worker", instance="worker-7"
+            )
+        worker = await Bus.connect(fresh, service="worker", instance="worker-7")
+        assert other.connected and other.reconnections == 0
+        for bus in (other, worker, thief):
             await bus.close()
         run.release()
 

@@ -334,7 +334,7 @@ OTHERS = {
     "repays in its name": ("publish", subjects.worker_repay("worker-9", "worker-0")),
     "asks the ledger in its name": ("publish", subjects.ledger_candidates("worker-0")),
     "tells it what to compute": ("publish", subjects.worker_plan("worker-0")),
-    "fetches what it computed": ("publish", subjects.worker_fetch("worker-0")),
+    "fetches what it computed": ("publish", subjects.worker_fetch("worker-0", "gateway-0")),
     "submits as a gateway": ("publish", subjects.scheduler_submit("gateway-0")),
 }
 
@@ -344,6 +344,35 @@ async def test_a_worker_can_do_nothing_with_another_worker_s_name(connect_user: 
     widens the table sees what that would allow."""
     bus, done = await connect_user("worker-1"), []
     for what, (verb, subject) in OTHERS.items():
+        tried = (
+            bus.attach([Listener(subject, Empty, "hear")], Ear())
+            if verb == "subscribe"
+            else bus.publish(subject, Empty())
+        )
+        done += [what] if await outcome(tried) else []
+    assert done == []
+
+
+ANOTHERS = {
+    "fetches what its clients are told": ("publish", subjects.worker_fetch("worker-0", "gateway-0")),
+    "ends its answers": ("publish", subjects.worker_cancel("worker-0", "gateway-0")),
+    "ends its answers at the scheduler": ("publish", subjects.scheduler_cancel("gateway-0")),
+    "ends them in the scheduler's name": ("publish", subjects.worker_cancel("worker-0", "scheduler-0")),
+    "writes into its answers": ("publish", subjects.worker_extend("worker-0", "gateway-0")),
+    "has its answers forgotten": ("publish", subjects.worker_acknowledge("worker-0", "gateway-0")),
+    "says nothing of who it is": ("publish", "kvasir.v1.cmd.worker.fetch.worker-0"),
+    "submits in its name": ("publish", subjects.scheduler_submit("gateway-0")),
+    "reports in its name": ("publish", subjects.gateway_reported("gateway-0")),
+    "reads its answers": ("subscribe", subjects.tokens.to("gateway-0")),
+    "reads who asks for what": ("subscribe", subjects.worker_fetch.to("worker-0")),
+    "reads what it cancels": ("subscribe", subjects.scheduler_cancel("gateway-0")),
+    "reads its prompts": ("subscribe", subjects.scheduler_submit("gateway-0")),
+}
+
+
+async def test_a_gateway_can_do_nothing_in_another_gateway_s_name(connect_user: ConnectUser) -> None:
+    bus, done = await connect_user("gateway-1"), []
+    for what, (verb, subject) in ANOTHERS.items():
         tried = (
             bus.attach([Listener(subject, Empty, "hear")], Ear())
             if verb == "subscribe"

@@ -122,7 +122,7 @@ NAMES = [f"worker-{number}" for number in range(4)]
 
 
 def wanted(count: int, *parked: str) -> WorkersWanted:
-    return WorkersWanted(placement_id="placement-0", incarnation=1, wanted=count, parked=parked)
+    return WorkersWanted(wanted=count, parked=parked)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
 from services.worker.core.reports import Identity
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceLimits, SequenceTable
-from services.worker.core.steps import StepCore
+from services.worker.core.steps import StepCore, StepEffects
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
@@ -116,7 +117,7 @@ class PrefixRig:
         while True:
             self.store.settle()
             self.prefixes.work_ahead()
-            if not self.store.mover.open_copies and not self.store.cache.unsaved_blocks:
+            if not self.store.mover._open.total() and not self.store.cache._books.unsaved:
                 self.store.settle()
                 return
             assert time.monotonic() < deadline_s, "copies do not end"
@@ -135,7 +136,7 @@ class PrefixRig:
         if self.store is not None and self.prefixes is not None:
             self.store.settle()
             self.prefixes.work_ahead()
-        work, effects = self.core.begin_step(now_s)
+        work, effects = self.begin_step(now_s)
         while work is not None:
             rows: list[Row] = [row_of(item) for item in work.items]
             self.prefilled_tokens += work.prefilled_tokens
@@ -143,8 +144,20 @@ class PrefixRig:
             sampled = self.engine.step(rows)
             done = self.core.finish_step(work, sampled, now_s, time.perf_counter() - began_s)
             self._note(done.stepped)
-            work, effects = self.core.begin_step(now_s)
+            work, effects = self.begin_step(now_s)
         self._note(effects.stepped)
+
+    def begin_step(self, now_s: float) -> tuple[StepWork | None, StepEffects]:
+        """The next iteration, if need be once the blocks are there that all wait for."""
+        deadline_s = time.monotonic() + 20.0
+        while True:
+            work, effects = self.core.begin_step(now_s)
+            if work is not None or not (self.core.is_held or self.table.put_off):
+                return work, effects
+            self._note(effects.stepped)
+            assert self.store is not None and time.monotonic() < deadline_s, "loads do not end"
+            time.sleep(0.0005)
+            self.store.settle()
 
     def _note(self, stepped: Sequence[WorkerStepped]) -> None:
         for report in stepped:

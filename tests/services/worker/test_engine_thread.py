@@ -17,12 +17,12 @@ from services.worker.engine_thread import Occupancy, Runner
 from services.worker.kv.core.block_pool import BlockPool
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, CreditorLost, InternalError, StaleEpoch
-from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.commands import TakeSnapshot
 from shared.messages.plans import BatchPlan
 from shared.messages.sequence import FinishReason
 from tests.patience import PATIENCE_S, wait_until
 from tests.services.worker.builders import LIMITS
-from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
+from tests.shared.messages.builders import BLOCK_TOKENS, cancelling, decode, plan, prefill, ref, spec
 
 POISON = 66
 AWAY = 67
@@ -129,7 +129,7 @@ def test_a_cancel_is_looked_at_between_the_steps_of_a_plan(harness: Harness) -> 
     harness.engine.gate.clear()
     harness.send(start_plan(1, "a", [1, 2], steps=20))
     assert harness.engine.inside.wait(PATIENCE_S)
-    harness.door.post(lambda core, now_s: core.on_cancel(CancelSequence(ref=ref("a")), now_s))
+    harness.door.post(lambda core, now_s: core.on_cancel(cancelling(ref("a")), now_s))
     harness.engine.gate.set()
     wait_until(lambda: "a" in harness.ends())
     assert harness.ends() == {"a": FinishReason.CANCELLED} and harness.tokens("a") == [1]

@@ -26,18 +26,18 @@ from shared.blocks import chain, root
 from shared.bus import Bus, Listener
 from shared.errors import InternalError, InvalidRequest, StaleEpoch
 from shared.messages.base import Empty
-from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.commands import TakeSnapshot
 from shared.messages.lending import AskTicket, BorrowReply, BulkTicket, Refusal
 from shared.messages.plans import BatchPlan, StepOutcome, WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import SequenceState, ServiceStatus, WorkerReported
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, pack_tokens
-from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta, TokenFrame
+from shared.messages.tokens import FetchedTokens, FetchTokens, TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.patience import PATIENCE_S
 from tests.services.worker.conftest import MAX_POSITIONS
 from tests.services.worker.peers.lending.builders import borrow
-from tests.shared.messages.builders import decode, prefill, ref, spec
+from tests.shared.messages.builders import acknowledging, cancelling, decode, prefill, ref, spec
 
 T = TypeVar("T")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -108,8 +108,8 @@ class Peers:
         return answer
 
     async def fetch(self, ref: SequenceRef, first_index: int) -> TokenDelta | None:
-        request = FetchTokens(ref=ref, first_index=first_index)
-        subject = subjects.worker_fetch("worker-0")
+        request = FetchTokens(ref=ref, sender="gateway-0", first_index=first_index)
+        subject = subjects.worker_fetch("worker-0", "gateway-0")
         return (await self.bus.request(subject, request, FetchedTokens, deadline_s=PATIENCE_S)).delta
 
     async def until(self, find: Callable[[], T | None]) -> T:
@@ -198,7 +198,7 @@ async def test_an_end_is_listed_until_acknowledged(worker_bus: Bus, peers: Peers
     report = await peers.fresh_report()
     assert [(s.ref, s.state, s.generated_tokens) for s in report.sequences] == [(ref, SequenceState.ENDED, 4)]
     assert report.sequences[0].finish_reason is FinishReason.LENGTH
-    await peers.bus.publish(subjects.worker_acknowledge("worker-0"), AcknowledgeEnds(refs=(ref,)))
+    await peers.bus.publish(subjects.worker_acknowledge("worker-0", "gateway-0"), acknowledging(ref))
     await peers.until(lambda: not peers.reported[-1].sequences)
 
 
@@ -262,7 +262,7 @@ async def test_a_cancel_frees_blocks_within_a_step(
     monkeypatch.setattr(TorchEngine, "step", slowly)
     ref = await peers.start("req_1", steps=70)
     await peers.until(lambda: len(peers.deltas) >= 2)
-    await peers.bus.publish(subjects.worker_cancel("worker-0"), CancelSequence(ref=ref))
+    await peers.bus.publish(subjects.worker_cancel("worker-0", "gateway-0"), cancelling(ref))
     gone = await peers.until(lambda: next((s for s in peers.stepped if s.ended or s.plan_over), None))
     assert gone.free_blocks == 60
     assert gone.ended[0].finish_reason is FinishReason.CANCELLED

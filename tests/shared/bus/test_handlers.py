@@ -68,6 +68,26 @@ def test_lanes_against_a_model(concurrency: int, pending_limit: int, turns: list
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_what_comes_while_a_lane_ends_is_run(turns: int) -> None:
+    """A lane that has looked for the last time takes nothing any more, though its task is not done yet."""
+    done: list[int] = []
+
+    async def work(item: int) -> None:
+        await asyncio.sleep(0)
+        done.append(item)
+
+    lanes = Lanes(work, concurrency=1, pending_limit=9)
+    lanes.offer(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    lanes.offer(1)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert done == [0, 1]
+    await lanes.stop(0.0)
+
+
 async def test_stop_waits_for_what_runs_and_waits_then_cancels() -> None:
     done: list[int] = []
 

@@ -80,14 +80,9 @@ async def test_wrong_password_is_named(make_server: MakeServer) -> None:
 async def killed_and_restarted(config: BusConfig, server: NatsServer) -> None:
     """A desk, a caller, a SIGKILL between them, and everything as before."""
     registry = CollectorRegistry()
-    desk, regained = Desk(), asyncio.Event()
+    desk = Desk()
     bus = await Bus.connect(config, service="desk", instance="desk-0", registry=registry)
     caller = await Bus.connect(config, service="tester", instance="tester-0", registry=CollectorRegistry())
-
-    async def on_reconnected() -> None:
-        regained.set()
-
-    caller.on_reconnected(on_reconnected)
     await bus.attach(HANDLERS, desk)
     lease = await bus.acquire_lease("clerk", ttl_s=5)
     desk.gate.clear()
@@ -111,7 +106,7 @@ async def killed_and_restarted(config: BusConfig, server: NatsServer) -> None:
         await caller.publish(NOTED, Note(number=2))
         await caller.publish(FILED, Note(number=3))
         await until(lambda: desk.noted[-1:] == [2] and desk.filed == [3])
-        await regained.wait()
+        await until(lambda: caller.reconnections == 1)
         await lease.renew()
     assert answer.number == 8
     assert time.monotonic() - started_s < RESUME_S
@@ -165,19 +160,13 @@ async def test_a_frozen_server_is_noticed_and_comes_back(
 async def test_when_nats_py_gives_up_the_bus_dials_anew(connect_bus: ConnectBus) -> None:
     """A protocol error makes the server throw the client out, and nats-py close for good."""
     bus, desk = await connect_bus("desk", "desk-0"), Desk()
-    regained: list[bool] = []
-
-    async def on_reconnected() -> None:
-        regained.append(True)
-
-    bus.on_reconnected(on_reconnected)
     await bus.attach(HANDLERS, desk)
     client = bus._link.client
     await bus.publish("kvasir." + "x" * 5000, Note())  # longer than a line of the protocol may be
     await until(lambda: client.is_closed)
     assert (await bus.request(ASK, Question(number=6), Answer, deadline_s=PATIENCE_S)).number == 6
     await bus.publish(NOTED, Note(number=1))
-    await until(lambda: desk.noted == [1] and regained == [True])
+    await until(lambda: desk.noted == [1] and bus.reconnections == 1)
     assert bus._link.client is not client
 
 
@@ -206,27 +195,6 @@ async def test_closing_while_disconnected_takes_no_time(
     await until(lambda: not bus.connected)
     async with asyncio.timeout(5):
         await bus.close()
-
-
-async def test_a_failing_reconnection_callback_does_not_stop_the_next(
-    connect_bus: ConnectBus, nats_server: NatsServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    bus = await connect_bus("desk", "desk-0")
-    ran = asyncio.Event()
-
-    async def broken() -> None:
-        raise ValueError("a bug")
-
-    async def sound() -> None:
-        ran.set()
-
-    bus.on_reconnected(broken)
-    bus.on_reconnected(sound)
-    nats_server.kill()
-    nats_server.start()
-    async with asyncio.timeout(PATIENCE_S):
-        await ran.wait()
-    assert "a reconnection callback failed" in caplog.text
 
 
 async def test_what_nats_py_drops_is_counted_and_logged_once(

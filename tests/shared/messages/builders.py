@@ -4,10 +4,11 @@ from typing import Any
 
 import msgspec
 
-from shared.messages.commands import LengthPrediction
+from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.plans import BatchPlan, Decode, Preemption, PrefillChunk
 from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
+from shared.messages.tokens import AcknowledgeEnds
 
 _IDLE = WorkerReported(
     worker_id="worker-0",
@@ -111,6 +112,14 @@ def plan(
         prefills=prefills,
         decodes=decodes,
     )
+
+
+def cancelling(sequence: SequenceRef, sender: str = "gateway-0") -> CancelSequence:
+    return CancelSequence(ref=sequence, sender=sender)
+
+
+def acknowledging(*refs: SequenceRef, sender: str = "gateway-0") -> AcknowledgeEnds:
+    return AcknowledgeEnds(refs=refs, sender=sender)
 
 
 def predicted(tokens: int) -> LengthPrediction:

@@ -23,7 +23,7 @@ from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Wor
 from services.scheduler.policy.ecoserve.admission import AdmissionRule, ExactAdmission, ProfileAdmission
 from services.scheduler.policy.ecoserve.hosting import Hosting
 from services.scheduler.policy.lengths import LengthEstimates
-from services.scheduler.policy.options import TwoQueueOptions, parse_options
+from services.scheduler.policy.options import TwoQueueOptions, two_queue_options
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import AgingTurns, Line, QueueRank, WaitingQueue
 from shared.messages.sequence import SequenceKey
@@ -132,7 +132,7 @@ class EcoServeD(TwoQueuePolicy):
     """The profile of usage admits, instead of exact allocations."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        options = parse_options(settings.options)
+        options = two_queue_options("ecoserve", settings.options)
         lengths = LengthEstimates(options, shape.block_tokens)
         prompts = self._make_queue(options, _prompt_rank)
         super().__init__(

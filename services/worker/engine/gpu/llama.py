@@ -6,8 +6,6 @@ the module's own, which become views of the joined ones. Knows transformers' nam
 sequence.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,32 +15,17 @@ from services.worker.engine.gpu.attention import attend_paged, gated, rotate_and
 from services.worker.engine.gpu.backend import TritonBackend
 from services.worker.engine.gpu.graphs import CudaCapture, DecodeGraphs, GraphLimits
 from services.worker.engine.gpu.spans import Heads
+from services.worker.engine.llama_parts import JoinedLayer, is_rotation_fixed, join_layer
 
-_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Rotations that depend on the position alone, not on how long the longest sequence is."""
 MAX_BATCH = 128
 """Decodes replayed at once, unless told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One decoder layer's weights; matrices as `[out, in]`."""
-
-    input_norm: torch.Tensor
-    query_key_value: torch.Tensor
-    output: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
 
 
 def is_computable(module: Any) -> bool:
     """Whether a `LlamaForCausalLM` uses nothing that `CudaLlama` leaves out."""
     config = module.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    fixed = rope.get("rope_type", "default") in _FIXED_ROTATIONS and not rope.get("partial_rotary_factor")
     biased = any(name.endswith("proj.bias") for name, _ in module.named_parameters())
-    return config.hidden_act == "silu" and not biased and fixed
+    return config.hidden_act == "silu" and not biased and is_rotation_fixed(config)
 
 
 def with_graphs(
@@ -72,7 +55,7 @@ class CudaLlama:
         self._embedding = module.model.embed_tokens.weight
         self._norm = module.model.norm.weight
         self._head = module.lm_head.weight
-        self._layers = [_join(layer) for layer in module.model.layers]
+        self._layers = [join_layer(layer) for layer in module.model.layers]
         self._angles = _angles(module.model.rotary_emb, max_positions, self._embedding.device)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -86,7 +69,7 @@ class CudaLlama:
         return functional.linear(self._normed(hidden[kept], self._norm), self._head)
 
     def _attend(
-        self, index: int, layer: _Layer, hidden: torch.Tensor, positions: torch.Tensor
+        self, index: int, layer: JoinedLayer, hidden: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         projected = functional.linear(self._normed(hidden, layer.input_norm), layer.query_key_value)
         joined = projected.view(hidden.shape[0], -1, self._head_dim)
@@ -107,24 +90,3 @@ def _angles(rotary: Any, max_positions: int, device: torch.device) -> tuple[torc
         cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions[None])
     half = cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-
-
-def _join(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
-        input_norm=layer.input_layernorm.weight,
-        query_key_value=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
-        output=attention.o_proj.weight,
-        post_norm=layer.post_attention_layernorm.weight,
-        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
-        down=mlp.down_proj.weight,
-    )
-
-
-def _joined(linears: Sequence[Any]) -> torch.Tensor:
-    """One matrix of several linear layers. Their own weights become views of it: nothing is held twice."""
-    joined = torch.cat([linear.weight.data for linear in linears])
-    parts = joined.split([linear.weight.shape[0] for linear in linears])  # type: ignore[no-untyped-call]
-    for linear, part in zip(linears, parts, strict=True):
-        linear.weight.data = part
-    return joined

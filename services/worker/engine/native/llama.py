@@ -9,15 +9,13 @@ from typing import Any, Protocol
 
 import torch
 
+from services.worker.engine.llama_parts import is_rotation_fixed
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import KvPool, Spans, declare, describe_pool
 from services.worker.engine.native.weights import ModelWeights, pack
 from services.worker.engine.paged import Shape
 from services.worker.pie.store import LayerStore
 from shared.errors import InternalError
-
-_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Rotations that depend on the position alone, not on how long the longest sequence is."""
 
 
 class PagedKv(Protocol):
@@ -116,10 +114,8 @@ _PROTOTYPES = {
 
 def is_computable(module: Any) -> bool:
     """Whether a plain fp32 LlamaForCausalLM's rotation is one that a table holds."""
-    rope = getattr(module.config, "rope_parameters", None) or {}
-    fixed = rope.get("rope_type", "default") in _FIXED_ROTATIONS and not rope.get("partial_rotary_factor")
     on_cpu = next(module.parameters()).device.type == "cpu"
-    return fixed and on_cpu and module.model.layers[0].self_attn.head_dim % 2 == 0
+    return is_rotation_fixed(module.config) and on_cpu and module.model.layers[0].self_attn.head_dim % 2 == 0
 
 
 class StepScratch:

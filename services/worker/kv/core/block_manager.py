@@ -5,7 +5,7 @@ No bytes are moved and nothing is decided here but which copy goes. Pure.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import EvictionOrder, OrderMaker, ReuseHistory
@@ -59,12 +59,18 @@ class Inventory:
         self.host = SlotPool(host_blocks, make(Tier.HOST, self.history))
         self.disk = SlotPool(disk_blocks, make(Tier.DISK, self.history))
         self._orders = (self._device, self.host.order, self.disk.order)
+        self._saved = make(Tier.DEVICE, self.history)
+        """Of the device's order, those that the host has as well: they can go at once."""
         self._published: dict[int, Node] = {}
         self.unsaved: dict[Node, None] = {}
         """On the host and not on disk yet, oldest first."""
         self.requests = 0
         self.evictable = 0
         """Device blocks that have a name and no user."""
+        self.saved = 0
+        """Of these, those that the host has as well."""
+        self.is_behind = False
+        """A block was to leave the device that the host had not yet. Whoever has looked, clears it."""
         self.kept = 0
         """Blocks whose place on the host is sure."""
         self.counts: Counter[str] = Counter()
@@ -91,10 +97,12 @@ class Inventory:
     def hold(self, node: Node | None) -> None:
         """One more user; the first also keeps what precedes the block."""
         while node is not None:
-            node.busy += 1
-            if node.busy > 1:
+            if node.busy:
+                node.busy += 1
                 return
-            self.evictable -= node.places[Tier.DEVICE] is not None
+            self._count(node, -1)
+            node.busy = 1
+            node.is_leaving = False
             self._rank(node)
             node = node.parent
 
@@ -107,7 +115,7 @@ class Inventory:
             node.busy -= 1
             if node.busy > 0:
                 break
-            self.evictable += node.places[Tier.DEVICE] is not None
+            self._count(node, 1)
             self._rank(node)
             gone = gone if node.stored else node
             node = node.parent
@@ -135,20 +143,45 @@ class Inventory:
             self._give_kept_slot(node)
             self._rank(node)
 
-    def host_slot(self, node: Node) -> int | None:
-        """For a block that leaves the device: its own, else any."""
+    def host_slot(self, node: Node, *, ahead: bool = False) -> int | None:
+        """For a block that leaves the device: its own, else any; `ahead` of that, none of a block that is
+        about to leave as well."""
         place, node.kept_slot = node.kept_slot, None
-        return self.slot(Tier.HOST) if place is None else place
+        if place is not None:
+            return place
+        if ahead and not self.host.free:
+            first = self.host.order.first()
+            if first is None or first.is_leaving:
+                return None
+        return self.slot(Tier.HOST)
+
+    def give_host_slot(self, node: Node, place: int) -> None:
+        """One that `host_slot` gave for `node` was not filled."""
+        if node.keepers and node.kept_slot is None and node.places[Tier.HOST] is None:
+            node.kept_slot = place
+        else:
+            self.host.give(place)
+
+    def set_leaving(self, node: Node, *, is_leaving: bool) -> None:
+        """Whether it is one of the next to leave the device."""
+        node.is_leaving = is_leaving
+        self._rank(node)
+
+    def leaving(self) -> Iterator[Node]:
+        """What would leave the device, in this order, if nobody wanted anything of it. Nothing may change
+        meanwhile."""
+        return self._device.preview()
 
     def put(self, node: Node, tier: Tier, place: int) -> None:
         """`node` has a copy there from now on."""
+        self._count(node, -1)
         self.tree.put(node, tier, place)
+        self._count(node, 1)
         if tier is Tier.HOST:
             self._give_kept_slot(node)
         self.on_moved(node.name)
         if tier is Tier.DEVICE:
             self._published[place] = node
-            self.evictable += not node.busy
         if tier is Tier.HOST and node.places[Tier.DISK] is None and self.disk.total:
             self.unsaved[node] = None
         self._rank_with_parent(node)
@@ -159,8 +192,17 @@ class Inventory:
         self._drop_if_gone(node)
 
     def pop_device(self) -> Node | None:
-        """The device block that goes first, still in its place; None when all are in use."""
-        return self._device.pop()
+        """A device block that may go, still in its place; None when all are in use. The first of those that
+        are on the host as well where the first of all is not."""
+        node = self._device.pop()
+        if node is None or not self.host.total or node.places[Tier.HOST] is not None:
+            return node
+        self.is_behind = True
+        saved = self._saved.pop()
+        if saved is None:
+            return node
+        self._rank(node)
+        return saved
 
     def slot(self, tier: Tier, kept: Collection[BlockHash] = ()) -> int | None:
         """A slot of a lower tier, if need be one that a copy leaves, but none of `kept`; None when no copy
@@ -179,31 +221,48 @@ class Inventory:
         self._drop_if_gone(victim)
         return place
 
-    def check_integrity(self, held: Iterable[int]) -> None:
+    def check_integrity(
+        self,
+        held: Iterable[int],
+        pinned: Iterable[Node] = (),
+        arriving: Iterable[int] = (),
+        storing: Iterable[int] = (),
+    ) -> None:
         """Raises AssertionError unless blocks and slots are conserved and counts are true.
 
-        `held` names every block that sequences hold, as often as they hold it. Nothing is being copied.
+        `held` names every block that sequences hold, as often as they hold it; `pinned` the nodes that they
+        wait for or that are loaded, likewise. `arriving` are blocks of the device, `storing` slots of the
+        host that are being copied to. Nothing is copied between host and disk.
         """
         self.tree.check_integrity()
         held = list(held)
+        pins = Counter(pinned)
         private = [block for block in held if block not in self._published]
         assert len(private) == len(set(private)), "a private block is shared"
-        self.pool.check_integrity([*private, *self._published])
+        self.pool.check_integrity([*private, *self._published, *arriving])
         users = Counter(block for block in held if block in self._published)
         for block, node in self._published.items():
             assert node.places[Tier.DEVICE] == block
             kept = sum(child.busy > 0 for child in node.children.values())
-            assert node.busy == users[block] + kept, "a block is used by fewer or more than hold it"
-        assert self.evictable == sum(node.busy == 0 for node in self._published.values())
+            assert node.busy == users[block] + pins[node] + kept, (
+                "a block is used by fewer or more than hold it"
+            )
+        loose = [node for node in self._published.values() if node.busy == 0]
+        assert self.evictable == len(loose)
+        assert self.saved == sum(node.places[Tier.HOST] is not None for node in loose)
+        storing = list(storing)
         for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
             places = [place for node in self.tree if (place := node.places[tier]) is not None]
             aside = [place for node in self.tree if (place := node.kept_slot) is not None]
-            shelf.check_integrity(places + (aside if tier is Tier.HOST else []))
+            shelf.check_integrity(places + ([*aside, *storing] if tier is Tier.HOST else []))
         assert self.kept == sum(node.keepers > 0 for node in self.tree)
         for node in self.tree:
             assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)
             for tier, order in zip(Tier, self._orders, strict=True):
                 assert (node in order) == node.is_loose(tier), "the order of eviction is out of step"
+            assert (node in self._saved) == (
+                node.is_loose(Tier.DEVICE) and node.places[Tier.HOST] is not None
+            )
         assert all(node.places[Tier.HOST] is not None for node in self.unsaved), "nothing to save"
 
     def _rank(self, node: Node) -> None:
@@ -212,6 +271,16 @@ class Inventory:
                 order.add(node, _group(node, tier))
             else:
                 order.discard(node)
+        if node.places[Tier.HOST] is not None and node.is_loose(Tier.DEVICE):
+            self._saved.add(node)
+        else:
+            self._saved.discard(node)
+
+    def _count(self, node: Node, by: int) -> None:
+        """It enters, or leaves, the sums of those that may go."""
+        if not node.busy and node.places[Tier.DEVICE] is not None:
+            self.evictable += by
+            self.saved += by * (node.places[Tier.HOST] is not None)
 
     def _rank_with_parent(self, node: Node) -> None:
         self._rank(node)
@@ -219,9 +288,10 @@ class Inventory:
             self._rank(node.parent)
 
     def _take(self, node: Node, tier: Tier) -> int:
-        if tier is Tier.DEVICE:
-            self.evictable -= not node.busy
+        self._count(node, -1)
         place = self.tree.take(node, tier)
+        self._count(node, 1)
+        node.is_leaving = node.is_leaving and tier is not Tier.DEVICE
         self.on_moved(node.name)
         if tier is Tier.HOST:
             self.unsaved.pop(node, None)
@@ -266,7 +336,10 @@ class Inventory:
 
 
 def _group(node: Node, tier: Tier) -> int:
-    """Copies of what the device has go first, then those that disk has as well, only copies last."""
+    """Copies of what the device has go first, then those that disk has as well, then only copies, and last
+    those of what is about to leave the device."""
+    if tier is Tier.HOST and node.is_leaving:
+        return 3
     if tier is Tier.DEVICE or node.places[Tier.DEVICE] is not None:
         return 0
     return 1 if tier is Tier.DISK or node.places[Tier.DISK] is not None else 2

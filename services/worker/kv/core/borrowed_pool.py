@@ -4,7 +4,7 @@ Own blocks go first: attention over them costs no message. Borrowed ids lie abov
 once they can be reached, and may be lost at any time. Knows neither creditors nor grants.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from shared.messages.reports import Capacity
@@ -221,8 +221,3 @@ def capacity_of(pool: Pool) -> Capacity:
         borrowed_blocks=0 if extended is None else extended.borrowed_blocks,
         borrowed_free_blocks=0 if extended is None else extended.borrowed_free_blocks,
     )
-
-
-def first_borrowed(blocks: Sequence[int], own_blocks: int) -> int:
-    """Index of the first block that is not the worker's own; their count when all are."""
-    return next((at for at, block in enumerate(blocks) if block >= own_blocks), len(blocks))

@@ -10,7 +10,8 @@ import heapq
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from services.worker.kv.core.radix_tree import Node, Tier
 from shared.average import averaged
@@ -83,6 +84,36 @@ class EvictionOrder(ABC):
     def discard(self, node: Node) -> None:
         """`node` may not go any more. Nothing happens when it is not in."""
         self._entry.pop(node, None)
+
+    def first(self) -> Node | None:
+        """The node that goes first, None when there is none."""
+        while self._heap:
+            _, _, count, node = self._heap[0]
+            if self._entry.get(node) == count:
+                return node
+            heapq.heappop(self._heap)
+        return None
+
+    def preview(self) -> Iterator[Node]:
+        """In the order in which they would go, and after the last child of a node the node itself, if nobody
+        uses it: which nodes would go if nothing came in between. The order must not change meanwhile."""
+        heap = [
+            (group, rank, count, node)
+            for group, rank, count, node in self._heap
+            if self._entry.get(node) == count
+        ]
+        heapq.heapify(heap)
+        gone: Counter[Node] = Counter()
+        while heap:
+            node = heapq.heappop(heap)[3]
+            yield node
+            above = node.parent
+            if above is None or above.busy:
+                continue
+            gone[above] += 1
+            if gone[above] == above.kids[Tier.DEVICE]:
+                self._count += 1
+                heapq.heappush(heap, (0, self._rank(above), self._count, above))
 
     def pop(self) -> Node | None:
         """Takes out the node that goes first, None when there is none."""

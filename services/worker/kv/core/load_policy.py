@@ -19,6 +19,8 @@ _WEIGHT = 0.2
 """Of the newest measurement."""
 _PATIENCE = 2.0
 """A load is abandoned when it takes this many times what recomputing would have taken."""
+_LEAST_PATIENCE_S = 0.05
+"""However few blocks: the thread that copies may have to wait for a core."""
 
 
 class CostGate:
@@ -33,7 +35,7 @@ class CostGate:
         self.saved_s: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
         """What computing the blocks found there would have taken."""
         self.spent_s: dict[Tier, float] = dict.fromkeys(Tier, 0.0)
-        """What loading from there, and filling it, took the engine."""
+        """What loading from there took, and what the engine waited for blocks to be copied to there."""
 
     @property
     def losing(self) -> tuple[Tier, ...]:
@@ -98,9 +100,9 @@ class CostGate:
         return best
 
     def most_s(self, blocks: int) -> float:
-        """When to abandon a load of so many blocks; at least a millisecond."""
+        """When to abandon a load of so many blocks."""
         recompute_s = self._recompute_block_s
-        return 1.0 if recompute_s is None else max(0.001, _PATIENCE * blocks * recompute_s)
+        return 1.0 if recompute_s is None else max(_LEAST_PATIENCE_S, _PATIENCE * blocks * recompute_s)
 
     def _is_due(self, tier: Tier) -> bool:
         return self._refusals[tier] >= RETRY_LOOKUPS

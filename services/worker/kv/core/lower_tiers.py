@@ -89,11 +89,6 @@ class LowerTiers:
         return self._books.disk.total > 0
 
     @property
-    def unsaved_blocks(self) -> int:
-        """On the host alone, and not being written yet."""
-        return len(self._books.unsaved)
-
-    @property
     def is_reading(self) -> bool:
         """Whether reads ahead are in flight."""
         return bool(self._reading)

@@ -1,34 +1,27 @@
 """The prefix cache of one worker: blocks that outlive their sequences, in three tiers.
 
 It stands where a plain block pool would: `allocate` evicts what nobody uses, `release` keeps what has a name.
-A block gets its name when its last token is computed (`publish`) and is shared from then on. Down it goes one
-tier at a time, up straight to the device; a lower copy stays as long as there is room for it. Bytes are moved
-by a `BlockMover`; what fails there is a miss. Pure. Source: papers/002 §IV; `algorithms.md` §5.
+A block gets its name when its last token is computed (`publish`) and is shared from then on. Down it goes
+one tier at a time, up straight to the device; a lower copy stays as long as there is room for it. Bytes are
+moved by a `BlockMover` while the engine computes; what fails there is a miss. A load has its blocks of the
+device to itself until it is answered, so who waits for it may give up at any time. Pure.
+Source: papers/002 §IV; `algorithms.md` §5.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from services.worker.kv.core.arrivals import Awaited, Hit
 from services.worker.kv.core.block_manager import Inventory
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.eviction import OrderMaker, order_maker
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.lower_tiers import LowerTiers
 from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.save_ahead import SaveAhead
 from services.worker.kv.core.tier_copier import BlockMover, Load, Loaded, Store
 from shared.blocks import BlockHash
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The beginning of a prompt that need not be computed: its blocks, now held by who asked."""
-
-    blocks: tuple[int, ...] = ()
-    loaded: tuple[int, int, int] = (0, 0, 0)
-    """Blocks by the tier they were found in."""
-    ahead: int = 0
-    """Stored blocks that follow these, beyond what was asked for; nobody holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,7 @@ class PrefixCache(LowerTiers):
     """Named blocks of one worker. One thread; requests are counted, no clock is read.
 
     `counts`, in blocks: hits_…, misses, evicted_…, dropped, lost_unsaved, copies_lost, write_failures,
-    prefetched; loads_abandoned.
+    prefetched, saved_ahead, saved_late (the engine waited for that copy); loads_abandoned.
     """
 
     def __init__(
@@ -63,6 +56,11 @@ class PrefixCache(LowerTiers):
         books = Inventory(pool, tiers.host_blocks, tiers.disk_blocks, make)
         super().__init__(books, mover, gate, min(tiers.kept_blocks, tiers.host_blocks))
         self._pool = pool
+        self._ahead = SaveAhead(books, mover)
+        self._waits: dict[Awaited, None] = {}
+        self._loads: dict[int, list[tuple[Node, Load]]] = {}
+        """By ticket: the blocks it fills are its own until it is answered, whoever still waits for them."""
+        self._tickets = 0
 
     @property
     def total_blocks(self) -> int:
@@ -135,11 +133,14 @@ class PrefixCache(LowerTiers):
             else:
                 self._books.let_go(node)
 
-    def acquire(self, names: Sequence[BlockHash], most_blocks: int, first_block: int = 0) -> Hit:
-        """Hold the longest stored prefix of `names`, at most so many blocks in all, on the device.
+    def acquire(
+        self, names: Sequence[BlockHash], most_blocks: int, first_block: int = 0, *, may_load: bool = True
+    ) -> Hit:
+        """Hold the longest stored prefix of `names`, at most so many blocks in all.
 
-        What lies deeper is loaded as far as that is worth it, and given up where a load fails or lags. With
-        `first_block` the caller has all before that already, and holds what follows it.
+        What lies deeper than the device is loaded as far as that is worth it, or awaited where it is being
+        loaded already; neither unless it `may_load`. With `first_block` the caller has all before that
+        already, and holds what follows it.
         """
         self._books.requests += first_block == 0
         chain = self._books.tree.match(names)
@@ -152,15 +153,57 @@ class PrefixCache(LowerTiers):
         for node in found[:near]:
             self._books.hold(node)
         self.gate.on_loaded(Tier.DEVICE, near, 0.0)
-        loaded = self._load(found[near:])
-        tiers = Counter([Tier.DEVICE] * near + loaded)
+        awaited = self._send_for(found[near:]) if may_load else None
+        done = near + (0 if awaited is None else len(awaited.nodes))
+        self.counts["hits_device"] += near
+        self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
+        blocks = tuple(_block_of(node) for node in found[:near])
+        ahead = len(chain) - first_block - done if done and done == len(found) else 0
+        return Hit(blocks, (near, 0, 0), awaited, ahead)
+
+    def collect(self, awaited: Awaited) -> Hit:
+        """Ends a wait: what has come of it, from the first on, is held by who waited; the rest by nobody. Its
+        loads go on where they have not ended."""
+        del self._waits[awaited]
+        came = next((at for at, node in enumerate(awaited.nodes) if not _is_near(node)), len(awaited.nodes))
+        for node in reversed(awaited.nodes[came:]):
+            self._books.let_go(node)
+        tiers = Counter(awaited.tiers[:came])
         for tier in Tier:
             self.counts[f"hits_{tier.name.lower()}"] += tiers[tier]
-        done = near + len(loaded)
-        self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
-        blocks = tuple(_block_of(node) for node in found[:done])
-        ahead = len(chain) - first_block - done if done and done == len(found) else 0
-        return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]), ahead)
+        self.counts["misses"] += len(awaited.nodes) - came
+        blocks = tuple(_block_of(node) for node in awaited.nodes[:came])
+        return Hit(blocks, (tiers[Tier.DEVICE], tiers[Tier.HOST], tiers[Tier.DISK]))
+
+    def on_loaded(self, ticket: int, loaded: Loaded) -> None:
+        """A load has ended: what it brought is on the device, and blocks that it did not fill are free."""
+        pairs = self._loads.pop(ticket)
+        for at, (node, load) in enumerate(pairs):
+            node.arriving = False
+            is_reachable = node.parent is None or _is_near(node.parent)
+            if at < loaded.done and is_reachable and not _is_near(node):
+                self._books.put(node, Tier.DEVICE, load.block)
+            else:
+                self._pool.release([load.block])
+        self._learn([load for _, load in pairs], loaded)
+        if loaded.failed:
+            node, load = pairs[loaded.done]
+            self._lose(node, load.tier)
+        for node, _ in reversed(pairs):
+            self._books.let_go(node)
+
+    @property
+    def arriving_blocks(self) -> int:
+        """Of the device, that are being loaded into: neither free nor evictable, and no sequence's yet."""
+        return sum(len(pairs) for pairs in self._loads.values())
+
+    def save_ahead(self) -> int:
+        """Start copying to the host what is about to leave the device; returns how many copies began."""
+        return self._ahead.work()
+
+    def on_stored(self, ticket: int, *, ok: bool) -> None:
+        """A copy that `save_ahead` began is over."""
+        self._ahead.on_stored(ticket, ok=ok)
 
     def known_blocks(self, names: Sequence[BlockHash]) -> int:
         """How many of these, from the first on, are on the device. Nobody holds them."""
@@ -201,27 +244,53 @@ class PrefixCache(LowerTiers):
         return True
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """See `Inventory.check_integrity`."""
-        self._books.check_integrity(held)
+        """AssertionError unless blocks and slots are conserved; `held` are those that sequences hold, as
+        often as they hold them. Nothing is copied between host and disk."""
+        loads = [pair for pairs in self._loads.values() for pair in pairs]
+        awaited = [node for wait in self._waits for node in wait.nodes]
+        assert all(node.arriving for node, _ in loads), "a load is on the way to nothing"
+        self._books.check_integrity(
+            held,
+            [*awaited, *(node for node, _ in loads)],
+            [load.block for _, load in loads],
+            self._ahead.slots,
+        )
 
-    def _load(self, nodes: Sequence[Node]) -> list[Tier]:
-        """Bring as many of these, in order, to the device as is worth it, held; returns where each was."""
+    def _send_for(self, nodes: Sequence[Node]) -> Awaited | None:
+        """Wait for as many of these, in order, as are on the way or worth being loaded; held."""
+        count = next((at for at, node in enumerate(nodes) if not node.arriving), len(nodes))
+        on_way, rest = list(nodes[:count]), list(nodes[count:])
+        count = next((at for at, node in enumerate(rest) if node.arriving), len(rest))
+        rest = self._start_load(rest[:count])
+        awaited = [*on_way, *rest]
+        if not awaited:
+            return None
+        for node in awaited:
+            self._books.hold(node)
+        made = Awaited(tuple(awaited), tuple(node.nearest for node in awaited))
+        self._waits[made] = None
+        return made
+
+    def _start_load(self, nodes: Sequence[Node]) -> list[Node]:
+        """Bring as many of these, in order, to the device as is worth it; those that are on the way now."""
         nodes = nodes[: self.gate.worth_loading([node.nearest for node in nodes])]
         for node in nodes:
             self._books.hold(node)
         usable = min(len(nodes), self._pool.free_blocks + self.evictable_blocks)
         blocks = self.allocate(usable)
         loads = [_load_of(node, block) for node, block in zip(nodes, blocks, strict=False)]
-        loaded = self._mover.load(loads, self.gate.most_s(usable)) if loads else Loaded(0)
-        for node, block in zip(nodes[: loaded.done], blocks, strict=False):
-            self._books.put(node, Tier.DEVICE, block)
-        self._pool.release(blocks[loaded.done :])
-        self._learn(loads, loaded)
-        if loaded.failed:
-            self._lose(nodes[loaded.done], loads[loaded.done].tier)
-        for node in reversed(nodes[loaded.done :]):
+        begun: list[Node] = []
+        if loads and self._mover.start_load(self._tickets + 1, loads, self.gate.most_s(usable)):
+            begun = list(nodes[:usable])
+            self._tickets += 1
+            self._loads[self._tickets] = list(zip(begun, loads, strict=True))
+            for node in begun:
+                node.arriving = True
+        else:
+            self._pool.release(blocks)
+        for node in reversed(nodes[len(begun) :]):
             self._books.let_go(node)
-        return [load.tier for load in loads[: loaded.done]]
+        return begun
 
     def _learn(self, loads: Sequence[Load], loaded: Loaded) -> None:
         tiers = [load.tier for load in loads]
@@ -235,15 +304,21 @@ class PrefixCache(LowerTiers):
         """Frees a block; what has to be copied before it is used."""
         node = self._books.pop_device()
         assert node is not None, "nothing to evict although blocks were counted as evictable"
+        self._ahead.finish(node)
         stores: list[Store] = []
         if node.places[Tier.HOST] is None:
             place = self._books.host_slot(node)
             if place is not None:
                 stores = [Store(node.name, _block_of(node), place)]
                 self._books.put(node, Tier.HOST, place)
+                self.counts["saved_late"] += 1
         self._books.remove(node, Tier.DEVICE)
         self.counts["evicted_device"] += 1
         return stores
+
+
+def _is_near(node: Node) -> bool:
+    return node.places[Tier.DEVICE] is not None
 
 
 def _block_of(node: Node) -> int:

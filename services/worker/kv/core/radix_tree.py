@@ -23,17 +23,20 @@ class Node:
     """One stored block. `places[tier]` is its block id or slot there, None where it is not."""
 
     __slots__ = (
+        "arriving",
         "busy",
         "children",
         "depth",
         "hits",
         "inserted",
+        "is_leaving",
         "keepers",
         "kept_slot",
         "kids",
         "name",
         "parent",
         "places",
+        "storing",
         "used",
     )
 
@@ -47,11 +50,17 @@ class Node:
         self.kids = [0, 0, 0]
         """Children with a place in each tier."""
         self.busy = 0
-        """Users of it: sequences that hold its device block, copies in flight. Nothing is evicted below."""
+        """Users of it: who holds its device block, or waits for it, and the load that brings it there."""
         self.keepers = 0
         """Sequences taken off the device that come back for it: its copy on the host stays."""
         self.kept_slot: int | None = None
         """The slot on the host that is set aside for it, until its bytes have to go there."""
+        self.arriving = False
+        """It is on its way to the device: the block it goes to is nobody's else, and not its place yet."""
+        self.storing = 0
+        """The ticket of its copy that is on its way to the host; 0: none is."""
+        self.is_leaving = False
+        """One of the next to leave the device: its copy on the host is about to be the only one."""
         self.inserted = 0
         self.used = 0
         """When it was stored and last wanted, on the cache's own count of requests."""
@@ -96,7 +105,7 @@ class PrefixTree:
         found: list[Node] = []
         for name in names:
             node = self._nodes.get(name)
-            if node is None or not node.stored:  # one that is being copied may have lost what it had
+            if node is None or not node.stored:  # one that somebody waits for may have lost what it had
                 break
             found.append(node)
         return found
@@ -149,7 +158,7 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Raises AssertionError when counts, links or places contradict each other."""
         for name, node in self._nodes.items():
-            assert node.name == name and node.stored, "a node without a copy was left behind"
+            assert node.name == name and (node.stored or node.busy), "a node without a copy was left behind"
             assert node.busy >= 0 and node.keepers >= 0
             if node.parent is not None:
                 assert self._nodes.get(node.parent.name) is node.parent, "a block cannot be reached"

@@ -54,14 +54,25 @@ class StoredBlock:
 
 
 class BlockMover(Protocol):
-    """Copies between tiers. Calls return when the bytes are there, except `start_…`."""
+    """Copies between tiers. What `start_…` begins is the mover's until it is answered: it may write to the
+    places that a copy goes to, and reads those that it comes from, whoever has lost interest in it."""
 
-    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
-        """In order, each verified; given up after `most_s` seconds."""
+    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
+        """In order, each verified, given up `most_s` seconds after it has begun; later answered by
+        `PrefixCache.on_loaded`. False: too many are open."""
+        ...
+
+    def start_store(self, ticket: int, store: Store) -> bool:
+        """Device block → host slot, later answered by `PrefixCache.on_stored`. False: too many are open."""
+        ...
+
+    def finish_store(self, ticket: int) -> bool:
+        """Returns when that copy has ended, before anything else is copied; whether its bytes are there. Its
+        answer may still come, and means nothing any more."""
         ...
 
     def store(self, stores: Sequence[Store]) -> float:
-        """Device blocks → host slots, the last of several that name one slot. Seconds it took."""
+        """Device blocks → host slots at once, the last of several that name one slot. Seconds it took."""
         ...
 
     def start_write(self, source: int, node: StoredBlock) -> bool:

@@ -1,16 +1,17 @@
 """Moves blocks between device, host and disk: what the cache decides, carried out and verified.
 
-Loads and stores happen in the calling thread, which owns the pools. Writes to disk and reads ahead happen
-on one I/O thread behind a bounded queue; how they ended is handed to `on_done` there, and whoever owns the
-cache applies it (`CopyDone.apply`) between two steps. Knows no order of eviction and no sequence.
+One thread brings what is waited for (loads before what is read ahead), another takes away what can wait
+(stores to the host before writes to disk) and is polite to the engine's. How a copy ended is handed to
+`on_done` on its thread, and whoever owns the cache applies it (`Ended.apply`) between two steps. Knows no
+order of eviction and no sequence.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from math import inf
-from queue import SimpleQueue
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -18,14 +19,16 @@ import numpy as np
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
+from services.worker.kv.tiers.copy_thread import CopyJob, CopyThread, Ended
 from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records, checksum
 from services.worker.kv.tiers.throttle import Throttle
 from shared.blocks import BlockHash
-from shared.log import get_logger
+from shared.errors import InternalError
 
-_logger = get_logger("worker.kv")
+_NICENESS = 10
+_FINISH_S = 30.0
 _BATCH_BLOCKS = 16
 """So many are brought to the device in one copy."""
 _PROFILED_BLOCKS, _PROFILES, _PROFILE_S = 4, 3, 0.05
@@ -33,8 +36,8 @@ _PROFILED_BLOCKS, _PROFILES, _PROFILE_S = 4, 3, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class CopyDone:
-    """A copy on the I/O thread is over."""
+class DiskCopyDone:
+    """A copy between host and disk is over."""
 
     name: BlockHash
     place: int
@@ -51,6 +54,39 @@ class CopyDone:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadDone:
+    """What came to the device."""
+
+    ticket: int
+    loaded: Loaded
+
+    def apply(self, cache: PrefixCache) -> None:
+        """On the cache's own thread, once."""
+        cache.on_loaded(self.ticket, self.loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDone:
+    """A block was copied to the host."""
+
+    ticket: int
+    ok: bool
+
+    def apply(self, cache: PrefixCache) -> None:
+        """On the cache's own thread, once."""
+        cache.on_stored(self.ticket, ok=self.ok)
+
+
+class Lane(IntEnum):
+    """What copies are for, the most urgent of each thread first."""
+
+    LOAD = 0
+    READ = 1
+    STORE = 2
+    WRITE = 3
+
+
+@dataclass(frozen=True, slots=True)
 class Throttles:
     """Speeds that the tiers' copies may not exceed."""
 
@@ -64,14 +100,14 @@ class Throttles:
 
 
 class TierMover:
-    """A `BlockMover` over real memory and a real file. `on_done` is called on the I/O thread."""
+    """A `BlockMover` over real memory and a real file. `on_done` is called on either of its threads."""
 
     def __init__(
         self,
         records: Records,
         host: HostTier,
         disk: DiskTier | None,
-        on_done: Callable[[CopyDone], None],
+        on_done: Callable[[Ended], None],
         throttles: Throttles | None = None,
         most_open: int = 64,
     ) -> None:
@@ -81,23 +117,53 @@ class TierMover:
         self._on_done = on_done
         self._throttles = throttles or Throttles.of()
         self._most_open = most_open
-        self._open = 0
+        self._open: Counter[Lane] = Counter()
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[tuple[CopyDone, Callable[[], bool]] | None] = SimpleQueue()
         self._closing = False
         self._staged = np.empty((_BATCH_BLOCKS, records.record_bytes), dtype=np.uint8)
         self.counts: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._work, name="kv-tiers", daemon=True)
-        self._thread.start()
+        self._stores: dict[int, CopyJob] = {}
+        """By ticket: the last ones."""
+        self._incoming, self._outgoing = records.twin(), records.twin()
+        """Of the two threads."""
+        self._urgent = CopyThread("kv-loads", on_done)
+        self._polite = CopyThread("kv-stores", on_done, niceness=_NICENESS)
 
-    @property
-    def open_copies(self) -> int:
-        """On the I/O thread, or waiting for it."""
-        with self._lock:
-            return self._open
+    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
+        """See `BlockMover`."""
+
+        def copy() -> LoadDone:
+            return LoadDone(ticket, self.load(loads, most_s))
+
+        return self._start(Lane.LOAD, copy, LoadDone(ticket, Loaded(0))) is not None
+
+    def start_store(self, ticket: int, store: Store) -> bool:
+        """See `BlockMover`."""
+
+        def copy() -> StoreDone:
+            self._store([store], self._outgoing)
+            return StoreDone(ticket, ok=True)
+
+        job = self._start(Lane.STORE, copy, StoreDone(ticket, ok=False))
+        if job is None:
+            return False
+        self._stores[ticket] = job
+        while len(self._stores) > 4 * self._most_open:  # far more than can be waiting for their answer
+            del self._stores[next(iter(self._stores))]
+        return True
+
+    def finish_store(self, ticket: int) -> bool:
+        """See `BlockMover`. Raises InternalError when a copy in memory does not end."""
+        job = self._stores.pop(ticket)
+        if job.claim():
+            job.run()
+        elif not job.wait(_FINISH_S):
+            raise InternalError(f"a block was not copied to the host within {_FINISH_S:g} s")
+        return isinstance(job.answer, StoreDone) and job.answer.ok
 
     def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
-        """See `BlockMover`. What is past its time is given up between two blocks, or while throttled."""
+        """In order, each verified. What is past its time is given up between two blocks, or while throttled.
+        On the thread of loads, or before there are any."""
         until_s = monotonic() + most_s
         elapsed_s = [0.0, 0.0, 0.0]
         done = 0
@@ -127,12 +193,7 @@ class TierMover:
     def store(self, stores: Sequence[Store]) -> float:
         """See `BlockMover`."""
         started_s = perf_counter()
-        last = {store.place: store for store in stores}
-        rows = [self._host.row(place) for place in last]
-        self._records.read([store.block for store in last.values()], rows)
-        for place, store in last.items():
-            self._host.seal(place, store.name)
-        self._throttles.host.wait(len(rows) * self._records.record_bytes)
+        self._store(stores, self._records)
         return perf_counter() - started_s
 
     def start_write(self, source: int, node: StoredBlock) -> bool:
@@ -147,7 +208,9 @@ class TierMover:
             self._throttles.disk.wait(row.nbytes)
             return self._host.is_intact(source, node.name) and disk.write(node, row, sum_)
 
-        return self._start(CopyDone(node.name, node.place, ok=True, written=True), write)
+        return self._start_on_disk(
+            Lane.WRITE, DiskCopyDone(node.name, node.place, ok=True, written=True), write
+        )
 
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
         """See `BlockMover`."""
@@ -163,10 +226,10 @@ class TierMover:
             self._host.seal(target, name)
             return True
 
-        return self._start(CopyDone(name, target, ok=True, written=False), read)
+        return self._start_on_disk(Lane.READ, DiskCopyDone(name, target, ok=True, written=False), read)
 
     def write_now(self, node: StoredBlock, tier: Tier, source: int, until_s: float) -> bool:
-        """Device block or host slot → the node's disk slot, in this thread, once the I/O thread has ended.
+        """Device block or host slot → the node's disk slot, in this thread, once the others have ended.
         False when there is no disk, the source is not intact, writing failed, or it would end after `until_s`
         (monotonic clock)."""
         disk = self._disk
@@ -182,19 +245,19 @@ class TierMover:
         return is_intact and self._throttles.disk.wait(row.nbytes, until_s) and disk.write(node, row, sum_)
 
     def halt(self, deadline_s: float) -> bool:
-        """End the I/O thread after the copy it is at; what is queued is answered as failed. False when it did
-        not end in time."""
+        """End both threads after the copies they are at; what is queued is answered as failed. False when
+        one did not end in time."""
         with self._lock:
             self._closing = True
-        self._queue.put(None)
-        self._thread.join(deadline_s)
-        if self._thread.is_alive():
-            _logger.warning("the I/O thread of the KV tiers did not end within %.1f s", deadline_s)
-            return False
-        return True
+        until_s = monotonic() + deadline_s
+        threads = (self._urgent, self._polite)
+        for thread in threads:
+            thread.halt()
+        ended = [thread.join(max(0.0, until_s - monotonic())) for thread in threads]
+        return all(ended)
 
     def close(self, deadline_s: float) -> bool:
-        """`halt`, and give the file back. False when the thread did not end in time: the file is then left
+        """`halt`, and give the file back. False when a thread did not end in time: the file is then left
         open, since it may still be written."""
         if not self.halt(deadline_s):
             return False
@@ -223,7 +286,7 @@ class TierMover:
                 break
         wasted_s = perf_counter() - last_s
         if rows:
-            self._records.write(rows, [load.block for load in batch[: len(rows)]])
+            self._incoming.write(rows, [load.block for load in batch[: len(rows)]])
         elapsed_s = [0.0, 0.0, 0.0]
         elapsed_s[tier] = perf_counter() - started_s - wasted_s
         return Loaded(len(rows), _three(elapsed_s), failed, wasted_s)
@@ -242,25 +305,34 @@ class TierMover:
             return buffer
         return None
 
-    def _start(self, done: CopyDone, copy: Callable[[], bool]) -> bool:
-        with self._lock:
-            if self._closing or self._open >= self._most_open:
-                return False
-            self._open += 1
-            self._queue.put((done, copy))
-        return True
+    def _store(self, stores: Sequence[Store], records: Records) -> None:
+        last = {store.place: store for store in stores}
+        rows = [self._host.row(place) for place in last]
+        records.read([store.block for store in last.values()], rows)
+        for place, store in last.items():
+            self._host.seal(place, store.name)
+        self._throttles.host.wait(len(rows) * records.record_bytes)
 
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            done, copy = job
-            try:
-                ok = not self._closing and copy()
-            except Exception:  # whatever it was, somebody waits for the answer
-                _logger.exception("a copy between KV tiers failed")
-                ok = False
-            self._on_done(replace(done, ok=ok))
+    def _start_on_disk(self, lane: Lane, done: DiskCopyDone, copy: Callable[[], bool]) -> bool:
+        def run() -> DiskCopyDone:
+            return replace(done, ok=copy())
+
+        return self._start(lane, run, replace(done, ok=False)) is not None
+
+    def _start(self, lane: Lane, copy: Callable[[], Ended], failed: Ended) -> CopyJob | None:
+        """None when too many are open."""
+        with self._lock:
+            if self._closing or self._open[lane] >= self._most_open:
+                return None
+            self._open[lane] += 1
+
+        def ended() -> None:
             with self._lock:
-                self._open -= 1
+                self._open[lane] -= 1
+
+        job = CopyJob(copy, failed, ended)
+        (self._urgent if lane in (Lane.LOAD, Lane.READ) else self._polite).put(lane, job)
+        return job
 
 
 def _three(elapsed_s: Sequence[float]) -> tuple[float, float, float]:

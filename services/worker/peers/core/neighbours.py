@@ -119,7 +119,10 @@ class LinkRate:
 
 
 class LinkRates:
-    """How fast what comes from other workers arrives: the one table of a worker."""
+    """How fast what comes from other workers arrives: the one table of a worker.
+
+    `link` is called on any thread, the rest on the event loop: who looks through the links does so in a copy.
+    """
 
     def __init__(self) -> None:
         self._links: dict[tuple[str, str], LinkRate] = {}
@@ -136,13 +139,13 @@ class LinkRates:
 
     def bytes_per_s(self, peer: str) -> float | None:
         """What fetching from there brings; None: nobody has measured anything."""
-        links = [rate.bytes_per_s for (name, _), rate in self._links.items() if name == peer]
+        links = [rate.bytes_per_s for (name, _), rate in self._links.copy().items() if name == peer]
         return self._delivered.get(peer) or max((each for each in links if each is not None), default=None)
 
     def forget(self, peer: str) -> None:
         """That worker is gone, or another now."""
         self._delivered.pop(peer, None)
-        for key in [key for key in self._links if key[0] == peer]:
+        for key in [key for key in self._links.copy() if key[0] == peer]:
             del self._links[key]
 
 

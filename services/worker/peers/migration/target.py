@@ -6,6 +6,7 @@ One question at a time for each source. Decides nothing about sequences.
 """
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ class Target:
         self._registry = registry
         self._cache = cache
         self._records = records
+        self._writing = threading.Lock()
+        """Held by the one thread, of those that receive, that writes records."""
         self._fingerprint = fingerprint
         self._block_tokens = block_tokens
         self._config = config
@@ -168,5 +171,6 @@ class Target:
                 self.refused_blocks += answer.buffers - good
                 break
             good += 1
-        self._records.write(list(rows[:good]), list(blocks[:good]))
+        with self._writing:
+            self._records.write(list(rows[:good]), list(blocks[:good]))
         return good

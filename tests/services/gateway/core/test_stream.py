@@ -15,8 +15,10 @@ from services.gateway.core.stream import Stream, StreamPhase
 from shared.errors import (
     CreditorLost,
     DeadlineExceeded,
+    ForeignSequence,
     InternalError,
     InvalidRequest,
+    KvasirError,
     NoResponder,
     Overloaded,
 )
@@ -173,16 +175,18 @@ def test_tries_come_ever_more_rarely_up_to_once_a_second() -> None:
     assert tries[-1] - tries[-2] == pytest.approx(1.0, abs=0.11)
 
 
-def test_overload_refuses_only_what_was_not_accepted() -> None:
+@pytest.mark.parametrize("error", [Overloaded("full"), ForeignSequence("gateway-1 was the first")])
+def test_what_passes_refuses_only_what_was_not_accepted(error: KvasirError) -> None:
+    """Keeps a gateway that submits another's names to a new scheduler from ending what runs under them."""
     fresh = Stream(KEY, TIMING, 0.0)
     fresh.submit(0.0)
-    fresh.on_submit_failed(1, Overloaded("full"), 0.1)
-    assert isinstance(fresh.failure, Overloaded)
+    fresh.on_submit_failed(1, error, 0.1)
+    assert fresh.failure is error
     running = begun()
     running.submit(1.0)
-    running.on_submit_failed(2, Overloaded("full"), 1.1)
+    running.on_submit_failed(2, error, 1.1)
     assert running.is_open
-    running.submit(2.0)
+    assert running.on_tick(2.0) == (Submit(1, 3),)
     running.on_submit_failed(3, InvalidRequest("no"), 2.1)
     assert running.phase is StreamPhase.FAILED
 

@@ -15,7 +15,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError
 from services.gateway.http import routes
 from services.gateway.http.routes import read_body
-from services.gateway.openai.schemas import MAX_ENTRIES, parse_object
+from services.gateway.openai.schemas import MAX_ENTRIES, MAX_VALUES, parse_object
 from shared.errors import InvalidRequest
 
 
@@ -107,8 +107,17 @@ def test_entries_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatc
             parse_object(content)
 
 
+def test_plain_values_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two million numbers are four megabytes as well, and 0.7 s in which no stream got a token."""
+    most = b'{"a": [' + b"1," * MAX_VALUES
+    assert len(parse_object(most + b"1]}")["a"]) == MAX_VALUES + 1
+    monkeypatch.setattr(orjson, "loads", None)
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_VALUES} values"):
+        parse_object(most + b"1,1]}")
+
+
 def test_what_is_in_texts_is_no_entry() -> None:
-    text = "{[: " * MAX_ENTRIES
+    text = "{[:, " * MAX_VALUES
     for whole in (text, f'"{text}', f"\\{text}", f'\\"{text}\\'):
         assert parse_object(orjson.dumps({"prompt": whole, "n": 1})) == {"prompt": whole, "n": 1}
     tokens = list(range(8 * MAX_ENTRIES))

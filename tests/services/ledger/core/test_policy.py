@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.ledger.core.debt_ledger import OFFERED_CREDITORS, DebtLedger, candidates, distance
 from shared.messages.lending import KvTier
-from tests.services.ledger.builders import report
+from tests.services.ledger.builders import promised_to, report
 
 
 def table_of(**free_blocks: int) -> DebtLedger:
@@ -68,7 +68,7 @@ def test_device_memory_is_offered_before_host_memory() -> None:
         table.on_reported(report(worker, free=free, host_lendable=host_free), 0.0)
     assert tiers(table, "w0") == [("w1", device), ("w1", host), ("w2", host)]
     assert tiers(table, "w2") == [("w1", host), ("w1", device)], "what is promised comes after both tiers"
-    assert table.promises_of("w1", host).keys() == {"w2"}
+    assert promised_to(table, "w1", host) == {"w2"}
     assert tiers(table, "w0", refused_by=("w1",)) == [("w1", host), ("w2", host)], "a refusal is for a tier"
     assert tiers(table, "w0", refused_host_by=("w2",)) == [("w1", host)]
     table.on_reported(report("w1", free=2, host_lendable=9, seq=2), 0.25)

@@ -57,6 +57,15 @@ def test_excluded_and_silent_workers_take_nothing() -> None:
     assert not fleet.workers
 
 
+def test_what_left_before_its_start_holds_no_place() -> None:
+    fleet = fleet_of(report("w0", total=4))
+    assert place(fleet, item("a", size=3 * BLOCK, attempt=2)) == ["w0"]
+    fleet.on_withdrawn([ref("a", 1), ref("b", 9)])
+    assert place(fleet, item("c", size=3 * BLOCK)) == [None], "a higher attempt of it has come since"
+    fleet.on_withdrawn([ref("a", 2)])
+    assert place(fleet, item("c", size=3 * BLOCK)) == ["w0"]
+
+
 def test_growth_room_is_kept_beside_others() -> None:
     fleet = fleet_of(report("w0", total=4, sequences=(listed("old", blocks=2),)))
     assert place(fleet, item("two blocks", size=2 * BLOCK, limit=2 * BLOCK)) == [None]

@@ -170,6 +170,21 @@ def test_the_end_of_an_attempt_that_was_replaced_frees_nothing() -> None:
     assert rig.arrive("r1", 60) == "w0"
 
 
+def test_what_left_before_its_start_gives_its_place_up_unless_it_was_seen() -> None:
+    rig = Rig(workers=1)
+    asked = item("r0", size=60 * BLOCK, attempt=2)
+    assert rig.packer.place((asked,), frozenset(), rig.fleet, rig.now_s) == ("w0",)
+    rig.packer.on_withdrawn([ref("r0", 1), ref("r9")])
+    assert rig.arrive("r1", 60) is None, "a higher attempt of it has come since"
+    rig.packer.on_withdrawn([ref("r0", 2)])
+    rig.fleet.on_withdrawn([ref("r0", 2)])
+    assert rig.arrive("r1", 60) == "w0"
+    rig.beat()
+    rig.epoch()
+    rig.packer.on_withdrawn([ref("r1")])
+    assert rig.arrive("r2", 60) is None, "it runs: its end will be told"
+
+
 def test_an_order_is_given_once_and_again_only_after_it_failed_and_a_pause() -> None:
     rig = Rig()
     for number in range(2):

@@ -17,7 +17,6 @@ pytest.importorskip("peft", reason="optional: requirements-lm-head.txt")
 TINY_CHAT = Path(__file__).parents[4] / "models" / "tiny_chat"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_it_learns_what_decides_the_length_and_a_new_start_loads_it(tmp_path: Path) -> None:
     from services.predictor.models.lm_head import train_lm_head

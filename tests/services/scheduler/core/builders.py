@@ -4,7 +4,16 @@ from services.scheduler.core.sequence import Sequence
 from tests.shared.messages.builders import ref, spec
 
 
-def sequence(name: str = "a", arrival_s: float = 0.0, *, attempt: int = 1, generated: int = 0) -> Sequence:
+def sequence(
+    name: str = "a",
+    arrival_s: float = 0.0,
+    *,
+    attempt: int = 1,
+    generated: int = 0,
+    gateway_id: str = "gateway-0",
+) -> Sequence:
     """Of four tokens in the prompt, and twenty in the answer at most."""
-    submitted = spec(ref(name, attempt), [7] * 4, generated=[1] * generated, max_tokens=20)
+    submitted = spec(
+        ref(name, attempt), [7] * 4, generated=[1] * generated, max_tokens=20, gateway_id=gateway_id
+    )
     return Sequence.from_spec(submitted, arrival_s)

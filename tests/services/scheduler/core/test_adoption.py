@@ -1,20 +1,22 @@
 """Adoption: what a snapshot lists, and what the scheduler knew, become one picture."""
 
 import msgspec
+import pytest
 
-from services.scheduler.core.effects import Effect, SendPlan
-from services.scheduler.core.fleet import adopt_snapshot
+from services.scheduler.core.effects import AskPrediction, Effect, SendPlan
+from services.scheduler.core.fleet import Fleet, adopt_snapshot
+from services.scheduler.core.intake import Intake
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Phase
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.first_come import VllmPolicy
-from shared.errors import InternalError
-from shared.messages.reports import Capacity, SequenceReport, SequenceState, WorkerReported
+from shared.errors import ForeignSequence, InternalError
+from shared.messages.reports import Capacity, GatewayReported, SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceRef
 from tests.services.scheduler.core.builders import sequence
 from tests.services.scheduler.world import small_world
-from tests.shared.messages.builders import ref, sequence_report, worker_report
+from tests.shared.messages.builders import ref, sequence_report, spec, worker_report
 
 
 def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
@@ -30,10 +32,16 @@ def snapshot(worker_id: str, *listed: SequenceReport) -> WorkerReported:
     )
 
 
-def listed(name: str, state: SequenceState = SequenceState.DECODING, attempt: int = 1) -> SequenceReport:
+def listed(
+    name: str,
+    state: SequenceState = SequenceState.DECODING,
+    attempt: int = 1,
+    gateway_id: str = "gateway-0",
+) -> SequenceReport:
     return sequence_report(
         ref(name, attempt),
         state,
+        gateway_id=gateway_id,
         prompt_tokens=4,
         generated_tokens=3 if state is SequenceState.DECODING else 0,
         computed_tokens=6 if state is SequenceState.DECODING else 0,
@@ -64,6 +72,21 @@ class Desk:
     def drops(self, worker_id: str) -> set[SequenceRef]:
         plans = self.roster.pipelines[worker_id].next_plans(1.0)
         return {ref for effect in plans if isinstance(effect, SendPlan) for ref in effect.plan.drops}
+
+
+def test_what_was_adopted_is_filled_in_by_its_gateway_once_and_is_of_that_start_from_then_on() -> None:
+    desk = Desk()
+    desk.adopt("worker-0", listed("a"), listed("b", attempt=2))
+    intake, known = Intake(desk.roster), desk.roster.sequences
+    told = spec(ref("a"), [7] * 4, max_tokens=20, gateway_incarnation=1)
+    admission, effects = intake.on_submit(told, 2.0)
+    assert (admission.known, admission.worker_id) == (True, "worker-0")
+    assert [type(effect) for effect in effects] == [AskPrediction] and known["a", 0].spec is told
+    assert intake.on_submit(told, 2.0)[1] == [], "nothing is missing any more"
+    earlier = spec(ref("b"), [7] * 4, max_tokens=20, gateway_incarnation=1)
+    assert intake.on_submit(earlier, 2.0)[1] == [] and known["b", 0].spec is None, "of another attempt"
+    intake.on_gateway_reported(GatewayReported(gateway_id="gateway-0", incarnation=2), 3.0)
+    assert known.keys() == {("b", 0)}, "that start of it is gone; nobody knows of which start b is"
 
 
 def test_what_nobody_knew_is_adopted_and_runs_on() -> None:
@@ -120,11 +143,58 @@ def test_one_attempt_lives_at_one_worker_only() -> None:
 
 def test_a_cancelled_or_given_up_attempt_is_dropped() -> None:
     desk = Desk()
-    desk.roster.tombstones.put(("a", 0), 1, 0.0)
-    desk.roster.dropped.put(("b", 0), (1, InternalError("because")), 0.0)
+    desk.roster.tombstones.put("gateway-0", ref("a"), 0.0)
+    desk.roster.dropped.put(("gateway-0", ("b", 0)), (1, InternalError("because")), 0.0)
     desk.adopt("worker-0", listed("a"), listed("b"))
     assert {ref.request_id for ref in desk.drops("worker-0")} == {"a", "b"}
     assert desk.roster.sequences == {}
+
+
+@pytest.mark.parametrize("attempt", [1, 9])
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_who_submitted_under_a_name_that_a_worker_knows_as_another_s_gives_way(
+    attempt: int, is_placed: bool
+) -> None:
+    """Keeps a gateway that reads names in heartbeats from taking sequences over while a new scheduler has not
+    heard yet whose they are."""
+    desk = Desk()
+    impostor = sequence("a", attempt=attempt, gateway_id="gateway-1")
+    desk.roster.add(impostor)
+    if is_placed:
+        desk.adopt("worker-1")
+        desk.roster.place(impostor, desk.roster.pipelines["worker-1"], 1.0)
+        desk.roster.pipelines["worker-1"].next_plans(1.0)
+    desk.adopt("worker-0", listed("a"))
+    found = desk.roster.sequences[("a", 0)]
+    assert (found.gateway_id, found.worker_id, found.ref.attempt) == ("gateway-0", "worker-0", 1)
+    assert impostor.phase is Phase.DROPPED
+    assert desk.drops("worker-0") == set()
+    if is_placed:
+        assert impostor.ref in desk.roster.pipelines["worker-1"]._drops
+    with pytest.raises(ForeignSequence):
+        Intake(desk.roster).on_submit(spec(ref("a", 9), [1, 2], gateway_id="gateway-1"), 1.0)
+
+
+def test_a_heartbeat_says_whose_a_name_is_before_the_snapshot_does() -> None:
+    desk = Desk()
+    fleet = Fleet(desk.roster, VllmPolicy, 1)
+    impostor = sequence("a", gateway_id="gateway-1")
+    desk.roster.add(impostor)
+    fleet.on_reported(snapshot("worker-0", listed("a"), listed("b", SequenceState.ENDED)), 1.0)
+    assert impostor.phase is Phase.DROPPED and desk.roster.sequences == {}
+    for name in ("a", "b"):
+        with pytest.raises(ForeignSequence):
+            Intake(desk.roster).on_submit(spec(ref(name, 9), [1, 2], gateway_id="gateway-1"), 1.0)
+        assert not Intake(desk.roster).on_submit(spec(ref(name, 9), [1, 2]), 1.0)[0].known
+
+
+def test_what_runs_is_not_taken_over_by_a_worker_s_word() -> None:
+    desk = Desk()
+    desk.adopt("worker-0", listed("a"))
+    desk.adopt("worker-1", listed("a", attempt=9, gateway_id="gateway-1"))
+    found = desk.roster.sequences[("a", 0)]
+    assert (found.gateway_id, found.worker_id, found.ref.attempt) == ("gateway-0", "worker-0", 1)
+    assert {ref.attempt for ref in desk.drops("worker-1")} == {9}
 
 
 def test_what_ended_elsewhere_is_dropped() -> None:

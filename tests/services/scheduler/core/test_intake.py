@@ -2,20 +2,36 @@
 
 import pytest
 
+from services.scheduler.core.effects import NoteForeign
 from services.scheduler.core.intake import Intake
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, Overloaded, UnavailableError
+from services.scheduler.core.sequence import Phase
+from shared.errors import (
+    ContextOverflow,
+    ForeignSequence,
+    InternalError,
+    InvalidRequest,
+    KvasirError,
+    MessageTooLarge,
+    Overloaded,
+    UnavailableError,
+)
 from shared.liveness import SILENCE_S
-from shared.messages.commands import CancelSequence
 from shared.messages.reports import GatewayReported
 from shared.messages.sequence import SequenceSpec
 from tests.services.scheduler.world import SMALL, small_world
-from tests.shared.messages.builders import ref, spec
+from tests.shared.messages.builders import cancelling, ref, spec
 
 
 def submitted(
-    name: str = "a", *, attempt: int = 1, prompt_tokens: int = 4, incarnation: int = 1, generated: int = 0
+    name: str = "a",
+    *,
+    attempt: int = 1,
+    prompt_tokens: int = 4,
+    incarnation: int = 1,
+    generated: int = 0,
+    gateway_id: str = "gateway-0",
 ) -> SequenceSpec:
     return spec(
         ref(name, attempt),
@@ -23,6 +39,7 @@ def submitted(
         generated=[1] * generated,
         max_tokens=5,
         gateway_incarnation=incarnation,
+        gateway_id=gateway_id,
     )
 
 
@@ -41,6 +58,30 @@ def test_what_cannot_work_is_refused_and_changes_nothing(
     with pytest.raises(error):
         Intake(roster).on_submit(refused, 0.0)
     assert roster.sequences == {}
+
+
+def test_what_is_over_is_known_and_a_higher_attempt_begins() -> None:
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_cancel(cancelling(ref("cancelled", 2)), 0.0)
+    roster.ended.put(("ended", 0), (2, "worker-0"), 0.0)
+    for name in ("cancelled", "ended"):
+        for attempt, is_over in ((1, True), (2, True), (3, False)):
+            admission, effects = intake.on_submit(submitted(name, attempt=attempt), 1.0)
+            assert admission.known is is_over and bool(effects) is not is_over
+            assert ((name, 0) in roster.sequences) is not is_over
+
+
+def test_what_was_given_up_is_refused_again_and_what_fits_nowhere_at_any_attempt() -> None:
+    roster = Roster(Rules())
+    errors = {"a": InternalError("because"), "long": ContextOverflow("too long")}
+    for name, error in errors.items():
+        roster.dropped.put(("gateway-0", (name, 0)), (2, error), 0.0)
+    for name, attempt in (("a", 2), ("long", 2), ("long", 3)):
+        with pytest.raises(type(errors[name])):
+            Intake(roster).on_submit(submitted(name, attempt=attempt), 1.0)
+    assert not Intake(roster).on_submit(submitted("a", attempt=3), 1.0)[0].known
+    assert list(roster.sequences) == [("a", 0)]
 
 
 def test_the_queue_is_bounded_and_resumed_sequences_have_room_of_their_own() -> None:
@@ -121,11 +162,64 @@ def test_submissions_are_idempotent_and_a_higher_attempt_replaces() -> None:
     assert core.on_submit(again, world.now_s)[0].known
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_name_belongs_to_the_gateway_that_had_it_first(attempt: int) -> None:
+    """Keeps a gateway from replacing another's sequence, whose name stands in every heartbeat, by a higher
+    attempt, and from ending it."""
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_submit(submitted(), 0.0)
+    mine = roster.sequences[("a", 0)]
+    with pytest.raises(ForeignSequence, match="under another name"):
+        intake.on_submit(submitted(attempt=attempt, gateway_id="gateway-1"), 0.0)
+    assert intake.on_cancel(cancelling(ref("a", attempt), "gateway-1"), 0.0) == [
+        NoteForeign("gateway-1", ref("a", attempt))
+    ]
+    assert roster.sequences == {("a", 0): mine} and mine.phase is Phase.QUEUED
+    assert intake.on_submit(submitted(), 0.0)[0].known
+
+
+def test_a_cancel_before_the_submission_holds_for_its_gateway_alone() -> None:
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_cancel(cancelling(ref("a"), "gateway-1"), 0.0)
+    assert not intake.on_submit(submitted(), 0.0)[0].known
+    assert len(roster.sequences) == 1
+    intake.on_cancel(cancelling(ref("b"), "gateway-1"), 0.0)
+    assert intake.on_submit(submitted("b", gateway_id="gateway-1"), 0.0)[0].known
+    assert len(roster.sequences) == 1
+
+
+def test_what_a_worker_had_stays_its_gateway_s_for_a_while_after_it_left() -> None:
+    """A worker that is lost is announced with the names of what it had: keeps another gateway from being the
+    first to submit one of them again."""
+    world = small_world(workers=1)
+    request = world.ask_for("a", prompt_tokens=4, answer_tokens=60, max_tokens=60)
+    world.until(lambda: len(request.tokens) > 4, limit_s=2.0)
+    world.kill(world.workers["worker-0"])
+    world.until(lambda: "PublishWorkerLost" in repr(world.effects), limit_s=10.0)
+    core = world.core
+    with pytest.raises(ForeignSequence):
+        core.on_submit(submitted(attempt=9, gateway_id="gateway-1"), world.core_s)
+    assert "NoteForeign" in repr(core.on_cancel(cancelling(ref("a", 9), "gateway-1"), world.core_s))
+    core.on_submit(submitted(attempt=9), world.core_s)
+
+
+def test_what_one_gateway_could_not_have_does_not_refuse_another() -> None:
+    roster = Roster(Rules())
+    intake = Intake(roster)
+    intake.on_submit(submitted(gateway_id="gateway-1"), 0.0)
+    roster.give_up(roster.sequences[("a", 0)], InternalError("because"), 0.0)
+    with pytest.raises(InternalError):
+        intake.on_submit(submitted(gateway_id="gateway-1"), 0.0)
+    assert not intake.on_submit(submitted(), 0.0)[0].known
+
+
 def test_a_cancel_may_overtake_its_submission() -> None:
     world = small_world(workers=1)
     world.run_for(0.5)
     core = world.core
-    core.on_cancel(CancelSequence(ref=ref("a")), world.now_s)
+    core.on_cancel(cancelling(ref("a")), world.now_s)
     request = world.ask_for("a", 4, 5, 5)
     world.run_for(1.0)
     assert request.tokens == [] and core.queued == core.running == 0

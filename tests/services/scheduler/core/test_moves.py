@@ -3,6 +3,9 @@
 What is said about one migration, and what becomes of it when blocks cannot be fetched.
 """
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from services.scheduler.core.effects import PublishPrepared
@@ -25,9 +28,11 @@ RULES = Rules(
 OTHER = {"worker-0": "worker-1", "worker-1": "worker-0"}
 
 
-def world_with(count: int = 1, *, cached: bool = True, tokens: int = 60) -> tuple[World, list[Request]]:
+def world_with(
+    count: int = 1, *, cached: bool = True, tokens: int = 60, rules: Rules = RULES
+) -> tuple[World, list[Request]]:
     """Two workers, and so many sequences that decode."""
-    world = small_world(rules=RULES, kv_blocks=256, cached=cached)
+    world = small_world(rules=rules, kv_blocks=256, cached=cached)
     requests = [world.ask_for(f"r{number}", 30, tokens, tokens + 10) for number in range(count)]
     world.until(lambda: all(len(request.tokens) > 2 for request in requests), limit_s=10)
     return world, requests
@@ -56,7 +61,7 @@ def test_it_is_rehearsed_and_then_handed_over() -> None:
     target = move(world, request)
     until_over(world)
     (moved,) = world.moved
-    assert (moved.reason, moved.target, moved.rounds >= 1) == ("", target, True)
+    assert (moved.reason, moved.target, moved.rounds) == ("", target, 1), "little is missing after one"
     assert request.attempt == 2 and world.worker_of(request) == target
     assert moved.rehearsed_tokens >= 30
     prefilled = next(worker for name, worker in world.workers.items() if name == target).step_tokens
@@ -66,11 +71,23 @@ def test_it_is_rehearsed_and_then_handed_over() -> None:
 
 
 def test_what_the_source_adds_is_rehearsed_again() -> None:
-    """Rehearsals end once little is missing, at the latest after `most_rounds`."""
-    world, requests = world_with(5, tokens=90)
+    """After `most_rounds` the rest is computed in the pause, however much that is."""
+    none_in_the_pause = replace(RULES, moves=replace(RULES.moves, last_tokens=0))
+    world, requests = world_with(5, tokens=90, rules=none_in_the_pause)
     move(world, requests[0])
     until_over(world)
-    assert 1 <= world.moved[0].rounds <= RULES.moves.most_rounds
+    assert (world.moved[0].reason, world.moved[0].rounds) == ("", RULES.moves.most_rounds)
+    finish(world)
+
+
+def test_where_the_target_has_filled_up_meanwhile_nothing_moves() -> None:
+    world, (request,) = world_with()
+    target = move(world, request)
+    pipeline = world.core._roster.pipelines[target]
+    world.until(lambda: pipeline.outstanding_steps > 0, limit_s=2.0)
+    pipeline.report = msgspec.structs.replace(pipeline.report, max_context_tokens=10)
+    until_over(world)
+    assert (world.moved[0].reason, request.attempt) == (f"{target} has no room any more", 1)
     finish(world)
 
 

@@ -17,7 +17,7 @@ from services.scheduler.policy.first_come import VllmPolicy
 from shared.messages.reports import Capacity
 from shared.messages.sequence import FinishReason
 from tests.services.scheduler.core.builders import sequence
-from tests.shared.messages.builders import worker_report
+from tests.shared.messages.builders import ref, worker_report
 
 
 def roster_with_pipeline() -> tuple[Roster, WorkerPipeline]:
@@ -54,7 +54,7 @@ def test_a_cancel_reaches_the_worker_only_when_it_holds_the_sequence() -> None:
     }
     assert [type(effect) for effect in cancels["a"]] == [SequenceLeft, CancelAtWorker]
     assert [type(effect) for effect in cancels["b"]] == [SequenceLeft]
-    assert roster.tombstones.get(("a", 0), 1.0) == roster.tombstones.get(("b", 0), 1.0) == 1
+    assert all(roster.tombstones.covers("gateway-0", ref(name), 1.0) for name in ("a", "b"))
     roster.check_integrity()
 
 
@@ -73,7 +73,7 @@ def test_what_leaves_says_how_long_it_waited_and_lived() -> None:
 def test_memories_fade() -> None:
     roster, _ = roster_with_pipeline()
     roster.lost_workers.put("worker-9", 1, 0.0)
-    roster.tombstones.put(("a", 0), 1, 0.0)
+    roster.tombstones.put("gateway-0", ref("a"), 0.0)
     assert roster.closed_workers() == ("worker-9",)
     roster.expire(100.0)
     assert roster.closed_workers() == () and len(roster.tombstones) == 0

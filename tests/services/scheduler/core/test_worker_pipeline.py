@@ -66,6 +66,20 @@ def test_a_start_is_confirmed_by_the_first_step_of_its_plan() -> None:
     assert sequence.confirmed
 
 
+def test_what_runs_smoothly_for_a_while_is_blamed_for_nothing_any_more() -> None:
+    """Who causes a few resyncs in a row is given up: not one that caused a few in an hour."""
+    world = small_world(workers=1)
+    request = world.ask_for("a", prompt_tokens=4, answer_tokens=200, max_tokens=200)
+    world.until(lambda: len(request.tokens) == 1, limit_s=2.0)
+    roster = world.core._roster
+    sequence, pipeline = roster.sequences[request.key], roster.pipelines["worker-0"]
+    sequence.faults = 1
+    while pipeline._smooth_reports < 16:
+        assert sequence.faults == 1
+        world.run_for(0.001)
+    assert sequence.faults == 0 and not request.over
+
+
 def test_drops_travel_alone_when_there_is_nothing_else_to_say() -> None:
     world = small_world(workers=1)
     request = world.ask_for("a", prompt_tokens=4, answer_tokens=20, max_tokens=20)

@@ -120,7 +120,7 @@ def planning_ms(name: str, waiting: int) -> float:
     for number in range(waiting):
         policy.on_arrival(Task((f"r{number:06}", 0), 20 + number % 300, 500, 0.001 * number), 0.0)
     least = math.inf
-    for turn in range(60):
+    for turn in range(40):
         begin = time.process_time()
         policy.on_arrival(Task((f"s{turn:06}", 0), 20 + turn, 500, 100.0 + turn), 100.0)
         batch = policy.plan(100.0 + 0.01 * turn)
@@ -129,10 +129,26 @@ def planning_ms(name: str, waiting: int) -> float:
     return least * 1000
 
 
+def looking_ms(waiting: int) -> float:
+    """CPU time of a bare look at each of that many: what a plan must not do, in this machine's time."""
+    tasks = [Task((f"r{number:06}", 0), 20 + number % 300, 500, 0.001 * number) for number in range(waiting)]
+    least = math.inf
+    for _ in range(20):
+        begin = time.process_time()
+        sum(task.prompt_tokens for task in tasks)
+        least = min(least, time.process_time() - begin)
+    return least * 1000
+
+
 @every_policy
-def test_a_plan_hardly_costs_more_where_a_hundred_times_as_many_wait(name: str) -> None:
+def test_a_plan_looks_at_few_of_those_that_wait(name: str) -> None:
+    """Four times as many make trees deeper and caches colder, and cost far less than a look at each.
+
+    Others on the machine make any of these times longer, so that one try of three has to show it.
+    """
     planning_ms(name, 10)
-    assert planning_ms(name, 10_000) <= max(0.3, 4 * planning_ms(name, 100))
+    tries = [(planning_ms(name, 20_000), planning_ms(name, 5_000), looking_ms(20_000)) for _ in range(3)]
+    assert any(many <= few + looking / 2 for many, few, looking in tries), tries
 
 
 @every_policy

@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.core.plans import StepWork
+from services.worker.core.plans import StepWork, WorkItem
 from services.worker.core.sequence import HeldSequence
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
@@ -163,7 +163,7 @@ def test_another_salt_finds_nothing(rig: PrefixRig) -> None:
 def computed(rig: PrefixRig, message: BatchPlan) -> StepWork:
     """The one step of a plan."""
     rig.core.on_plan(message, 0.0)
-    work, _ = rig.core.begin_step(0.0)
+    work, _ = rig.begin_step(0.0)
     assert work is not None
     rig.core.finish_step(work, rig.engine.step([row_of(item) for item in work.items]), 0.0, 0.01)
     return work
@@ -264,7 +264,7 @@ def test_a_chunk_after_a_promise_that_was_broken_is_computed_from_where_it_stand
     assert rig.store is not None
     rig.store.cache.release(rig.store.cache.allocate(DEVICE_BLOCKS - 2))
     prepared = rig.table.prepare(prefill(ref("x"), 24, 25), held)
-    assert not isinstance(prepared, SkipReason) and prepared is not None
+    assert isinstance(prepared, WorkItem)
     assert (prepared.first_token, prepared.end_token) == (8, 25)
     assert rig.table.prepare(prefill(ref("x"), 25, 25), held) is SkipReason.MISALIGNED
 

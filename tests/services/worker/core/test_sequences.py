@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from services.worker.core.late_tokens import MOST_SEQUENCES, MOST_TOKENS, Latecomers, LateTokens
-from services.worker.core.plans import WorkItem
+from services.worker.core.plans import PutOff, WorkItem
 from services.worker.core.reports import Identity
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled
 from services.worker.core.sequence import TRANSITIONS, HeldSequence
@@ -38,7 +38,7 @@ def start(table: SequenceTable, source: SequenceSpec, now_s: float = 0.0) -> lis
 
 def run(
     table: SequenceTable, item: PrefillChunk | Decode, token: int | None = 7, now_s: float = 0.0
-) -> SkipReason | None:
+) -> SkipReason | PutOff | None:
     """Prepare and commit one item, sampling `token` where it samples."""
     prepared = table.prepare(item, table.find(item.ref))
     if not isinstance(prepared, WorkItem):
@@ -115,11 +115,11 @@ def test_a_start_is_idempotent_and_a_higher_attempt_replaces(table: SequenceTabl
 
 
 def test_a_cancel_that_overtakes_the_start_holds(table: SequenceTable) -> None:
-    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0)
+    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0, "gateway-0")
     assert start(table, spec(ref(attempt=1), PROMPT)) == [SkipReason.UNKNOWN]
     assert start(table, spec(ref(attempt=2), PROMPT)) == [SkipReason.UNKNOWN]
     assert start(table, spec(ref(attempt=3), PROMPT)) == []
-    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0)
+    table.cancel(ref(attempt=2), FinishReason.CANCELLED, 0.0, "gateway-0")
     assert table.find(ref(attempt=3)) is not None
 
 
@@ -142,7 +142,7 @@ def test_an_end_frees_blocks_and_is_kept_until_acknowledged(
     assert [(held.ref, held.finish_reason) for held in table.take_ended()] == [(ref(), reason)]
     assert table.take_ended() == [] and table.pool.free_blocks == 8
     assert run(table, decode(ref(), 2)) is SkipReason.UNKNOWN
-    table.acknowledge([ref(), ref("other")], 1.0)
+    table.acknowledge([ref(), ref("other")], "gateway-0", 1.0)
     assert table.reports(1.0) == ()
     assert start(table, spec(ref(), PROMPT)) == [SkipReason.UNKNOWN]
 
@@ -163,7 +163,7 @@ def test_a_chunk_that_fails_ends_its_sequence(
 
 def test_an_alive_sequence_cannot_be_acknowledged(table: SequenceTable) -> None:
     start(table, spec(ref(), PROMPT))
-    table.acknowledge([ref()], 0.0)
+    table.acknowledge([ref()], "gateway-0", 0.0)
     assert table.find(ref()) is not None
 
 
@@ -227,11 +227,11 @@ def test_dropped_attempts_are_forgotten_and_buried(table: SequenceTable) -> None
 
 def test_a_buried_attempt_keeps_lower_ones_away_and_no_higher_one_for_a_while(table: SequenceTable) -> None:
     for attempt in (2, 1):
-        table.cancel(ref("a", attempt=attempt), FinishReason.CANCELLED, float(attempt))
+        table.cancel(ref("a", attempt=attempt), FinishReason.CANCELLED, float(attempt), "gateway-0")
     for attempt in (1, 2):
         assert start(table, spec(ref("a", attempt=attempt), PROMPT)) == [SkipReason.UNKNOWN]
     assert start(table, spec(ref("a", attempt=3), PROMPT)) == []
-    table.cancel(ref("b"), FinishReason.CANCELLED, 3.0)
+    table.cancel(ref("b"), FinishReason.CANCELLED, 3.0, "gateway-0")
     table.tick(LIMITS.end_retention_s + 3.5)
     assert start(table, spec(ref("b"), PROMPT)) == []
 
@@ -251,7 +251,7 @@ def test_logprobs_stay_with_their_tokens_over_a_preemption_and_until_the_end_is_
     held = table.find(ref())
     assert held is not None and held.finish_reason is FinishReason.LENGTH
     assert [each.chosen for each in held.logprobs] == [0, -1, -2]
-    table.acknowledge([ref()], 1.0)
+    table.acknowledge([ref()], "gateway-0", 1.0)
     assert table.find(ref()) is None
 
 
@@ -336,23 +336,23 @@ def test_a_report_ages_what_the_gateway_said() -> None:
 
 def test_only_what_follows_is_taken_and_only_once() -> None:
     late = LateTokens()
-    late.add(ref("a"), 5, [50, 51])
-    late.add(ref("a"), 8, [80])
-    assert late.take(ref("a"), 4, 9) == [], "index 4 is missing"
-    assert late.take(ref("a"), 5, 1) == [50]
-    assert late.take(ref("a"), 6, 9) == [51], "index 7 is missing"
-    late.add(ref("a"), 7, [70])
-    assert late.take(ref("a"), 7, 9) == [70, 80]
-    late.forget(ref("a"))
-    assert len(late) == 0 and late.take(ref("a"), 0, 9) == []
+    late.add("gateway-0", ref("a"), 5, [50, 51])
+    late.add("gateway-0", ref("a"), 8, [80])
+    assert late.take("gateway-0", ref("a"), 4, 9) == [], "index 4 is missing"
+    assert late.take("gateway-0", ref("a"), 5, 1) == [50]
+    assert late.take("gateway-0", ref("a"), 6, 9) == [51], "index 7 is missing"
+    late.add("gateway-0", ref("a"), 7, [70])
+    assert late.take("gateway-0", ref("a"), 7, 9) == [70, 80]
+    late.forget("gateway-0", ref("a"))
+    assert len(late) == 0 and late.take("gateway-0", ref("a"), 0, 9) == []
 
 
 def test_both_bounds_hold() -> None:
     late = LateTokens()
-    late.add(ref("a"), 0, range(2 * MOST_TOKENS))
-    assert len(late.take(ref("a"), 0, 1000)) == MOST_TOKENS
+    late.add("gateway-0", ref("a"), 0, range(2 * MOST_TOKENS))
+    assert len(late.take("gateway-0", ref("a"), 0, 1000)) == MOST_TOKENS
     for number in range(2 * MOST_SEQUENCES):
-        late.add(ref(f"r{number}"), 0, [1])
+        late.add("gateway-0", ref(f"r{number}"), 0, [1])
     assert len(late) == MOST_SEQUENCES
 
 
@@ -365,7 +365,7 @@ def waiting(open_tokens: int) -> HeldSequence:
 def test_late_tokens_join_their_sequence_and_what_never_came_is_told_once() -> None:
     late, sequence = Latecomers(), waiting(4)
     item = Decode(ref=sequence.ref, allocated_blocks=2)
-    late.add(sequence.ref, 0, [10, 11])
+    late.add("gateway-0", sequence.ref, 0, [10, 11])
     assert late.join(sequence, item) is item
     assert sequence.tokens == [1, 2, 3, 10, 11] and sequence.open_tokens == 2
     while sequence.open_tokens:

@@ -1,5 +1,7 @@
 """A worker's core against any plans: a random scheduler, and a pretended engine that checks every slot."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,14 +16,23 @@ from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
-from shared.errors import StaleEpoch
-from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.errors import ForeignSequence, StaleEpoch
+from shared.messages.commands import TakeSnapshot
 from shared.messages.plans import BatchPlan, SkipReason, StepOutcome, WorkerStepped
 from shared.messages.reports import SequenceState, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceRef
-from shared.messages.tokens import AcknowledgeEnds, FetchTokens, TokenDelta
+from shared.messages.tokens import ExtendSequence, FetchTokens, TokenDelta
 from tests.services.worker.builders import LIMITS
-from tests.shared.messages.builders import BLOCK_TOKENS, decode, plan, prefill, ref, spec
+from tests.shared.messages.builders import (
+    BLOCK_TOKENS,
+    acknowledging,
+    cancelling,
+    decode,
+    plan,
+    prefill,
+    ref,
+    spec,
+)
 
 BLOCKS = 12
 
@@ -191,7 +202,7 @@ def test_a_rehearsal_is_computed_and_nobody_but_the_scheduler_hears_of_it(bench:
 
 def test_a_rehearsal_can_be_cancelled(bench: Bench) -> None:
     rehearse(bench)
-    bench.take(bench.core.on_cancel(CancelSequence(ref=ref("r~1")), bench.now_s))
+    bench.take(bench.core.on_cancel(cancelling(ref("r~1")), bench.now_s))
     bench.send(plan(2, drops=(ref("r~1"),)))
     bench.run()
     assert bench.report().sequences == () and bench.report().capacity.free_blocks == BLOCKS
@@ -201,7 +212,7 @@ def test_a_cancel_between_the_steps_frees_blocks_before_the_next(bench: Bench) -
     bench.start([1, 2])
     bench.step()
     bench.step()
-    bench.take(bench.core.on_cancel(CancelSequence(ref=ref()), bench.now_s))
+    bench.take(bench.core.on_cancel(cancelling(ref()), bench.now_s))
     assert bench.report().capacity.free_blocks == BLOCKS
     assert not bench.step()
     last = bench.stepped[-1]
@@ -323,9 +334,9 @@ class RandomScheduler:
         elif kind == "step":
             bench.step()
         elif kind == "cancel":
-            bench.take(bench.core.on_cancel(CancelSequence(ref=sequence), bench.now_s))
+            bench.take(bench.core.on_cancel(cancelling(sequence), bench.now_s))
         elif kind == "ack":
-            bench.take(bench.core.on_acknowledge(AcknowledgeEnds(refs=(sequence,)), bench.now_s))
+            bench.take(bench.core.on_acknowledge(acknowledging(sequence), bench.now_s))
         elif kind == "wait":
             bench.now_s += float(first)
             bench.take(bench.core.on_tick(bench.now_s))
@@ -336,6 +347,33 @@ class RandomScheduler:
             self.seq = 0
             report = bench.core.on_snapshot(TakeSnapshot(epoch=self.epoch), bench.now_s)
             assert report.stepped_seq == len(bench.stepped)
+
+
+Word = Callable[[Bench], None]
+
+
+@st.composite
+def foreign_words(draw: st.DrawFn) -> Word:
+    """A command of a gateway that has submitted nothing here."""
+    sequence = ref(draw(st.sampled_from(NAMES)), draw(st.sampled_from([1, 2, 1000])))
+    index, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["cancel", "ack", "fetch", "extend"]))
+
+    def say(bench: Bench) -> None:
+        core, sender = bench.core, "gateway-1"
+        with suppress(ForeignSequence):
+            match kind:
+                case "cancel":
+                    bench.take(core.on_cancel(cancelling(sequence, sender), bench.now_s))
+                case "ack":
+                    bench.take(core.on_acknowledge(acknowledging(sequence, sender=sender), bench.now_s))
+                case "fetch":
+                    question = FetchTokens(ref=sequence, sender=sender, first_index=index)
+                    assert core.on_fetch(question).delta is None
+                case _:
+                    late = ExtendSequence(ref=sequence, sender=sender, first_index=index, tokens=(1, 2))
+                    bench.take(core.on_extend(late))
+
+    return say
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -351,12 +389,31 @@ def test_whatever_is_planned_tokens_are_right_and_blocks_conserved(
     for sequence, answer in bench.answers.items():
         assert answer == continuation(scheduler.prompt(sequence.request_id), len(answer))
     for held in bench.report().sequences:
-        fetched = bench.core.on_fetch(FetchTokens(ref=held.ref, first_index=0))
+        fetched = bench.core.on_fetch(FetchTokens(ref=held.ref, sender="gateway-0", first_index=0))
         assert fetched.delta is not None
         assert list(fetched.delta.tokens) == bench.answers.get(held.ref, [])
     for name in NAMES:
-        bench.take(bench.core.on_cancel(CancelSequence(ref=ref(name, 1000)), bench.now_s))
+        bench.take(bench.core.on_cancel(cancelling(ref(name, 1000)), bench.now_s))
     assert bench.report().capacity.free_blocks == BLOCKS and bench.report().sequences == ()
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@given(actions(), st.lists(foreign_words(), min_size=1, max_size=6))
+def test_what_another_gateway_says_in_between_changes_nothing(
+    script: list[tuple[str, str, int, int]], words: list[Word]
+) -> None:
+    """Of one gateway's sequences, and whatever they are doing; nor is any of it told."""
+    quiet, disturbed = Bench(), Bench()
+    plainly, under_noise = RandomScheduler(quiet), RandomScheduler(disturbed)
+    for action in script:
+        plainly.apply(*action)
+        for word in words:
+            word(disturbed)
+        under_noise.apply(*action)
+    quiet.run()
+    disturbed.run()
+    assert (disturbed.answers, disturbed.ends) == (quiet.answers, quiet.ends)
+    assert disturbed.stepped == quiet.stepped and disturbed.report() == quiet.report()
 
 
 def test_a_plan_says_which_steps_it_wants_reported(bench: Bench) -> None:

@@ -1,5 +1,6 @@
 """Whatever worker a block lies at, each row sees each of its keys exactly once."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,4 +105,4 @@ def test_own_ids_are_never_elsewhere() -> None:
     for ids, holder, blocks in (([1], 1, [0]), ([2], OWN, [0]), ([2, 3], 1, [0])):
         with pytest.raises(ValueError, match="cannot be"):
             homes.place(ids, holder, blocks)
-    assert homes.are_own([0, 1]) and not homes.are_own([0, 2])
+    assert homes.are_own(np.array([0, 1], np.int32)) and not homes.are_own(np.array([0, 2], np.int32))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.worker.kv.core.arrivals import Awaited, Hit
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
@@ -39,6 +40,8 @@ class MemoryMover:
     device: dict[int, BlockHash] = field(default_factory=dict)
     host: dict[int, BlockHash] = field(default_factory=dict)
     disk: dict[int, StoredBlock] = field(default_factory=dict)
+    loads: list[tuple[int, list[Load]]] = field(default_factory=list)
+    stores: dict[int, Store] = field(default_factory=dict)
     writes: list[tuple[int, StoredBlock]] = field(default_factory=list)
     reads: list[tuple[int, int, BlockHash]] = field(default_factory=list)
     lost_host: set[int] = field(default_factory=set)
@@ -46,17 +49,34 @@ class MemoryMover:
     abandon_after: int = 1000
     most_open: int = 3
 
-    def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
+    def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
+        if len(self.loads) >= self.most_open:
+            return False
+        self.loads.append((ticket, list(loads)))
+        return True
+
+    def load(self, loads: Sequence[Load]) -> Loaded:
+        """What becomes of a load, as things are now."""
         for done, load in enumerate(loads):
             if done >= self.abandon_after:
-                return Loaded(done, wasted_s=0.01)
+                return Loaded(done, wasted_s=0.06)
             lost = self.lost_host if load.tier is Tier.HOST else self.lost_disk
             if load.place in lost:
                 return Loaded(done, failed=True)
             held = self.host.get(load.place) if load.tier is Tier.HOST else self.disk[load.place].name
-            assert held == load.name, "the cache asked for a block where it is not"
+            assert held == load.name, "the cache asked for a block where it is not, or gave it away meanwhile"
             self.device[load.block] = load.name
         return Loaded(len(loads), (0.0, 0.001, 0.002))
+
+    def start_store(self, ticket: int, store: Store) -> bool:
+        if len(self.stores) >= self.most_open:
+            return False
+        self.stores[ticket] = store
+        return True
+
+    def finish_store(self, ticket: int) -> bool:
+        self.store([self.stores.pop(ticket)])
+        return True
 
     def store(self, stores: Sequence[Store]) -> float:
         for store in stores:
@@ -90,19 +110,47 @@ class Rig:
         self.held: list[list[int]] = []
         self.names: list[list[BlockHash]] = []
         """Of those in `held`."""
+        self.waiting: list[tuple[list[BlockHash], list[int], Awaited]] = []
         self.kept: list[list[Node]] = []
+
+    def acquire(self, names: list[BlockHash], most_blocks: int) -> Hit:
+        """A hit that was waited for."""
+        hit = self.cache.acquire(names, most_blocks)
+        if hit.awaited is None:
+            return hit
+        self.end_loads()
+        assert hit.awaited.is_over
+        came = self.cache.collect(hit.awaited)
+        device, host, disk = (before + after for before, after in zip(hit.loaded, came.loaded, strict=True))
+        return Hit(hit.blocks + came.blocks, (device, host, disk), None, hit.ahead)
 
     def run(self, tokens: bytes) -> None:
         """A sequence: hit, compute the rest, publish; it ends at once if there is no room."""
         names = names_of(tokens)
+        self._go_on(names, list(self.acquire(names, len(names)).blocks))
+
+    def begin(self, tokens: bytes) -> None:
+        """The same, but it waits for what is loaded until it goes on."""
+        names = names_of(tokens)
         hit = self.cache.acquire(names, len(names))
-        for block, name in zip(hit.blocks, names, strict=False):
+        if hit.awaited is None:
+            self._go_on(names, list(hit.blocks))
+        else:
+            self.waiting.append((names, list(hit.blocks), hit.awaited))
+
+    def go_on(self, at: int) -> None:
+        """One of those that wait does so no longer, whether its blocks are there or not."""
+        names, blocks, awaited = self.waiting.pop(at % len(self.waiting))
+        self._go_on(names, [*blocks, *self.cache.collect(awaited).blocks])
+
+    def _go_on(self, names: list[BlockHash], blocks: list[int]) -> None:
+        for block, name in zip(blocks, names, strict=False):
             assert self.mover.device[block] == name, "a hit holds other bytes"
-        blocks = list(hit.blocks)
+        found = len(blocks)
         missing = len(names) - len(blocks)
         if self.cache.can_allocate(missing):
             blocks += self.cache.allocate(missing)
-            for index in range(len(hit.blocks), len(names)):
+            for index in range(found, len(names)):
                 self.mover.device[blocks[index]] = names[index]
                 self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
         self.held.append(blocks)
@@ -123,6 +171,11 @@ class Rig:
 
     def settle(self, *, ok: bool) -> None:
         """Copies in flight end."""
+        self.end_loads()
+        self.end_stores(ok=ok)
+        self.end_disk_copies(ok=ok)
+
+    def end_disk_copies(self, *, ok: bool) -> None:
         reads, self.mover.reads = self.mover.reads, []
         writes, self.mover.writes = self.mover.writes, []
         for place, target, name in reads:
@@ -138,6 +191,20 @@ class Rig:
                 self.mover.lost_disk.discard(node.place)
             self.cache.on_written(node.name, node.place, ok=intact)
 
+    def end_loads(self) -> None:
+        loads, self.mover.loads = self.mover.loads, []
+        for ticket, one in loads:
+            self.cache.on_loaded(ticket, self.mover.load(one))
+
+    def end_stores(self, *, ok: bool = True) -> None:
+        stores, self.mover.stores = self.mover.stores, {}
+        for ticket, store in stores.items():
+            if ok:
+                self.mover.store([store])
+            self.cache.on_stored(ticket, ok=ok)
+
     def check(self) -> None:
-        self.settle(ok=True)
-        self.cache.check_integrity([block for blocks in self.held for block in blocks])
+        """Copies to and from the device may be under way."""
+        self.end_disk_copies(ok=True)
+        waiting = [block for _, blocks, _ in self.waiting for block in blocks]
+        self.cache.check_integrity([block for blocks in self.held for block in blocks] + waiting)

@@ -153,7 +153,14 @@ def test_a_tier_helped_by_what_it_saved_less_what_it_took() -> None:
     tier = TierFigures("host", 3, 1, 0, 0, 0, 300, saved_s=2.0, spent_s=0.5, in_use=True)
     assert tier.helped_s == 1.5
     details = CacheFigures(
-        (tier,), misses=4, loads_abandoned=0, lost_unsaved=0, prefetched=2, kept_blocks=3
+        (tier,),
+        misses=4,
+        loads_abandoned=0,
+        lost_unsaved=0,
+        prefetched=2,
+        saved_ahead=0,
+        saved_late=0,
+        kept_blocks=3,
     ).details()
     assert details["prefix_misses"] == 4 and details["prefix_tiers"][0]["hits"] == 3
 

@@ -213,8 +213,7 @@ class Grants:
         for block in returned:
             del lent.blocks[block]
         freed = self._part(lent, returned)
-        reply = BlocksReturned(generation=lent.generation, left_blocks=len(lent.blocks))
-        return reply, freed
+        return BlocksReturned(generation=lent.generation), freed
 
     @_locked
     def tick(self, now_s: float) -> list[Freed]:

@@ -1,14 +1,9 @@
 """Without a CUDA device Triton's interpreter runs the kernels in host memory."""
 
-import os
-
 import pytest
 import torch
 
 from tests.triton_here import skip_unless_interpreted
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Read where a kernel is defined: before the first import of one.
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

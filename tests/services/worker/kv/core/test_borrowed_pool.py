@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.kv.core.borrowed_pool import ExtendedPool, first_borrowed
+from services.worker.kv.core.borrowed_pool import ExtendedPool
 
 OWN = 6
 
@@ -113,11 +113,6 @@ def test_what_is_free_is_not_given_back_again() -> None:
         pool.release([5])
     with pytest.raises(ValueError, match="here already"):
         pool.admit([5])
-
-
-def test_the_first_borrowed_block() -> None:
-    assert first_borrowed([0, 3, 7, 1], 4) == 2
-    assert first_borrowed([0, 3], 4) == 2
 
 
 @pytest.mark.parametrize("block", [0, 7, -1])

@@ -91,4 +91,4 @@ def test_patience_grows_with_what_recomputing_would_take() -> None:
     assert gate.most_s(10) == 1.0
     gate.on_prefilled(10, 0.1)
     assert gate.most_s(10) == pytest.approx(0.2)
-    assert gate.most_s(0) == 0.001
+    assert gate.most_s(0) == 0.05

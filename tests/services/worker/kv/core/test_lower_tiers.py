@@ -83,7 +83,7 @@ def test_a_read_that_failed_loses_the_copy(rig: Rig) -> None:
     rig.cache.prefetch([name], 1)
     rig.cache.on_read(name, rig.mover.reads[0][1], ok=False)
     assert rig.cache.counts["copies_lost"] == 1
-    assert rig.cache.acquire([name], 1).loaded[Tier.DISK] == 0
+    assert rig.acquire([name], 1).loaded[Tier.DISK] == 0
     rig.cache.check_integrity([])
 
 
@@ -115,7 +115,7 @@ def restored(rig: Rig) -> Rig:
 
 
 def found(rig: Rig, number: int) -> int:
-    return len(rig.cache.acquire(names_of(prompt(number)), 4).blocks)
+    return len(rig.acquire(names_of(prompt(number)), 4).blocks)
 
 
 def test_what_was_wanted_last_is_found_again() -> None:

@@ -12,6 +12,11 @@ from tests.services.worker.kv.rig import Rig, names_of, tokens_of
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12).map(lambda tokens: tokens_of(*tokens))
 STEP = st.one_of(
     st.tuples(st.just("run"), TOKENS),
+    st.tuples(st.just("begin"), TOKENS),
+    st.tuples(st.just("go on"), st.integers(0, 5)),
+    st.tuples(st.just("loads end"), st.just(0)),
+    st.tuples(st.just("stores end"), st.booleans()),
+    st.tuples(st.just("save ahead"), st.just(0)),
     st.tuples(st.just("end"), st.integers(0, 5)),
     st.tuples(st.just("prefetch"), TOKENS),
     st.tuples(st.just("save"), st.integers(1, 4)),
@@ -26,8 +31,8 @@ STEP = st.one_of(
 
 @settings(max_examples=300)
 @given(
-    st.integers(1, 8),
-    st.integers(0, 6),
+    st.one_of(st.integers(1, 8), st.integers(8, 20)),
+    st.one_of(st.integers(0, 6), st.integers(6, 12)),
     st.integers(0, 8),
     st.sampled_from(["lru", "fifo", "random", "frequent"]),
     st.integers(0, 6),
@@ -42,6 +47,11 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
         if kind == "run":
             assert isinstance(value, bytes)
             rig.run(value)
+        elif kind == "begin":
+            assert isinstance(value, bytes)
+            rig.begin(value)
+        elif kind == "stores end":
+            rig.end_stores(ok=bool(value))
         elif kind == "prefetch":
             assert isinstance(value, bytes)
             rig.cache.prefetch(names_of(value), 2)
@@ -54,6 +64,12 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.end(value, is_kept=kind == "keep")
             elif kind == "unkeep" and rig.kept:
                 rig.cache.unkeep(rig.kept.pop(value % len(rig.kept)))
+            elif kind == "go on" and rig.waiting:
+                rig.go_on(value)
+            elif kind == "loads end":
+                rig.end_loads()
+            elif kind == "save ahead":
+                rig.cache.save_ahead()
             elif kind == "save":
                 rig.cache.save(value)
             elif kind == "spoil":
@@ -68,6 +84,9 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
             assert Tier.DISK not in nearest, "a kept block left the host"
         if not rig.mover.reads and not rig.mover.writes:
             rig.check()
+    while rig.waiting:
+        rig.go_on(0)
+    rig.settle(ok=True)
     rig.check()
     while rig.held:
         rig.end(0)
@@ -81,7 +100,7 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
 def test_what_a_sequence_leaves_is_found_by_the_next() -> None:
     rig = Rig(8, 0, 0, "lru")
     rig.serve(tokens_of(1, 2, 3, 4))
-    assert rig.cache.acquire(names_of(tokens_of(1, 2, 3, 4, 5, 6)), 3).loaded == (2, 0, 0)
+    assert rig.acquire(names_of(tokens_of(1, 2, 3, 4, 5, 6)), 3).loaded == (2, 0, 0)
 
 
 @pytest.fixture
@@ -97,7 +116,7 @@ def pushed_down() -> tuple[Rig, list[BlockHash]]:
 
 def test_an_evicted_block_comes_back_from_disk(pushed_down: tuple[Rig, list[BlockHash]]) -> None:
     rig, names = pushed_down
-    assert rig.cache.acquire(names, 2).loaded == (0, 0, 2)
+    assert rig.acquire(names, 2).loaded == (0, 0, 2)
 
 
 @pytest.mark.parametrize("ok", [True, False])
@@ -108,7 +127,7 @@ def test_a_prefetched_block_is_read_once_for_two_requests(
     assert rig.cache.prefetch(names, 2) == 2
     assert rig.cache.prefetch(names, 2) == 0
     rig.settle(ok=ok)
-    assert rig.cache.acquire(names, 2).loaded == ((0, 2, 0) if ok else (0, 0, 0))
+    assert rig.acquire(names, 2).loaded == ((0, 2, 0) if ok else (0, 0, 0))
 
 
 def _on_disk(rig: Rig, *prompts: bytes) -> None:
@@ -131,11 +150,11 @@ def test_a_block_that_is_lost_while_it_is_read_ahead_is_a_miss_for_all() -> None
     names = names_of(prompt)
     assert rig.cache.prefetch(names, 1) == 1
     rig.mover.lost_disk.add(0)
-    assert rig.cache.acquire(names, 2).blocks == ()
-    assert rig.cache.acquire(names, 2).blocks == ()
+    assert rig.acquire(names, 2).blocks == ()
+    assert rig.acquire(names, 2).blocks == ()
     rig.serve(prompt)
     rig.check()
-    assert rig.cache.acquire(names, 2).loaded == (2, 0, 0)
+    assert rig.acquire(names, 2).loaded == (2, 0, 0)
 
 
 def test_what_cannot_be_saved_now_is_saved_later() -> None:
@@ -177,7 +196,7 @@ def test_a_restart_takes_over_whole_beginnings_only() -> None:
     assert rig.cache.restore(stored) == 3
     rig.check()
     rig.mover.disk |= {block.place: block for block in stored}
-    assert rig.cache.acquire([first, second, third], 3).loaded == (0, 0, 2)
+    assert rig.acquire([first, second, third], 3).loaded == (0, 0, 2)
 
 
 def test_a_load_that_lags_teaches_the_gate() -> None:
@@ -187,7 +206,7 @@ def test_a_load_that_lags_teaches_the_gate() -> None:
     rig.cache.gate.on_prefilled(1, 0.001)
     rig.mover.abandon_after = 1
     names = names_of(tokens_of(1, 2, 3, 4, 5, 6))
-    hit = rig.cache.acquire(names, 3)
+    hit = rig.acquire(names, 3)
     assert hit.loaded == (0, 0, 1)
     assert rig.cache.counts["loads_abandoned"] == 1
     assert rig.cache.gate.losing == (Tier.DISK,)
@@ -227,7 +246,7 @@ def test_what_is_kept_outlives_a_storm_on_device_and_host() -> None:
     rig.cache.release(rig.held.pop())
     assert rig.mover.host == {}, "nothing is copied before it has to be"
     rig.serve(*(tokens_of(first, 1, 2, 3, 4, 5) for first in range(10, 40, 10)))
-    assert rig.cache.acquire(rig.names[0], 3).loaded == (0, 2, 0)
+    assert rig.acquire(rig.names[0], 3).loaded == (0, 2, 0)
     rig.cache.unkeep(kept)
     assert rig.cache.keepable_blocks == 2
 

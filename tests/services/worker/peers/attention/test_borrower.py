@@ -153,6 +153,9 @@ def test_leases_that_are_over_take_their_blocks_along(here: World) -> None:
     assert here.admit((4, 1), [10, 11])
     here.borrower.lose([10])
     assert here.door.ask(lambda core, now_s: here.pool.borrowed_blocks).result(5.0) == 1
+    with pytest.raises(ValueError, match="nobody holds block 10"):
+        here.engine.step([Row(list(range(3 * BLOCK_TOKENS)), 0, [0, 1, 10], None)])
+    assert here.engine.step([Row(list(range(3 * BLOCK_TOKENS)), 0, [0, 1, 11], None)]) == [None]
 
 
 def test_blocks_come_home_from_the_event_loop(here: World) -> None:
@@ -278,6 +281,11 @@ class AtWork:
         for _ in range(times):
             self.sequence.step([0], most_tokens=64)
 
+    def zero_what_is_lent(self) -> None:
+        for pool in self.owner.engine.pools:
+            for part in pool:
+                part.zero_()
+
     @property
     def answer(self) -> list[int]:
         return self.sequence.answer(0, 5)
@@ -314,10 +322,18 @@ def test_a_swap_between_steps_changes_no_token(debt: AtWork, expected: list[int]
     assert debt.homecoming.swap(pairs) == []
     assert max(debt.blocks) < HOME_BLOCKS and debt.pool.borrowed_blocks == THERE - 3
     debt.check()
-    for pool in debt.owner.engine.pools:
-        for part in pool:
-            part.zero_()
+    debt.zero_what_is_lent()
     debt.step(3)
+    assert debt.answer == expected
+
+
+def test_a_swap_brings_only_what_was_written_since_it_was_copied(debt: AtWork, expected: list[int]) -> None:
+    """Nothing was: so it does not matter what has become of the originals."""
+    pairs = list(zip(debt.pool.set_apart(debt.blocks[1:], 9), debt.withdraw(3), strict=True))
+    assert debt.homecoming.copy(pairs) == 3
+    debt.zero_what_is_lent()
+    assert debt.homecoming.swap(pairs) == []
+    debt.step(4)
     assert debt.answer == expected
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.micro.distattention.creditor import creditor_processes
 from services.worker.engine.engine import Row, TorchEngine
 from services.worker.engine.native.library import AttentionMode
 from services.worker.kv.core.block_pool import BlockPool
@@ -21,7 +22,7 @@ from shared.errors import CreditorLost
 from shared.messages.sequence import Sampling
 from tests.services.worker.conftest import VOCABULARY, ModelFactory
 from tests.services.worker.engine.rig import Sequences
-from tests.services.worker.peers.attention.process import creditor_processes
+from tests.services.worker.peers.attention.process import modules
 from tests.services.worker.peers.attention.rig import (
     BLOCK_TOKENS,
     DEBTOR,
@@ -153,7 +154,7 @@ def test_a_prompt_of_three_times_the_own_kv_is_answered_by_processes(
     assert len(prompt) >= 3 * own * BLOCK_TOKENS
     expected, blocks = alone(llama, prompt, count, chunk=24)
     each = -(-(len(blocks) - own) // creditors)
-    with creditor_processes("llama", each, [f"worker-{n}" for n in range(creditors)]) as running:
+    with creditor_processes(modules("llama", each, [f"worker-{n}" for n in range(creditors)])) as running:
         small = make_engine(llama, own)
         links = [process.dial(DEBTOR) for process in running]
         debtor = connect(small, links, each, choose=CHOOSERS[way])
@@ -167,7 +168,7 @@ def test_a_dead_or_frozen_creditor_is_named_and_the_others_go_on(blow: signal.Si
     prompt, own, each = _long(12, 40), 4, 4
     other = _long(13, 30)
     expected, _ = alone(llama, other, 8, chunk=24)
-    with creditor_processes("llama", 16, ["worker-a", "worker-b"]) as running:
+    with creditor_processes(modules("llama", 16, ["worker-a", "worker-b"])) as running:
         small = make_engine(llama, own)
         links: list[PeerLink] = [process.dial(DEBTOR) for process in running]
         debtor = connect(small, links, 16, deadline_s=1.0, choose=CHOOSERS["ship"])

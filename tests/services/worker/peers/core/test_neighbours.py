@@ -1,5 +1,10 @@
 """Who is there, by heartbeats; how fast links are; which transport is tried first."""
 
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +63,40 @@ def test_what_was_delivered_is_told_and_a_links_speed_before_that() -> None:
     assert rates.link("b", "shm").bytes_per_s == 2 << 20
     rates.forget("b")
     assert rates.bytes_per_s("b") is None and rates.bytes_per_s("c") is not None
+
+
+@contextmanager
+def _dialling(rates: LinkRates) -> Iterator[None]:
+    """Another thread enters links meanwhile, and gets a turn between any two instructions."""
+    is_over, interval_s = threading.Event(), sys.getswitchinterval()
+
+    def dial() -> None:
+        number = 0
+        while not is_over.is_set():
+            number = (number + 1) % 2000
+            rates.link(f"other-{number}", "tcp")
+
+    thread = threading.Thread(target=dial)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
+
+
+def test_links_may_be_entered_by_another_thread_while_somebody_looks_through_them() -> None:
+    """A debtor enters its link on the engine's thread. The event loop, in the middle of the table, failed
+    with "dictionary changed size during iteration": a heartbeat was left out, or a peer's old speeds stayed.
+    """
+    rates = LinkRates()
+    rates.link("b", "tcp").on_carried(1 << 20, 1.0)
+    with _dialling(rates):
+        for number in range(500):
+            assert rates.bytes_per_s("b") == 1 << 20
+            rates.forget(f"other-{number}")
 
 
 def test_neighbours_are_those_heard_lately_in_their_present_life() -> None:

@@ -94,7 +94,14 @@ _SMALL = TransferConfig(batch_blocks=2)
 @contextmanager
 def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
     """`giver` and `taker`, of the same model."""
-    planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in ("giver", "taker")}
+    with workers("giver", "taker", config=config) as (giver, taker):
+        yield giver, taker
+
+
+@contextmanager
+def workers(*names: str, config: TransferConfig = _SMALL) -> Iterator[list[Side]]:
+    """Of the same model."""
+    planes = {name: Plane(Peer(name, 1), "here", [TcpTransport()]) for name in names}
     sides: list[Side] = []
     for plane in planes.values():
         rig = PrefixRig(make_engine(), PrefixCacheConfig(host_mb=0))
@@ -111,7 +118,7 @@ def pair(config: TransferConfig = _SMALL) -> Iterator[tuple[Side, Side]]:
         target = Target(dialler, cache, records, store.fingerprint, BLOCK_TOKENS, config)
         sides.append(Side(rig, source, target, plane, door))
     try:
-        yield sides[0], sides[1]
+        yield sides
     finally:
         for side in sides:
             side.target.close()

@@ -1,5 +1,8 @@
 """Blocks fetched from another worker: found like one's own, the same answer, nothing half-done."""
 
+import asyncio
+import contextlib
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -10,14 +13,14 @@ from services.worker.peers.migration.settings import TransferConfig
 from shared.errors import DeadlineExceeded, KvasirError, ModelMismatch
 from shared.messages.moves import PullBlocks
 from shared.messages.sequence import pack_tokens
-from tests.services.worker.peers.migration.rig import pair
+from tests.services.worker.peers.migration.rig import pair, workers
 from tests.services.worker.prefix_rig import DEVICE_BLOCKS
 
 PROMPT = [3, 5, 7, 9, 11, 2, 4, 6, 8, 10, 12, 14, 16, 18, 1, 2, 3, 4, 5]
 
 
-def order(tokens: list[int], incarnation: int = 1) -> PullBlocks:
-    return PullBlocks(source="giver", source_incarnation=incarnation, tokens=pack_tokens(tokens))
+def order(tokens: list[int], incarnation: int = 1, source: str = "giver") -> PullBlocks:
+    return PullBlocks(source=source, source_incarnation=incarnation, tokens=pack_tokens(tokens))
 
 
 async def test_what_was_fetched_is_not_computed_again_and_answers_the_same() -> None:
@@ -48,6 +51,28 @@ async def test_what_the_source_lacks_is_left_to_compute() -> None:
         pulled = await taker.target.pull(order(PROMPT))
         assert pulled.held_tokens == 8
         taker.integrity()
+
+
+async def test_what_two_sources_give_at_once_is_written_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each source has a thread, and records go to a GPU through one piece of memory: two threads in there
+    wrote each other's bytes into blocks that were verified before."""
+    with workers("one", "other", "taker", config=TransferConfig(batch_blocks=2)) as (one, other, taker):
+        answers = [giver.rig.serve([prompt]) for giver, prompt in ((one, PROMPT), (other, PROMPT[::-1]))]
+        both, write = threading.Barrier(2), taker.target._records.write
+        met: list[int] = []
+
+        def meet(rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                met.append(both.wait(0.2))
+            write(rows, blocks)
+
+        monkeypatch.setattr(taker.target._records, "write", meet)
+        orders = order(PROMPT, source="one"), order(PROMPT[::-1], source="other")
+        pulled = await asyncio.gather(*map(taker.target.pull, orders))
+        assert [each.fetched_blocks for each in pulled] == [4, 4] and not met
+        assert [taker.rig.serve([prompt]) for prompt in (PROMPT, PROMPT[::-1])] == answers
 
 
 async def test_a_corrupted_block_is_refused_and_those_before_it_stay(monkeypatch: pytest.MonkeyPatch) -> None:

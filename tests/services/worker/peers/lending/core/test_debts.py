@@ -87,7 +87,7 @@ def test_returns_go_to_creditors_in_need_first_and_are_retried(debts: Debts, tab
     assert sorted(debts.retries(), key=lambda one: one.creditor_id) == [to_c, to_e]
     debts.on_returned(to_e, BlocksReturned(generation=2))
     debts.on_returned(to_e, BlocksReturned(generation=2))
-    debts.on_returned(to_c, BlocksReturned(generation=2, left_blocks=1))
+    debts.on_returned(to_c, BlocksReturned(generation=2))
     assert (debts.retries(), debts.wanted_back_blocks()) == ([], 0)
     assert table.borrowed_from() == {"c": 1}
 

@@ -1,0 +1,56 @@
+"""What our ways of computing a Llama share: weights joined for fewer products, rotations that a table holds.
+
+Queries, keys and values come from one matrix product, gate and up projection from another. Knows
+transformers' names for a Llama's parts; computes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLayer:
+    """One decoder layer's weights; matrices as `[out, in]`, as `torch.nn.Linear` keeps them."""
+
+    input_norm: torch.Tensor
+    query_key_value: torch.Tensor
+    output: torch.Tensor
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+def join_layer(layer: Any) -> JoinedLayer:
+    """Of a `LlamaDecoderLayer`, whose own weights become views of the joined ones."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return JoinedLayer(
+        input_norm=layer.input_layernorm.weight,
+        query_key_value=_joined((attention.q_proj, attention.k_proj, attention.v_proj)),
+        output=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+        down=mlp.down_proj.weight,
+    )
+
+
+def _joined(linears: Sequence[Any]) -> torch.Tensor:
+    """One matrix of several linear layers. Their own weights become views of it: nothing is held twice."""
+    joined = torch.cat([linear.weight.data for linear in linears])
+    first = 0
+    for linear in linears:
+        rows = linear.weight.shape[0]
+        linear.weight.data = joined[first : first + rows]
+        first += rows
+    return joined
+
+
+def is_rotation_fixed(config: Any) -> bool:
+    """Whether rotations depend on the position alone, not on how long the longest sequence is."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_partial = bool(rope.get("partial_rotary_factor"))
+    return rope.get("rope_type", "default") in _FIXED_ROTATIONS and not is_partial

@@ -1,0 +1,111 @@
+"""Copies to the host what is about to leave the device, before it has to: eviction then copies nothing. Pure.
+
+An eighth of the device is free, or could go at once because the host has it as well. What is copied may be
+used, shared and counted as evictable meanwhile; it leaves its block only after its copy has ended.
+"""
+
+from collections import deque
+from itertools import islice
+
+from services.worker.kv.core.block_manager import Inventory
+from services.worker.kv.core.radix_tree import Node, Tier
+from services.worker.kv.core.tier_copier import BlockMover, Store
+
+_SHARE = 8
+"""One block in so many."""
+
+
+class SaveAhead:
+    """Stores of one cache, by ticket. Half of the host at most is taken by what the device still has."""
+
+    def __init__(self, books: Inventory, mover: BlockMover) -> None:
+        self._books = books
+        self._mover = mover
+        self._next: deque[Node] = deque()
+        """Chosen, and not begun."""
+        self._leaving: list[Node] = []
+        """Those of the last choice."""
+        self._open: dict[int, tuple[Node, int]] = {}
+        """The block that is copied, and the slot it goes to, which is the ticket's until it is answered."""
+        self._tickets = 0
+
+    @property
+    def slots(self) -> list[int]:
+        """On the host, that are being filled."""
+        return [place for _, place in self._open.values()]
+
+    @property
+    def ready_blocks(self) -> int:
+        """Of the device, that can be had without a copy, or soon."""
+        return self._books.pool.free_blocks + self._books.saved + len(self._open)
+
+    def work(self) -> int:
+        """Start what copies are missing and may be open; returns how many began."""
+        if not self._next and not self._choose():
+            return 0
+        started = 0
+        while self._next:
+            node = self._next[0]
+            if not self._is_wanted(node):
+                self._next.popleft()
+                continue
+            place = self._books.host_slot(node, ahead=True)
+            if place is None:
+                self._next.clear()
+                break
+            if not self._start(node, place):
+                break
+            self._next.popleft()
+            started += 1
+        return started
+
+    def on_stored(self, ticket: int, *, ok: bool) -> None:
+        """A copy has ended. One that was waited for has been told of already."""
+        node, place = self._open.pop(ticket, (None, 0))
+        if node is None:
+            return
+        node.storing = 0
+        if ok and self._books.tree.find(node.name) is node and node.places[Tier.HOST] is None:
+            self._books.put(node, Tier.HOST, place)
+        else:
+            self._books.give_host_slot(node, place)
+
+    def finish(self, node: Node) -> None:
+        """Its copy, if one is under way, is over on return."""
+        if node.storing:
+            ticket = node.storing
+            self.on_stored(ticket, ok=self._mover.finish_store(ticket))
+
+    def _choose(self) -> bool:
+        """Whether there is something to copy."""
+        goal = min(self._books.pool.total_blocks // _SHARE, self._books.host.total // 2)
+        if not goal or (self.ready_blocks > goal - goal // 4 and not self._books.is_behind):
+            return False
+        self._books.is_behind = False
+        leaving = list(islice(self._books.leaving(), max(0, goal - self._books.pool.free_blocks)))
+        kept = set(leaving)
+        for node in self._leaving:
+            if node not in kept and node.is_leaving:
+                self._books.set_leaving(node, is_leaving=False)
+        for node in leaving:
+            self._books.set_leaving(node, is_leaving=True)
+        self._leaving = leaving
+        self._next.extend(node for node in leaving if self._is_wanted(node))
+        return bool(self._next)
+
+    def _is_wanted(self, node: Node) -> bool:
+        """It is about to leave, and the host has no copy of it."""
+        is_there = node.is_leaving and node.places[Tier.DEVICE] is not None
+        return is_there and node.places[Tier.HOST] is None and not node.storing
+
+    def _start(self, node: Node, place: int) -> bool:
+        block = node.places[Tier.DEVICE]
+        assert block is not None
+        self._tickets += 1
+        if not self._mover.start_store(self._tickets, Store(node.name, block, place)):
+            self._books.give_host_slot(node, place)
+            return False
+        node.storing = self._tickets
+        self._open[self._tickets] = (node, place)
+        self._books.counts["saved_ahead"] += 1
+        return True
