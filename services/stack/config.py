@@ -66,7 +66,7 @@ class StackConfig(ServiceConfig):
         default=(), description="services not to start: one of your own takes that place on the bus"
     )
     preload: bool = Field(
-        default=True, description="workers are forked from one process that has imported torch"
+        default=True, description="services are forked from one process that has imported what they need"
     )
     start_timeout_s: float = Field(
         default=180.0, gt=0, description="not ready after this, the start has failed"

@@ -227,7 +227,7 @@ class SeedLauncher:
         while True:
             try:
                 return await asyncio.open_unix_connection(str(self.socket))
-            except (FileNotFoundError, ConnectionRefusedError):
+            except FileNotFoundError:  # still at its imports; one that has died refuses
                 await asyncio.sleep(_SEED_POLL_S)
 
 

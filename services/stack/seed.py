@@ -1,8 +1,8 @@
-"""The seed: a process that has imported what workers import, and forks one whenever the supervisor asks.
+"""The seed: a process that has imported what the services import, and forks one whenever the supervisor asks.
 
-Importing torch and transformers is most of a worker's start; done once, it serves all workers and their
-restarts, and they share the memory. A worker forked here becomes the supervisor's own child: the supervisor
-is a subreaper, and the process between the two ends at once. The seed knows nothing of what it imports.
+Imports are most of a service's start; done once, they serve all services and their restarts, and the memory
+is shared. A service forked here becomes the supervisor's own child: the supervisor is a subreaper, and the
+process between the two ends at once. The seed knows nothing of what it imports.
 
 Protocol, on a Unix socket in the run directory: a line with a JSON object of `name`, `module`, `argv`, `env`
 and `log`; the answer is a line with the new pid.
@@ -32,17 +32,20 @@ def main() -> None:
     """Imports, listens, forks, until it is killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("socket", type=Path)
-    parser.add_argument("module", help="imported before the first fork")
+    parser.add_argument("modules", nargs="+", help="imported before the first fork")
     arguments = parser.parse_args()
     supervisor = os.getppid()
-    importlib.import_module(arguments.module)
+    for module in arguments.modules:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # collections in the children leave the shared pages alone
     with socket.socket(socket.AF_UNIX) as listening:
-        arguments.socket.unlink(missing_ok=True)
-        listening.bind(str(arguments.socket))
-        arguments.socket.chmod(0o600)
+        unnamed = arguments.socket.with_suffix(".new")
+        unnamed.unlink(missing_ok=True)
+        listening.bind(str(unnamed))
+        unnamed.chmod(0o600)
         listening.listen()
+        unnamed.rename(arguments.socket)  # who finds it there is answered, unless the seed has died
         while True:
             connection, _ = listening.accept()
             with connection, contextlib.suppress(OSError, ValueError, KeyError):

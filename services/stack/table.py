@@ -90,13 +90,13 @@ def kvasir_table(
     seed.unlink(missing_ok=True)
     preload = config.preload and socket_fits(seed)
     if preload:
-        seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), "services.worker.service")
+        modules = [f"services.{service}.service" for service in sorted({*instances.values()})]
+        seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
         table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
     for instance, service in instances.items():
         front = service == "gateway"
         page = "/ready" if "scheduler" not in config.without else "/health"
         module, arguments = f"services.{service}", ("--instance", instance)
-        forked = preload and service == "worker"
         table.append(
             ChildSpec(
                 name=instance,
@@ -105,7 +105,7 @@ def kvasir_table(
                 ready=HttpProbe(config.operator_port, page)
                 if front
                 else StatusProbe(roll, service, instance),
-                launcher=SeedLauncher(seed, instance, module, arguments) if forked else ProgramLauncher(),
+                launcher=SeedLauncher(seed, instance, module, arguments) if preload else ProgramLauncher(),
                 stage=_FRONT if front else _BACKEND,
             )
         )

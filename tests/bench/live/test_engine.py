@@ -251,7 +251,8 @@ def test_cells_cover_every_combination() -> None:
     ]
 
 
-CELL = BatchCell(30, 4, 8)
+CELL = BatchCell(30, 4, 96)
+"""Long enough for threads whose time is counted in hundredths of a second."""
 _PAUSE_S = 3.5
 """Longer than what makes a worker lost and a lease run out."""
 

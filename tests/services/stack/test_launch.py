@@ -6,6 +6,7 @@
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from services.stack import process
 from services.stack.down import is_alive as alive
 from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.rundir import RunDirectory
+from tests.patience import PATIENCE_S
 from tests.services.stack.commands import command, pids_of, state_of, until
 from tests.services.stack.standin import PYTHON
 
@@ -52,6 +54,19 @@ async def test_no_seed_at_all_is_waited_for_and_then_done_without(
     seedling = SeedLauncher(tmp_path / "none.sock", "x", "json", ())
     child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
     assert await child.wait() == 0
+
+
+async def test_a_seed_that_has_died_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "become_subreaper", lambda: True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "dead.sock"))
+    seedling = SeedLauncher(tmp_path / "dead.sock", "x", "json", ())
+    async with asyncio.timeout(PATIENCE_S):
+        child = await seedling.launch(HELLO, os.environ, tmp_path, tmp_path / "log")
+        assert await child.wait() == 0
+    assert PATIENCE_S < process._SEED_DEADLINE_S
 
 
 def test_long_names_do_not_fit_a_socket(tmp_path: Path) -> None:

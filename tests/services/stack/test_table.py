@@ -46,8 +46,10 @@ async def test_six_services_and_the_bus_with_the_gateway_ending_first(tmp_path: 
     services = ["gateway-0", "scheduler-0", "predictor-0", "placement-0", "ledger-0", "worker-0", "worker-1"]
     assert list(specs) == ["nats", "seed", *services]
     assert specs["worker-1"].argv[1:] == ("-m", "services.worker", "--instance", "worker-1")
-    assert isinstance(specs["worker-1"].launcher, SeedLauncher)
-    assert isinstance(specs["ledger-0"].launcher, ProgramLauncher)
+    assert isinstance(specs["nats"].launcher, ProgramLauncher)
+    assert all(isinstance(specs[service].launcher, SeedLauncher) for service in services)
+    imported = {argument for argument in specs["seed"].argv if argument.endswith(".service")}
+    assert imported == {f"services.{name.rpartition('-')[0]}.service" for name in services}
     plain = await table(tmp_path, config=StackConfig(workers=1, preload=False))
     assert list(plain) == ["nats", *services[:-1]]
     assert isinstance(plain["worker-0"].launcher, ProgramLauncher)
