@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from services.worker.core.costs import find_cost
 from shared.errors import ConfigError
-from sim.costs import find_cost
 from sim.predictors import find_predictor
 from sim.requests import ServedRecord, SimRequest
 from sim.routers import find_router

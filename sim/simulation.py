@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from services.placement.policy.contract import Room
 from services.scheduler.policy import find_policy
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
+from services.worker.core.costs.base import CostModel
 from sim.books import Held, WorkerBooks
-from sim.costs.base import CostModel
 from sim.events import EventQueue, Priority
 from sim.meters import WorkerMeter
 from sim.predictors import SimPredictor

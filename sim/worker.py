@@ -18,8 +18,8 @@ from itertools import accumulate
 from math import ceil
 
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPrefill
+from services.worker.core.costs.base import CostModel
 from sim.books import Held, WorkerBooks
-from sim.costs.base import CostModel
 from sim.meters import WorkerMeter
 
 MAX_OUTSTANDING_PLANS = 4

@@ -18,9 +18,9 @@ from bench.kit.stacks import Stack, start_stack
 from bench.kit.stats import percentile
 from bench.live.chats import LiveRun, chat_bodies, run_load
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from services.worker.core.costs.linear import LinearCost, MeasuredStep, fit_linear
 from shared.errors import InternalError
 from shared.messages.plans import WorkerStepped
-from sim.costs.linear import LinearCost, MeasuredStep, fit_linear
 from sim.predictors import NoPredictor
 from sim.requests import ServedRecord, SimRequest
 from sim.simulation import Setup, Simulation

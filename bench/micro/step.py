@@ -19,7 +19,8 @@ from bench.kit.models import checkpoint
 from bench.kit.outcome import Outcome, Table
 from bench.micro.host_steps import host_ms
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import load
 from shared.messages.sequence import Sampling
 

@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(get_args(StackConfig.model_fields["without"].annotation)[0]),
         help="do not start it, one of your own is to do its work; repeatable",
     )
+    up.add_argument(
+        "--engine", choices=("model", "simulated"), help=StackConfig.model_fields["engine"].description
+    )
     up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
     up.add_argument(
         "--set",
@@ -156,6 +159,7 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     program: Program = arguments.program
     file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
     flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
+    flags += [f"--engine={arguments.engine}"] if arguments.engine else []
     flags += ["--tls=true"] if arguments.tls else []
     flags += [f"--without={json.dumps(arguments.without)}"] if arguments.without else []
     config = load(StackConfig, "stack", argv=[*(["--config", str(file)] if file else []), *flags])

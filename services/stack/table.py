@@ -27,6 +27,8 @@ from shared.model_files import name_of
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: where `python -m services.…` works."""
 _MODEL_SERVICES = ("GATEWAY", "WORKER")
+_ENGINE_MODULE = "services.worker.building"
+"""With torch and transformers, which workers import when they make an engine."""
 _BUS, _BACKEND, _FRONT = 0, 1, 2
 """Stages: the gateway ends first, so that its answers can still be finished, the bus last."""
 
@@ -91,6 +93,7 @@ def kvasir_table(
     preload = config.preload and socket_fits(seed)
     if preload:
         modules = [f"services.{service}.service" for service in sorted({*instances.values()})]
+        modules += [_ENGINE_MODULE] if config.engine != "simulated" else []
         seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
         table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
     for instance, service in instances.items():
@@ -122,7 +125,7 @@ def parse_override(text: str) -> tuple[str, str, str]:
 
 
 def _model_env(config: StackConfig) -> dict[str, str]:
-    """Where it is and what it is called: the same for the gateway and all workers."""
+    """Where it is and what it is called, the same for the gateway and all workers; and who computes it."""
     settings: dict[str, str] = {}
     if config.model is not None:
         folder = Path(config.model)
@@ -130,7 +133,8 @@ def _model_env(config: StackConfig) -> dict[str, str]:
         settings["SERVED_NAME"] = name_of(settings["MODEL"])
     if config.served_name is not None:
         settings["SERVED_NAME"] = config.served_name
-    return {
+    engine = {} if config.engine is None else {f"{ENV_PREFIX}WORKER__ENGINE": config.engine}
+    return engine | {
         f"{ENV_PREFIX}{section}__{key}": value
         for section in _MODEL_SERVICES
         for key, value in settings.items()

@@ -3,12 +3,9 @@
 Settings in, parts out; nothing here runs, and nothing but the worker's name comes from the bus.
 """
 
-import gc
 import socket
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.core.prefixes import Prefixes
@@ -16,23 +13,22 @@ from services.worker.core.reports import Identity, SpeedMeter
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
-from services.worker.engine.engine import Engine, TorchEngine, prefill_tokens_per_s, warm_up
-from services.worker.engine.loading import load
+from services.worker.engine.contract import AttendingEngine, Engine
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
-from services.worker.neighbourhood import staged_blocks
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.errors import ConfigError
 from shared.log import canonical, get_logger
 
 _log = get_logger(__name__)
+_SIMULATED_HOST_SHARE = 4
+"""The host tier of a simulated engine, in times its KV."""
 
 
 def open_cache(
@@ -44,7 +40,11 @@ def open_cache(
     if config.pie.enabled:
         canonical(_log, "prefix cache left out", reason="worker.pie.enabled: blocks lie in no fixed place")
         return None
-    return open_store(config.prefix_cache, engine, instance, wake)
+    cache = config.prefix_cache
+    if config.engine == "simulated":  # Its blocks are so small that host_mb would hold millions.
+        most = _SIMULATED_HOST_SHARE * engine.kv_blocks
+        cache = cache.model_copy(update={"host_blocks": cache.host_blocks or (most if cache.host_mb else 0)})
+    return open_store(cache, engine, instance, wake)
 
 
 def fingerprint_of(engine: Engine) -> bytes:
@@ -61,14 +61,14 @@ def prefixes_of(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
 
 def expansion_of(engine: Engine) -> dict[str, float]:
     """What Pie is at, if it is on."""
-    if not isinstance(engine, TorchEngine) or engine.pie is None:
+    if not isinstance(engine, AttendingEngine) or engine.pie is None:
         return {}
     return engine.pie.growth.expansion().details()
 
 
 def costs_of(engine: Engine) -> dict[str, Any]:
     """Of the heartbeat: what the engine measured of blocks that lie elsewhere, and of layers on the host."""
-    if not isinstance(engine, TorchEngine):
+    if not isinstance(engine, AttendingEngine):
         return {}
     stall_s: float | None = None
     if engine.pie is not None:
@@ -103,7 +103,7 @@ def pool_of(engine: Engine, store: KvStore | None) -> BlockPool | PrefixCache:
     """The engine's own blocks."""
     if store is not None:
         return store.cache
-    if isinstance(engine, TorchEngine):
+    if isinstance(engine, AttendingEngine):
         return engine.make_pool()
     return BlockPool(engine.kv_blocks, engine.block_tokens)
 
@@ -133,9 +133,10 @@ def core_of(
         end_retention_s=config.end_retention_s,
         gateway_timeout_s=config.gateway_timeout_s,
     )
-    profiled = engine.prefill_tokens_per_s if isinstance(engine, TorchEngine) else 0.0
     worker = (identity.worker_id, identity.incarnation)
-    return StepCore(identity, SequenceTable(pool, limits, prefixes, worker), SpeedMeter(profiled))
+    return StepCore(
+        identity, SequenceTable(pool, limits, prefixes, worker), SpeedMeter(engine.prefill_tokens_per_s)
+    )
 
 
 def make_engine(config: WorkerConfig) -> Engine:
@@ -143,27 +144,13 @@ def make_engine(config: WorkerConfig) -> Engine:
 
     Raises ConfigError.
     """
-    torch.set_num_threads(config.threads)
-    model = load(config.model, dtype=config.dtype, device=config.device)
-    block_bytes = model.block_bytes(config.block_tokens)
-    kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
-    kv_blocks -= staged_blocks(config.lending, len(model.layers))
-    if kv_blocks < 1:
-        raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
-    engine = TorchEngine(
-        model,
-        kv_blocks=kv_blocks,
-        block_tokens=config.block_tokens,
-        attention=config.attention,
-        threads=config.threads,
-        release=True,
-        pie=config.pie,
-    )
-    warm_up(engine)
-    engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
-    gc.collect()
-    gc.freeze()  # What is there now stays: no collection during a step walks through it.
-    return engine
+    if config.engine == "simulated":
+        from services.worker.engine.simulated import SimulatedEngine
+
+        return SimulatedEngine.of(config.model, config.kv_blocks, config.block_tokens, config.simulated)
+    from services.worker.building import build  # torch takes seconds
+
+    return build(config)
 
 
 def make_bound_engine(config: WorkerConfig) -> Engine:

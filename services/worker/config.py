@@ -5,7 +5,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
+from services.worker.engine.settings import SimulatedConfig
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.migration.settings import TransferConfig
@@ -19,6 +21,12 @@ from shared.model_files import check_model
 class WorkerConfig(ModelServiceConfig):
     """Section `worker`. Durations in seconds."""
 
+    engine: Literal["model", "simulated"] = Field(
+        default="model", description="computes the model; or takes the time of one, and answers with hashes"
+    )
+    simulated: SimulatedConfig = Field(
+        default=SimulatedConfig(), description="the engine that computes nothing"
+    )
     model: str = Field(
         default="models/tiny_chat",
         description="folder of a Hugging Face decoder, or a hub id (ORG/NAME@REVISION)",
@@ -65,6 +73,7 @@ class WorkerConfig(ModelServiceConfig):
     def check(self) -> None:
         super().check()
         check_model(self.model)
+        find_cost(self.simulated.cost)
         for name, cores in (("cores", self.cores), ("engine_cores", self.engine_cores)):
             check_cores(cores, name)
         if "ucx" in self.bulk.transports and find_spec("ucxx") is None:

@@ -12,7 +12,7 @@ from services.worker.core.plans import WorkItem
 from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.cores import bind_to
 from services.worker.door import Door
-from services.worker.engine.engine import Engine, Row
+from services.worker.engine.contract import Engine, Row
 from shared.errors import CreditorLost, InternalError
 
 

@@ -9,19 +9,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.worker.config import WorkerConfig
 from services.worker.door import Door
-from services.worker.engine.engine import Engine, TorchEngine
+from services.worker.engine.contract import AttendingEngine, Engine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
 from services.worker.peers import registry as peers
-from services.worker.peers.attention.borrower import Borrower
-from services.worker.peers.attention.core.cost import ComputeBudget
-from services.worker.peers.attention.creditor import Creditor, LentGrants
-from services.worker.peers.attention.debtor import Debtor
-from services.worker.peers.attention.memory import LentMemory, host_blocks, host_memory
-from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.engine_calls import PoolDoor
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.interfaces import Owner
@@ -34,6 +28,11 @@ from shared.clock import Clock
 from shared.errors import CreditorLost
 from shared.messages.commands import WantKv
 from shared.messages.reports import Capacity
+
+if TYPE_CHECKING:
+    from services.worker.peers.attention.borrower import Borrower
+    from services.worker.peers.attention.creditor import Creditor
+    from services.worker.peers.attention.memory import LentMemory
 
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
 _WANT_S = 2.0
@@ -63,12 +62,6 @@ class Reach:
         return min(self._max_tokens, held_tokens)
 
 
-def staged_blocks(config: LendingConfig, layers: int) -> int:
-    """What the stagings of all creditors take, in the worker's own KV blocks."""
-    staged = config.most_creditors * HALVES * config.staging_blocks if config.borrow else 0
-    return -(-staged // layers)
-
-
 def extended(config: LendingConfig, engine: Engine, own: OwnPool) -> OwnPool | ExtendedPool:
     """What sequences get their blocks from: with borrowed ones behind the own, where the worker borrows."""
     return ExtendedPool(own, engine.kv_blocks) if possible(config, engine).borrow else own
@@ -76,15 +69,11 @@ def extended(config: LendingConfig, engine: Engine, own: OwnPool) -> OwnPool | E
 
 def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     """As far as the engine allows it."""
-    if isinstance(engine, TorchEngine) and engine.is_divisible:
+    if isinstance(engine, AttendingEngine) and engine.is_divisible:
         return config
-    is_gpu = isinstance(engine, TorchEngine) and engine.pie is None and _device(engine) != "cpu"
+    is_gpu = isinstance(engine, AttendingEngine) and engine.pie is None and engine.device_type != "cpu"
     allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
     return config.model_copy(update={"borrow": False, **allowed})
-
-
-def _device(engine: TorchEngine) -> str:
-    return engine.pools[0][0].device.type
 
 
 class Neighbourhood:
@@ -119,20 +108,15 @@ class Neighbourhood:
         self._reach = Reach(own_tokens, engine.max_positions)
         settings = possible(config.lending, engine)
         self._borrower: Borrower | None = None
-        if isinstance(pool, ExtendedPool) and isinstance(engine, TorchEngine):
-            debtor = Debtor(
-                engine.attention,
-                q_heads=engine.q_heads,
-                own_blocks=engine.kv_blocks,
-                block_tokens=engine.block_tokens,
-                staging_blocks=settings.staging_blocks,
-                most_creditors=settings.most_creditors,
-                deadline_s=settings.answer_s,
-                rates=registry.rates,
-                clock=clock,
-            )
-            self._borrower = Borrower(debtor, pool, door, registry, self._on_failed)
-        host = _lent_host_memory(settings, engine)
+        self._creditor: Creditor | None = None
+        host: LentMemory | None = None
+        if isinstance(engine, AttendingEngine):
+            from services.worker.peers.attention import assembly  # torch, which is there then
+
+            host = assembly.lent_host_memory(settings, engine)
+            if isinstance(pool, ExtendedPool):
+                failed = self._on_failed
+                self._borrower = assembly.make_borrower(engine, pool, door, registry, settings, failed, clock)
         owner = Owner(
             worker_id=bus.instance,
             incarnation=bus.incarnation,
@@ -153,19 +137,17 @@ class Neighbourhood:
             neighbours=registry.neighbours,
             clock=clock,
         )
-        self._creditor: Creditor | None = None
-        if settings.lend and isinstance(engine, TorchEngine):
-            creditor = self._creditor = Creditor(
-                engine.attention,
-                LentGrants(self._lending.grants, self._lending.table, self._on_freed, clock),
-                ComputeBudget(settings.max_remote_attention_fraction),
-                block_tokens=engine.block_tokens,
-                clock=clock,
+        if settings.lend and isinstance(engine, AttendingEngine):
+            self._creditor = assembly.make_creditor(
+                engine,
+                self._lending,
+                settings,
+                host,
+                registry,
+                on_freed=self._on_freed,
                 is_busy=is_busy,
-                host=host,
+                clock=clock,
             )
-            for kind, receiver in creditor.receivers.items():
-                registry.plane.desk.serve(kind, receiver)
 
     @property
     def borrows(self) -> bool:
@@ -240,14 +222,3 @@ class Neighbourhood:
         """From another thread, which may end after the loop."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
-
-
-def _lent_host_memory(config: LendingConfig, engine: Engine) -> LentMemory | None:
-    """None where none is lent. Raises ConfigError where the settings grant less than a block."""
-    if not config.lend or not isinstance(engine, TorchEngine):
-        return None
-    blocks = host_blocks(config, engine.attention)
-    if not blocks:
-        return None
-    attends = config.host_attention.attends(_device(engine))
-    return host_memory(engine.attention, blocks, attends=attends)

@@ -26,7 +26,7 @@ from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
-from services.worker.engine.engine import Engine
+from services.worker.engine.contract import Engine
 from services.worker.engine_thread import Runner
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.neighbourhood import Neighbourhood, extended

@@ -2,7 +2,8 @@
 
 LLaMA2-13B on two A100-80G: DistServe's fit of OPT-13B on one, halved for two (decode, B < 95; prefill).
 Attention over remote blocks runs at the creditor, beside its own, and overlaps with the debtor's over local
-ones; a round trip per layer does not. Source: papers/001 §4.6, §6.4; the fit: `sim/costs/fitted.py`.
+ones; a round trip per layer does not. Source: papers/001 §4.6, §6.4; the fit is in
+`services/worker/core/costs/fitted.py`.
 """
 
 from collections.abc import Collection

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from services.worker.core.costs.base import CostModel
 from services.worker.pie.core.expansion import Window
-from sim.costs.base import CostModel
 from sim.pie.timeline import Pace, Steady, settle
 
 _COMPUTE_TICKS = 100

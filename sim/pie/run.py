@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from services.worker.core.costs import find_cost
 from services.worker.pie.core.expansion import ExpansionController
 from services.worker.pie.core.sizes import most_fifo_layers, slot_blocks
-from sim.costs import find_cost
 from sim.pie.cost import GH200, Interconnect, PieCost, PieModel
 from sim.predictors import find_predictor
 from sim.requests import SimRequest

@@ -9,8 +9,8 @@ import random
 
 import pytest
 
+from services.worker.core.costs import find_cost
 from services.worker.pie.core.swap import SwapController
-from sim.costs import find_cost
 from sim.pie.cost import GH200, PieCost, PieModel, is_in_time, steady
 from sim.pie.run import PieCase, PieSimulation
 from sim.pie.timeline import Pace, Timeline, settle

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from services.placement.policy.contract import Room
 from services.scheduler.policy import BUILT_IN, policy_names
 from services.scheduler.policy.contract import PlannedBatch, PlannedQuestion, PolicySettings, WorkerShape
+from services.worker.core.costs.fitted import OPT_13B_A100
 from shared.errors import ConfigError
 from sim.books import PlanError
 from sim.case import Case, Machine, latency_within_s, run_case
-from sim.costs.fitted import OPT_13B_A100
 from sim.events import EventQueue, Priority
 from sim.predictors import find_predictor
 from sim.requests import SimRequest

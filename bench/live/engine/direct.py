@@ -22,7 +22,7 @@ from bench.live.engine.served import GIB, MAX_CONTEXT_TOKENS
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.engine import Row
+from services.worker.engine.contract import Row
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 

@@ -19,7 +19,7 @@ from bench.kit.provenance import ROOT
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PolicySettings, Task, WorkerShape
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Engine, Row
+from services.worker.engine.contract import Engine, Row
 from services.worker.kv.core.block_pool import BlockPool
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling, SequenceKey

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from bench.kit.turns import order_of
 from bench.live.pie.sides import BLOCK_TOKENS, HOST_MB, Ground
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import load
 from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.core.swap import Direction

@@ -10,7 +10,8 @@ import torch
 
 from bench.micro.distattention.creditor import GRANT, Settings, lenders
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import LoadedModel, load
 from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.attention.staging import HALVES

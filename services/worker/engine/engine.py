@@ -3,14 +3,13 @@
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Protocol
 
-import msgspec
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.attention import PagedAttention, make_pools
 from services.worker.engine.backends import Pools
+from services.worker.engine.contract import Engine, Row
 from services.worker.engine.forward import make_forward
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
@@ -24,46 +23,6 @@ from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
 from shared.messages.sequence import Sampling
-
-
-class Row(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive tokens of one sequence to compute."""
-
-    tokens: Sequence[int]
-    first_position: int
-    blocks: Sequence[int]
-    """The sequence's blocks from its beginning; they have room for every token of the row."""
-    point: SamplePoint | None
-    """What to sample from the last token's logits, or None."""
-
-
-class Engine(Protocol):
-    """What the worker's loop needs of an engine. Called from one thread."""
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int: ...
-
-    @property
-    def kv_blocks(self) -> int: ...
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    @property
-    def weights(self) -> str:
-        """Digest of the model, its configuration and weights, in hex."""
-        ...
-
-    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
-        """Compute all rows in one iteration, writing their KV.
-
-        Returns one sampled token per row, None where none was asked for or its logits are not finite.
-        Computing the same row again is harmless.
-        """
-        ...
 
 
 class TorchEngine:
@@ -131,6 +90,11 @@ class TorchEngine:
         return self._attention.pools
 
     @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self._model.device.type
+
+    @property
     def q_heads(self) -> int:
         """Query heads of a layer."""
         config = self._model.module.config.get_text_config()
@@ -141,7 +105,7 @@ class TorchEngine:
         """Whether other workers may hold some of the keys: on the CPU, without sliding windows or Pie."""
         config = self._model.module.config.get_text_config()
         has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        return self._model.device.type == "cpu" and not has_window and self.pie is None
+        return self.device_type == "cpu" and not has_window and self.pie is None
 
     @property
     def attention(self) -> PagedAttention:

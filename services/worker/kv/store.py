@@ -20,7 +20,7 @@ from services.worker.kv.tiers.copier import Throttles, TierMover
 from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import LayerPools, Records
+from services.worker.kv.tiers.records import LayerPools, records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from shared.log import canonical, get_logger
 
@@ -92,7 +92,7 @@ def open_store(
 
     A disk tier that cannot be had is warned of and left out. Raises ConfigError for an unknown order.
     """
-    records = Records(engine.pools)
+    records = records_of(engine.pools)
     size = records.record_bytes
     host_blocks = config.host_blocks or config.host_mb * _MEGA // size
     disk_blocks = config.disk_mb * _MEGA // size

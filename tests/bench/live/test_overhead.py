@@ -14,7 +14,7 @@ from bench.live.overhead.bench import _bodies, median_difference_ms, pace_of
 from bench.live.overhead.direct import run_direct
 from bench.live.overhead.streams import Held, _PeakMemory
 from services.worker.core.sampling import Sampled
-from services.worker.engine.engine import Row
+from services.worker.engine.contract import Row
 from shared.errors import InternalError
 
 TINY_CHAT = Path(__file__).parents[3] / "models" / "tiny_chat"
@@ -27,6 +27,7 @@ class AddingEngine:
     max_positions = 256
     block_tokens = 4
     weights = ""
+    prefill_tokens_per_s = 0.0
 
     def __init__(self, kv_blocks: int = 64) -> None:
         self.kv_blocks = kv_blocks

@@ -12,7 +12,8 @@ from services.worker.core.reports import Identity
 from services.worker.core.sequence import HeldSequence
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_pool import BlockPool

@@ -12,7 +12,7 @@ from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.door import Door
-from services.worker.engine.engine import Row
+from services.worker.engine.contract import Row
 from services.worker.engine_thread import Occupancy, Runner
 from services.worker.kv.core.block_pool import BlockPool
 from shared.clock import monotonic_s
@@ -37,6 +37,7 @@ class CountingEngine:
     kv_blocks = 16
     block_tokens = BLOCK_TOKENS
     weights = ""
+    prefill_tokens_per_s = 0.0
 
     def __init__(self) -> None:
         self.broken = False

@@ -5,10 +5,11 @@ from collections import OrderedDict
 from typing import Any, cast
 
 from services.worker.assembly import registry_of
+from services.worker.building import staged_blocks
 from services.worker.config import WorkerConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
-from services.worker.neighbourhood import Neighbourhood, Reach, staged_blocks
+from services.worker.neighbourhood import Neighbourhood, Reach
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.transport.base import Peer
 from shared.clock import monotonic_s

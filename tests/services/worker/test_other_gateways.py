@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry
 from services.worker.assembly import make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus import Bus, Listener

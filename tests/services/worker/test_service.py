@@ -14,7 +14,8 @@ import pytest_asyncio
 from services.worker.assembly import fingerprint_of, make_engine
 from services.worker.config import WorkerConfig
 from services.worker.core.sampling import Sampled
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.peers.transport.base import Peer
 from services.worker.peers.transport.plane import PeerAddress, Plane
@@ -328,6 +329,7 @@ class BrokenEngine:
     kv_blocks = 60
     block_tokens = 4
     weights = ""
+    prefill_tokens_per_s = 0.0
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         raise RuntimeError("as told")

@@ -7,87 +7,85 @@ and no file.
 
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from shared.blocks import BlockHash
 
+if TYPE_CHECKING:
+    import torch
+
 RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
-LayerPools = Sequence[tuple[torch.Tensor, torch.Tensor]]
+Pool: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
+LayerPools: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]] | Sequence[tuple[npt.NDArray[Any], ...]]"
 """By layer: K `[num_blocks, kv_heads, head_dim, block_tokens]`, V `[num_blocks, kv_heads, block_tokens,
 value_dim]`, each contiguous."""
 
 
 class Records:
-    """The pools of one engine as rows of bytes. For one thread at a time: what goes to or from a GPU passes
-    through one piece of page-locked memory."""
+    """The pools of one engine as rows of bytes, in the memory of the host. For one thread at a time."""
 
     def __init__(self, pools: LayerPools) -> None:
         """Raises ValueError when a pool is not contiguous or the pools differ in blocks or device."""
-        flat = [pool for layer in pools for pool in layer]
-        if not flat or len({(pool.shape[0], pool.device) for pool in flat}) != 1:
-            raise ValueError("pools need the same number of blocks on one device")
-        if not all(pool.is_contiguous() for pool in flat):
-            raise ValueError("pools have to be contiguous")
         self._pools = pools
-        self._stream: torch.cuda.Stream | None = None
-        self._parts = [pool.view(pool.shape[0], -1).view(torch.uint8) for pool in flat]
-        self._ends = np.cumsum([part.shape[1] for part in self._parts]).tolist()
+        self._parts = [self._rows(pool) for pool in _flat(pools)]
+        self._ends: list[int] = np.cumsum([part.shape[1] for part in self._parts]).tolist()
         self._starts = [0, *self._ends[:-1]]
         self.record_bytes: int = self._ends[-1]
-        self.device = flat[0].device
-        self._arrays = [part.numpy() for part in self._parts] if self.device.type == "cpu" else []
-        self._pinned = torch.empty(0, self.record_bytes, dtype=torch.uint8)
 
     def twin(self) -> "Records":
-        """The same pools for another thread: with a staging and, on a GPU, a stream of its own, so that its
-        copies do not wait for the engine's kernels."""
-        twin = Records(self._pools)
-        if self.device.type == "cuda":
-            twin._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return twin
+        """The same pools for another thread: with what copies need of their own, so that they do not wait for
+        the engine's kernels."""
+        return type(self)(self._pools)
 
     def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
         """Blocks → rows, both of one length."""
-        if self.device.type == "cpu":
-            for array, start, end in zip(self._arrays, self._starts, self._ends, strict=True):
-                for block, row in zip(blocks, rows, strict=True):
-                    row[start:end] = array[block]
-            return
-        staged = self._staging(len(blocks))
-        with torch.cuda.stream(self._stream):
-            index = torch.tensor(blocks, device=self.device)
-            gathered = torch.cat([part.index_select(0, index) for part in self._parts], dim=1)
-            staged.copy_(gathered, non_blocking=True)
-            torch.cuda.current_stream(self.device).synchronize()
-        for record, row in zip(staged.numpy(), rows, strict=True):
-            row[:] = record
+        for part, start, end in zip(self._parts, self._starts, self._ends, strict=True):
+            for block, row in zip(blocks, rows, strict=True):
+                row[start:end] = part[block]
 
     def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
         """Rows → blocks, both of one length."""
-        if self.device.type == "cpu":
-            for array, start, end in zip(self._arrays, self._starts, self._ends, strict=True):
-                for block, row in zip(blocks, rows, strict=True):
-                    array[block] = row[start:end]
-            return
-        staged = self._staging(len(blocks))
-        for record, row in zip(staged.numpy(), rows, strict=True):
-            record[:] = row
-        with torch.cuda.stream(self._stream):
-            index = torch.tensor(blocks, device=self.device)
-            arrived = staged.to(self.device, non_blocking=True)
-            for part, start, end in zip(self._parts, self._starts, self._ends, strict=True):
-                part.index_copy_(0, index, arrived[:, start:end])
-            torch.cuda.current_stream(self.device).synchronize()
+        for part, start, end in zip(self._parts, self._starts, self._ends, strict=True):
+            for block, row in zip(blocks, rows, strict=True):
+                part[block] = row[start:end]
 
-    def _staging(self, rows: int) -> torch.Tensor:
-        """Page-locked memory, so that one copy crosses the bus at its full speed."""
-        if self._pinned.shape[0] < rows:
-            self._pinned = torch.empty(rows, self.record_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._pinned[:rows]
+    def _rows(self, pool: Pool) -> Any:
+        """`[num_blocks, bytes of a block]`, in place."""
+        if isinstance(pool, np.ndarray):
+            return pool.reshape(len(pool), -1).view(np.uint8)
+        from torch import uint8  # there already, where a tensor is
+
+        return pool.view(len(pool), -1).view(uint8).numpy()
+
+
+def records_of(pools: LayerPools) -> Records:
+    """On whatever device they are. Raises ValueError as `Records` does."""
+    if _device(_flat(pools)[0]).startswith("cuda"):
+        from services.worker.kv.tiers.gpu_records import GpuRecords
+
+        return GpuRecords(pools)
+    return Records(pools)
+
+
+def _flat(pools: LayerPools) -> list[Pool]:
+    flat = [pool for layer in pools for pool in layer]
+    if not flat or len({(len(pool), _device(pool)) for pool in flat}) != 1:
+        raise ValueError("pools need the same number of blocks on one device")
+    if not all(_is_contiguous(pool) for pool in flat):
+        raise ValueError("pools have to be contiguous")
+    return flat
+
+
+def _device(pool: Pool) -> str:
+    return "cpu" if isinstance(pool, np.ndarray) else str(pool.device)
+
+
+def _is_contiguous(pool: Pool) -> bool:
+    return pool.flags.c_contiguous if isinstance(pool, np.ndarray) else pool.is_contiguous()
 
 
 def checksum(row: RecordRow, name: BlockHash, fingerprint: bytes) -> int:

@@ -1,7 +1,8 @@
 """An engine's sequences, driven by hand."""
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.sequence import Sampling
 

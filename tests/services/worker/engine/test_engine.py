@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row, TorchEngine, warm_up
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import describe
 from services.worker.kv.core.block_pool import BlockPool
 from shared.messages.sequence import Sampling

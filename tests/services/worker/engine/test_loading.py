@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from services.worker.engine.attention import LayerShape
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import configuration, describe, layout_name, load, model_digest
 from shared.errors import ConfigError
 from tests.services.worker.conftest import ARCHITECTURES, MAX_POSITIONS, VOCABULARY, ModelFactory, build_model

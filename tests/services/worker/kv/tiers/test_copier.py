@@ -21,7 +21,7 @@ from services.worker.kv.tiers.copier import DiskCopyDone, Throttles, TierMover
 from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import RecordRow, Records, checksum
+from services.worker.kv.tiers.records import RecordRow, Records, checksum, records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.tiers.throttle import Throttle
 from shared.blocks import BlockHash, chain, root
@@ -294,7 +294,7 @@ def pools(
 def round_trip(made: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Blocks 1, 4, 2 to records and into blocks 5, 0, 3; the others stay."""
     before = [(key.clone(), value.clone()) for key, value in made]
-    records = Records(made)
+    records = records_of(made)
     rows = np.zeros((3, records.record_bytes), dtype=np.uint8)
     records.read([1, 4, 2], list(rows))
     records.write(list(rows), [5, 0, 3])

@@ -12,7 +12,8 @@ from services.worker.core.reports import Identity
 from services.worker.core.sequences import SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.layout import Span
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode

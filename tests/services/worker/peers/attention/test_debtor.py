@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bench.micro.distattention.creditor import creditor_processes
-from services.worker.engine.engine import Row, TorchEngine
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
 from services.worker.engine.native.library import AttentionMode
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.peers.attention.core.cost import ShipMode, choose_mode

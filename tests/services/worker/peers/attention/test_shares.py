@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.engine import Row
+from services.worker.engine.contract import Row
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.messages import ATTEND, FETCH, WRITE, read_request
 from services.worker.peers.transport.base import Call, PeerLink

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker.core.costs import COSTS, find_cost
+from services.worker.core.costs.fitted import OPT_13B_A100
+from services.worker.core.costs.linear import MeasuredStep, fit_linear
 from shared.errors import ConfigError
-from sim.costs import COSTS, find_cost
-from sim.costs.fitted import OPT_13B_A100
-from sim.costs.linear import MeasuredStep, fit_linear
 
 
 def test_the_published_numbers() -> None:

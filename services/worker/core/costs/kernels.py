@@ -7,7 +7,7 @@ at 60 % of the dense bf16 peak, attention at 40 %; the fixed part is that of a d
 read once.
 """
 
-from sim.costs.fitted import DecodePart, FittedCost
+from services.worker.core.costs.fitted import DecodePart, FittedCost
 
 _SOURCE = "aiconfigurator@095f58a5 kernel tables (decode); matrix products at 60 % of peak (prefill)"
 _GEMM_SHARE, _ATTENTION_SHARE = 0.6, 0.4

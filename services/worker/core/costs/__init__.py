@@ -1,9 +1,9 @@
 """Cost models by name: numbers fitted to measurements of real engines, as code with their source."""
 
+from services.worker.core.costs.base import CostModel
+from services.worker.core.costs.fitted import OPT_13B_A100, OPT_13B_A100_TP2, OPT_66B_A100_TP4
+from services.worker.core.costs.kernels import KERNEL_COSTS
 from shared.errors import ConfigError
-from sim.costs.base import CostModel
-from sim.costs.fitted import OPT_13B_A100, OPT_13B_A100_TP2, OPT_66B_A100_TP4
-from sim.costs.kernels import KERNEL_COSTS
 
 COSTS: dict[str, CostModel] = {
     cost.name: cost for cost in (OPT_13B_A100, OPT_13B_A100_TP2, OPT_66B_A100_TP4, *KERNEL_COSTS)
