@@ -48,7 +48,6 @@ _QUICK = ("mixed", "harmless")
 _WARM_REQUESTS = 8
 _UNTIL_S = 120.0
 """What has not ended so long after its load began counts as unserved: a load takes about ten seconds."""
-By = dict[str, dict[str, list[Turn]]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -70,7 +69,9 @@ def run(context: Context) -> Outcome:
     workloads = [workload for workload in WORKLOADS if workload.name in names]
     sides = [side for side in SIDES if side in (NONE, EVERYTHING, *flags.singles)]
     count = flags.turns or (1 if context.quick else TURNS)
-    turns: By = {workload.name: {side: [] for side in sides} for workload in workloads}
+    turns: dict[str, dict[str, list[Turn]]] = {
+        workload.name: {side: [] for side in sides} for workload in workloads
+    }
     with context.progress("stacks", count * len(workloads) * len(sides)) as progress:
         for turn in range(count):
             for workload in workloads:
