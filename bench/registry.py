@@ -74,6 +74,9 @@ BENCHES: tuple[Bench, ...] = (
         "bench.simulated.ecoserve.bench",
         "EcoServe and kvasir against their rivals, simulated",
     ),
+    Bench(
+        "together", "bench.live.together.bench", "what the mechanisms for short memory bring together, live"
+    ),
     Bench("tiers", "bench.micro.tiers", "the longest step while blocks go to the host or come from it"),
     Bench("vllm-client", "bench.live.vllm_client", "vLLM's own load generator against our gateway"),
 )

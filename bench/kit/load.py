@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import httptools
@@ -248,14 +249,29 @@ class LoadResult:
         return sum(answer.cached_tokens for answer in self.answers) / prompts if prompts else 0.0
 
 
-async def serve_all(target: Target, bodies: Sequence[dict[str, Any]], at_once: int) -> LoadResult:
-    """In order, so many in flight; the next is sent when one ends."""
+async def serve_all(
+    target: Target,
+    bodies: Sequence[dict[str, Any]],
+    at_once: int,
+    *,
+    due_s: Sequence[float] = (),
+    until_s: float = inf,
+) -> LoadResult:
+    """In order, so many in flight; the next is sent when one ends.
+
+    `due_s`: seconds from the beginning before which each is not sent; none: all may be sent at once.
+    `until_s`: what has not ended so many seconds after the beginning has failed. Raises ValueError where
+    `due_s` are not as many as `bodies`.
+    """
     slots = asyncio.Semaphore(at_once)
-
-    async def one(body: dict[str, Any]) -> Answer:
-        async with slots:
-            return await complete(target, body, _LOAD_DEADLINE_S)
-
     began_s = time.perf_counter()
-    answers = await asyncio.gather(*(one(body) for body in bodies))
+
+    async def one(body: dict[str, Any], after_s: float) -> Answer:
+        await asyncio.sleep(began_s + after_s - time.perf_counter())
+        async with slots:
+            left_s = began_s + until_s - time.perf_counter()
+            return await complete(target, body, max(0.0, min(_LOAD_DEADLINE_S, left_s)))
+
+    pairs = list(zip(bodies, due_s or [0.0] * len(bodies), strict=True))
+    answers = await asyncio.gather(*(one(*pair) for pair in pairs))
     return LoadResult(answers, time.perf_counter() - began_s)

@@ -8,6 +8,7 @@ answers are noise; their matrix products cost what trained ones cost.
 import json
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from bench.kit.provenance import ROOT
@@ -32,6 +33,8 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
     },
 }
+_FIRST_TOKEN = 100
+"""Lower ids are special, or single bytes."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -53,6 +56,11 @@ def vocabulary(folder: Path) -> int:
     """Token ids there are."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return int(config["vocab_size"])
+
+
+def drawn_tokens(dice: Random, vocabulary_: int, count: int) -> list[int]:
+    """Token ids of a text that nobody wrote; special ones are not among them."""
+    return [dice.randrange(_FIRST_TOKEN, vocabulary_ - 1) for _ in range(count)]
 
 
 def _make(folder: Path, shape: dict[str, Any]) -> None:

@@ -6,28 +6,15 @@ is there for what is uneven: best fit, which goes by prompts, gives nearly all r
 nearly differs between variants.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from bench.kit.models import TINY_CHAT
+from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
+from bench.kit.models import TINY_CHAT, drawn_tokens
 
-Settings = Mapping[str, object]
-_BORROWING: Settings = {"worker.lending.lend": True, "worker.lending.borrow": True}
-_ALL: Settings = {
-    "scheduler.policy": "kvasir",
-    "scheduler.relief": True,
-    "worker.prefix_cache.enabled": True,
-    **_BORROWING,
-}
-_NONE: Settings = {
-    "scheduler.policy": "kvasir",
-    "scheduler.relief": False,
-    "scheduler.policy_options.reserve_ratio": 0,
-    "worker.prefix_cache.enabled": False,
-    "worker.lending.lend": False,
-    "worker.lending.borrow": False,
-}
+_ALL: Settings = {"scheduler.policy": "kvasir", **OFF, **CACHE, **LENDING, **RELIEF}
+_NONE: Settings = {"scheduler.policy": "kvasir", **OFF, "scheduler.policy_options.reserve_ratio": 0}
 
 
 @dataclass(frozen=True)
@@ -51,7 +38,7 @@ VARIANTS = (
     Variant("no_pause", {**_ALL, "scheduler.relief_off": ["pause"]}),
     Variant("no_swap", {**_ALL, "scheduler.relief_off": ["swap"]}),
     Variant("recompute_only", _NONE),
-    Variant("expand_only", {**_NONE, "worker.pie.enabled": True}, against="recompute_only"),
+    Variant("expand_only", {**_NONE, **PIE}, against="recompute_only"),
 )
 
 
@@ -80,35 +67,33 @@ class Workload:
     with random weights."""
 
 
-def _tokens(dice: Random, vocabulary: int, count: int) -> list[int]:
-    return [dice.randrange(100, vocabulary - 1) for _ in range(count)]
-
-
 def _long(dice: Random, vocabulary: int) -> Requests:
     sizes = [(dice.randint(40, 200), dice.randint(80, 240)) for _ in range(20)]
-    short = [(_tokens(dice, vocabulary, prompt), answer) for prompt, answer in sizes]
-    return [*short, (_tokens(dice, vocabulary, 80 * BLOCK_TOKENS), 60)]
+    short = [(drawn_tokens(dice, vocabulary, prompt), answer) for prompt, answer in sizes]
+    return [*short, (drawn_tokens(dice, vocabulary, 80 * BLOCK_TOKENS), 60)]
 
 
 def _skewed(dice: Random, vocabulary: int) -> Requests:
     """Those that come first are placed together, and go on when the others have left their worker."""
     answers = [dice.randint(260, 320) for _ in range(6)] + [dice.randint(8, 16) for _ in range(6)]
-    return [(_tokens(dice, vocabulary, 40), answer) for answer in answers]
+    return [(drawn_tokens(dice, vocabulary, 40), answer) for answer in answers]
 
 
 def _crowded(dice: Random, vocabulary: int) -> Requests:
-    return [(_tokens(dice, vocabulary, dice.randint(400, 600)), dice.randint(150, 250)) for _ in range(12)]
+    return [
+        (drawn_tokens(dice, vocabulary, dice.randint(400, 600)), dice.randint(150, 250)) for _ in range(12)
+    ]
 
 
 def _repeats(dice: Random, vocabulary: int) -> Requests:
     """More beginnings than the device holds beside what runs, each coming back again and again."""
-    begins = [_tokens(dice, vocabulary, 480) for _ in range(6)]
-    return [(begins[at % 6] + _tokens(dice, vocabulary, 24), dice.randint(24, 48)) for at in range(48)]
+    begins = [drawn_tokens(dice, vocabulary, 480) for _ in range(6)]
+    return [(begins[at % 6] + drawn_tokens(dice, vocabulary, 24), dice.randint(24, 48)) for at in range(48)]
 
 
 def _many(dice: Random, vocabulary: int) -> Requests:
     sizes = [(dice.randint(30, 60), dice.randint(160, 240)) for _ in range(24)]
-    return [(_tokens(dice, vocabulary, prompt), answer) for prompt, answer in sizes]
+    return [(drawn_tokens(dice, vocabulary, prompt), answer) for prompt, answer in sizes]
 
 
 WORKLOADS = (

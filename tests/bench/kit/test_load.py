@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.kit.load import Answer, Target, answers, check, complete, complete_all, first_error
+from bench.kit.load import Answer, Target, answers, check, complete, complete_all, first_error, serve_all
 
 EVENTS = [
     b'{"choices":[{"text":"a","finish_reason":null}]}',
@@ -85,3 +85,37 @@ async def test_a_server_that_is_silent_or_gone() -> None:
 def test_an_answer_without_text_has_no_first_time() -> None:
     with pytest.raises(IndexError):
         _ = Answer(0.0).first_s
+
+
+async def test_requests_are_sent_when_they_are_due_in_order_and_so_many_at_once() -> None:
+    there: list[float] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(0.05)
+        writer.write(chunked(EVENTS))
+        writer.close()
+
+    running = await asyncio.start_server(serve, "127.0.0.1", 0)
+    target = Target(running.sockets[0].getsockname()[1], "m")
+    async with running:
+        began_s = asyncio.get_running_loop().time()
+        served = await serve_all(target, [{}] * 3, at_once=1, due_s=[0.0, 0.0, 0.3])
+    assert served.failures == 0
+    first_s, second_s, third_s = (at_s - began_s for at_s in there)
+    assert second_s - first_s >= 0.05 and third_s >= 0.3
+    with pytest.raises(ValueError, match="argument"):
+        await serve_all(target, [{}] * 3, at_once=1, due_s=[0.0])
+
+
+async def test_what_has_not_ended_when_the_load_is_over_has_failed_be_it_sent_or_not() -> None:
+    async def listen_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(listen_only, "127.0.0.1", 0)
+    async with silent:
+        target = Target(silent.sockets[0].getsockname()[1], "m")
+        served = await serve_all(target, [{}] * 3, at_once=1, until_s=0.2)
+    assert [one.error[:13] for one in served.answers] == ["no end within"] * 3
+    assert served.failures == 3 and 0.2 <= served.elapsed_s < 5.0

@@ -1,0 +1,1 @@
+"""`python -m bench together`: what the mechanisms for short memory bring together."""

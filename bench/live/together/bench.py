@@ -1,0 +1,155 @@
+"""`python -m bench together`: what the mechanisms for short memory bring together, against each alone and
+none.
+
+Every measurement has a stack of its own, started for it and warmed by a few requests of the same kind: no
+side goes on with what another workload has left in caches, debts or queues, and none is slower for having
+been started before another (`bench ladder` says how that was with stacks that wait for their turn). Within a
+turn of a workload sides follow each other in an order that is drawn anew. Two workers share two cores with
+everything else, so nothing is bound to a core.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+
+import uvloop
+
+from bench.kit.context import Context
+from bench.kit.load import Answer, LoadResult, Target, first_error, full_answer, serve_all
+from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
+from bench.kit.models import TINY_CHAT, vocabulary
+from bench.kit.outcome import Outcome
+from bench.kit.stacks import PLAIN, start_stack
+from bench.live.together.figures import EVERYTHING, NONE, Turn, figures_of, table_of
+from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
+from shared.errors import InternalError
+
+_BORROWED_FREELY: Settings = {**LENDING, "worker.lending.max_lent_fraction": 1}
+SINGLES: Mapping[str, Settings] = {
+    "cache": CACHE,
+    "lending": _BORROWED_FREELY,
+    "relief": RELIEF,
+    "pie": PIE,
+}
+TOGETHER = ("cache", "lending", "relief")
+"""What `everything` has: all that one worker can have at once, so not Pie (docs/pie.md)."""
+SIDES: Mapping[str, Settings] = {
+    NONE: OFF,
+    **{name: {**OFF, **own} for name, own in SINGLES.items()},
+    EVERYTHING: {**OFF, **{key: value for name in TOGETHER for key, value in SINGLES[name].items()}},
+}
+_COMMON: Settings = {
+    **PLAIN,
+    "scheduler.policy": "kvasir",
+    "worker.kv_blocks": KV_BLOCKS,
+    "worker.block_tokens": BLOCK_TOKENS,
+}
+TURNS = 7
+_QUICK = ("mixed", "harmless")
+_WARM_REQUESTS = 8
+_UNTIL_S = 120.0
+"""What has not ended so long after its load began counts as unserved: a load takes about ten seconds."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument(
+        "--workloads", nargs="+", choices=names, help=f"only these [all; --quick {' '.join(_QUICK)}]"
+    )
+    parser.add_argument("--turns", type=int, help=f"of all sides [{TURNS}; --quick 1]")
+    singles = list(SINGLES)
+    parser.add_argument(
+        "--singles", nargs="+", choices=singles, default=singles, help="only these beside none and everything"
+    )
+
+
+def run(context: Context) -> Outcome:
+    """Raises InternalError when a stack does not start, or serves nothing of a load."""
+    flags = context.arguments
+    names = flags.workloads or (_QUICK if context.quick else [workload.name for workload in WORKLOADS])
+    workloads = [workload for workload in WORKLOADS if workload.name in names]
+    sides = [side for side in SIDES if side in (NONE, EVERYTHING, *flags.singles)]
+    count = flags.turns or (1 if context.quick else TURNS)
+    turns: dict[str, dict[str, list[Turn]]] = {
+        workload.name: {side: [] for side in sides} for workload in workloads
+    }
+    with context.progress("stacks", count * len(workloads) * len(sides)) as progress:
+        for turn in range(count):
+            for workload in workloads:
+                order = context.random(f"order/{workload.name}/{turn}").sample(sides, len(sides))
+                for side in order:
+                    progress.advance(0, now=f"{workload.name}, {side}")
+                    turns[workload.name][side].append(_measure(context, workload, side, turn))
+                    progress.advance()
+    short = [workload.name for workload in workloads if workload.is_short]
+    harmless = [workload.name for workload in workloads if not workload.is_short]
+    figures = figures_of(turns, short, harmless)
+    return Outcome(
+        figures,
+        failures=int(figures["unserved"]),
+        tables=[table_of(workload.name, workload.about, turns[workload.name]) for workload in workloads],
+        notes=_notes(context),
+        headline=[name for name in figures if not name.startswith(("p99_ttft_s_", "unserved_"))],
+    )
+
+
+def _measure(context: Context, workload: Workload, side: str, turn: int) -> Turn:
+    """On a stack of its own, with the same requests as all sides in this turn."""
+    tokens = vocabulary(TINY_CHAT)
+    warm, asked = (
+        workload.draw(context.random(f"{workload.name}/{purpose}"), tokens, quick=context.quick)
+        for purpose in ("warm", turn)
+    )
+    folder = context.run_dir.resolve() / f"{workload.name}-{side}-{turn}"
+    with start_stack(folder, {**_COMMON, **SIDES[side]}, model=TINY_CHAT, workers=WORKERS) as stack:
+        _serve(stack.target, warm[:_WARM_REQUESTS], workload.at_once)
+        load = _serve(stack.target, asked, workload.at_once)
+    named = {"workload": workload.name, "side": side, "turn": turn}
+    for request, answer in zip(asked, load.answers, strict=True):
+        context.record({**named, **_row(request, answer)})
+    found = turn_of(asked, load)
+    told = {"tok_s": found.tok_s, "unserved": found.unserved, "took_s": load.elapsed_s}
+    context.record({**named, **told}, file="turns.jsonl")
+    if not found.tok_s:
+        raise InternalError(f"{side} serves nothing of {workload.name}: {first_error(load.answers)}")
+    return found
+
+
+def _serve(target: Target, requests: Sequence[Request], at_once: int) -> LoadResult:
+    bodies = [full_answer(request.prompt, request.answer_tokens) for request in requests]
+    due_s = [request.at_s for request in requests]
+    return uvloop.run(serve_all(target, bodies, at_once, due_s=due_s, until_s=_UNTIL_S))
+
+
+def turn_of(asked: Sequence[Request], load: LoadResult) -> Turn:
+    """Tokens of answers that failed, or are not as long as they were to be, count nothing."""
+    pairs = zip(asked, load.answers, strict=True)
+    served = [one for request, one in pairs if one.ok and one.completion_tokens == request.answer_tokens]
+    return Turn(
+        tok_s=sum(answer.completion_tokens for answer in served) / load.elapsed_s,
+        ttft_s=[answer.first_s for answer in served if answer.event_s],
+        unserved=len(asked) - len(served),
+    )
+
+
+def _row(request: Request, answer: Answer) -> dict[str, object]:
+    return {
+        "at_s": request.at_s,
+        "prompt_tokens": len(request.prompt),
+        "cached_tokens": answer.cached_tokens,
+        "answer_tokens": request.answer_tokens,
+        "ttft_s": answer.first_s if answer.event_s else None,
+        "end_s": answer.ended_s - answer.sent_s,
+        "error": answer.error,
+    }
+
+
+def _notes(context: Context) -> list[str]:
+    flags = context.arguments
+    return [
+        f"{WORKERS} workers of {KV_BLOCKS} blocks, a new stack for each side, workload and turn",
+        f"everything: {', '.join(TOGETHER)}; singles: {', '.join(flags.singles)}",
+        "tok_s: output tokens of answers that are whole, median over turns; unserved: of `everything`, "
+        f"refused, failed or not over after {_UNTIL_S:.0f} s",
+        "vs_best_single, vs_none: median ratio within one turn, geometric mean over the workloads where "
+        "memory is short; _low and _high: 95 % interval over turns",
+    ]

@@ -1,0 +1,119 @@
+"""From turns to figures: what a side did in each turn, and everything against each alone. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bench.kit.outcome import Table
+from bench.kit.stats import geometric_mean, interval, median_of_ratios, percentile
+
+NONE, EVERYTHING = "none", "everything"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One workload on one side, once."""
+
+    tok_s: float
+    """Output tokens of answers that are whole, per second until the last answer ended; above 0."""
+    ttft_s: Sequence[float]
+    """From sending to the first text, of each that was served."""
+    unserved: int
+    """Refused, failed, or not as long as asked for."""
+
+
+Turns = Mapping[str, Mapping[str, Sequence[Turn]]]
+"""By workload, by side; of the same number everywhere, in order."""
+_Rates = Mapping[str, Mapping[str, float]]
+"""Tokens per second in one turn, by workload, by side."""
+
+
+def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> dict[str, float]:
+    """`short` and `harmless`: names of workloads among `turns`, where memory is short and where it is not.
+
+    Sides are `none`, `everything` and single mechanisms, of which one may be enough. What needs workloads of
+    a kind that was not measured is left out.
+    """
+    figures: dict[str, float] = {}
+    for workload, by_side in turns.items():
+        for side, own in by_side.items():
+            name = f"{workload}_{side}"
+            figures[f"tok_s_{name}"] = median(turn.tok_s for turn in own)
+            if firsts := [each for turn in own for each in turn.ttft_s]:
+                figures[f"p99_ttft_s_{name}"] = percentile(firsts, 99)
+            figures[f"unserved_{name}"] = sum(turn.unserved for turn in own)
+    rounds = _rounds(turns)
+    for workload in short:
+        figures[f"vs_best_single_{workload}"] = _against(rounds, workload, _singles(turns, workload))
+    for workload in turns:
+        figures[f"vs_none_{workload}"] = _against(rounds, workload, [NONE])
+    if short:
+        figures |= _with_interval("vs_best_single", rounds, lambda some: vs_best_single(some, turns, short))
+        figures |= _with_interval("vs_none", rounds, lambda some: vs_none(some, short))
+    if harmless:
+        figures |= _with_interval("harmless", rounds, lambda some: least_vs_none(some, harmless))
+    every = [turn for by_side in turns.values() for turn in by_side[EVERYTHING]]
+    return figures | {"unserved": float(sum(turn.unserved for turn in every))}
+
+
+def vs_best_single(rounds: Sequence[_Rates], turns: Turns, workloads: Sequence[str]) -> float:
+    """Geometric mean over workloads; the best single mechanism of each is the one that was best there."""
+    return geometric_mean(_against(rounds, each, _singles(turns, each)) for each in workloads)
+
+
+def vs_none(rounds: Sequence[_Rates], workloads: Sequence[str]) -> float:
+    return geometric_mean(_against(rounds, each, [NONE]) for each in workloads)
+
+
+def least_vs_none(rounds: Sequence[_Rates], workloads: Sequence[str]) -> float:
+    return min(_against(rounds, each, [NONE]) for each in workloads)
+
+
+def _against(rounds: Sequence[_Rates], workload: str, sides: Sequence[str]) -> float:
+    """Everything against the best of these: the median of ratios within one turn."""
+    own = [rates[workload] for rates in rounds]
+    ours = [rates[EVERYTHING] for rates in own]
+    return min(median_of_ratios(ours, [rates[side] for rates in own]) for side in sides)
+
+
+def _singles(turns: Turns, workload: str) -> list[str]:
+    return [side for side in turns[workload] if side not in (NONE, EVERYTHING)]
+
+
+def _rounds(turns: Turns) -> list[_Rates]:
+    """The same by turn."""
+    count = min(len(own) for by_side in turns.values() for own in by_side.values())
+    return [
+        {
+            workload: {side: own[at].tok_s for side, own in by_side.items()}
+            for workload, by_side in turns.items()
+        }
+        for at in range(count)
+    ]
+
+
+def _with_interval(
+    name: str, rounds: Sequence[_Rates], of: Callable[[Sequence[_Rates]], float]
+) -> dict[str, float]:
+    low, high = interval(rounds, rounds, lambda some, _: of(some))
+    return {name: of(rounds), f"{name}_low": low, f"{name}_high": high}
+
+
+def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -> Table:
+    """One workload, a side a line."""
+    columns = ("side", "tok/s", "everything / it", "p99 first token", "unserved", "requests")
+    everything = [turn.tok_s for turn in by_side[EVERYTHING]]
+    lines = []
+    for side, own in by_side.items():
+        firsts = [each for turn in own for each in turn.ttft_s]
+        lines.append(
+            (
+                side,
+                f"{median(turn.tok_s for turn in own):.0f}",
+                f"{median_of_ratios(everything, [turn.tok_s for turn in own]):.2f}",
+                f"{percentile(firsts, 99):.2f} s" if firsts else "",
+                sum(turn.unserved for turn in own),
+                sum(turn.unserved + len(turn.ttft_s) for turn in own),
+            )
+        )
+    return Table(f"{workload}: {title}", columns, lines)

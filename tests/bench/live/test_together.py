@@ -1,0 +1,147 @@
+"""`bench together`: its sides and loads, what it makes of turns, and a short run with real stacks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.kit.load import Answer, LoadResult
+from bench.kit.mechanisms import OFF
+from bench.kit.provenance import ROOT
+from bench.live.together.bench import SIDES, SINGLES, TOGETHER, turn_of
+from bench.live.together.figures import Turn, figures_of, table_of
+from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
+from services.scheduler.config import SchedulerConfig
+from services.worker.config import WorkerConfig
+from shared.config import load
+
+ONE_WORKER_TOKENS = KV_BLOCKS * BLOCK_TOKENS
+
+
+def test_every_side_has_settings_that_there_are() -> None:
+    for settings in SIDES.values():
+        assert settings.keys() >= OFF.keys()
+        variables = {
+            f"KVASIR_{name.replace('.', '__').upper()}": str(value) for name, value in settings.items()
+        }
+        load(WorkerConfig, "worker", [], variables).check()
+        load(SchedulerConfig, "scheduler", [], variables).check()
+
+
+def test_a_single_mechanism_changes_nothing_else_and_everything_is_the_sum() -> None:
+    for name, own in SINGLES.items():
+        changed = {key: value for key, value in SIDES[name].items() if OFF.get(key) != value}
+        assert changed == dict(own), name
+    everything = {key for name in TOGETHER for key in SINGLES[name]}
+    assert {key for key, value in SIDES["everything"].items() if OFF.get(key) != value} == everything
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_a_load_is_the_same_for_every_side_and_another_one_in_every_turn(workload: Workload) -> None:
+    one, again, other = (workload.draw(Random(seed), 4096) for seed in (1, 1, 2))
+    assert one == again != other
+    assert len(one) == workload.requests and len(workload.draw(Random(1), 4096, quick=True)) == workload.few
+    assert [request.at_s for request in one] == sorted(request.at_s for request in one)
+
+
+def held(requests: list[Request], at_once: int) -> int:
+    """Tokens of the largest requests that may be there at the same time, when they end."""
+    sizes = sorted((len(one.prompt) + one.answer_tokens for one in requests), reverse=True)
+    return sum(sizes[:at_once])
+
+
+def test_memory_is_short_but_where_it_is_said_not_to_be() -> None:
+    for workload in WORKLOADS:
+        drawn = workload.draw(Random(1), 4096)
+        most = held(drawn, workload.at_once)
+        if workload.is_short:
+            assert most > WORKERS * ONE_WORKER_TOKENS, workload.name
+        else:
+            assert most + workload.at_once * BLOCK_TOKENS < ONE_WORKER_TOKENS, "all may be on one worker"
+        assert all(len(one.prompt) + one.answer_tokens < WORKERS * ONE_WORKER_TOKENS for one in drawn)
+
+
+def test_some_prompts_are_longer_than_a_worker_also_in_a_quick_run() -> None:
+    for name in ("mixed", "long"):
+        (workload,) = (one for one in WORKLOADS if one.name == name)
+        drawn = workload.draw(Random(1), 4096, quick=True)
+        assert any(len(one.prompt) > ONE_WORKER_TOKENS for one in drawn), name
+
+
+def test_turns_of_a_chat_return_with_what_was_said_before() -> None:
+    (workload,) = (one for one in WORKLOADS if one.name == "prefixes")
+    drawn = workload.draw(Random(1), 4096)
+    first, second = drawn[0], drawn[24]
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    assert drawn[6].prompt[:400] == first.prompt[:400] != drawn[1].prompt[:400]
+
+
+def answer(tokens: int, first_s: float = 1.0, error: str = "") -> Answer:
+    return Answer(10.0, [10.0 + first_s], 12.0, tokens, error=error)
+
+
+def test_what_failed_or_is_too_short_is_unserved_and_its_tokens_count_nothing() -> None:
+    asked = [Request([1], 20), Request([2], 20), Request([3], 20)]
+    load = LoadResult([answer(20), answer(19), answer(20, error="refused")], elapsed_s=4.0)
+    assert turn_of(asked, load) == Turn(tok_s=5.0, ttft_s=[1.0], unserved=2)
+
+
+def turns(*tok_s: float, unserved: int = 0) -> list[Turn]:
+    return [Turn(each, [0.1, 0.3], unserved) for each in tok_s]
+
+
+MEASURED = {
+    "mixed": {"none": turns(10, 20, unserved=1), "cache": turns(20, 40), "everything": turns(40, 80)},
+    "long": {"none": turns(40, 40), "cache": turns(20, 20), "everything": turns(40, 40, unserved=2)},
+    "calm": {"none": turns(100, 100), "cache": turns(90, 90), "everything": turns(99, 97)},
+}
+
+
+def test_ratios_are_of_one_turn_and_their_geometric_mean_is_over_workloads() -> None:
+    figures = figures_of(MEASURED, ["mixed", "long"], ["calm"])
+    assert figures["vs_none_mixed"] == pytest.approx(4.0)
+    assert figures["vs_none"] == pytest.approx(2.0)
+    assert figures["vs_best_single"] == pytest.approx(2.0)
+    assert figures["harmless"] == pytest.approx(0.98)
+    assert (figures["harmless_low"], figures["harmless_high"]) == pytest.approx((0.97, 0.99))
+    assert figures["unserved"] == 4 and figures["unserved_mixed_none"] == 2
+    assert figures["p99_ttft_s_mixed_none"] == pytest.approx(0.3)
+    assert figures["tok_s_mixed_cache"] == pytest.approx(30)
+    whole = ("vs_best_single", "vs_none", "harmless")
+    assert {f"{name}{end}" for name in whole for end in ("", "_low", "_high")} <= figures.keys()
+
+
+def test_the_best_single_mechanism_is_that_of_the_workload() -> None:
+    by_side = {"none": turns(10), "cache": turns(20), "lending": turns(5), "everything": turns(30)}
+    other = {"none": turns(10), "cache": turns(5), "lending": turns(40), "everything": turns(30)}
+    figures = figures_of({"a": by_side, "b": other}, ["a", "b"], [])
+    assert figures["vs_best_single_a"] == pytest.approx(1.5)
+    assert figures["vs_best_single_b"] == pytest.approx(0.75)
+    assert figures["vs_best_single"] == pytest.approx((1.5 * 0.75) ** 0.5)
+    assert "harmless" not in figures
+
+
+def test_the_table_has_a_line_for_each_side() -> None:
+    table = table_of("mixed", "chats", MEASURED["mixed"])
+    assert [row[0] for row in table.rows] == ["none", "cache", "everything"]
+    assert [row[2] for row in table.rows] == ["4.00", "2.00", "1.00"]
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_a_short_run_serves_everything_and_has_every_figure(tmp_path: Path) -> None:
+    words = ["--quick", "--workloads", "mixed", "--singles", "cache", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "bench", "together", *words], cwd=ROOT, check=True, timeout=280)
+    result = json.loads((tmp_path / "result.json").read_text())
+    figures, sides = result["figures"], ("none", "cache", "everything")
+    wanted = {f"{figure}_mixed_{side}" for figure in ("tok_s", "p99_ttft_s", "unserved") for side in sides}
+    wanted |= {f"{name}{end}" for name in ("vs_best_single", "vs_none") for end in ("", "_low", "_high")}
+    assert wanted | {"unserved"} <= set(figures)
+    assert figures["unserved"] == result["failures"] == 0
+    assert figures["unserved_mixed_none"] > 0, "prompts that are longer than a worker"
+    assert all(figures[f"tok_s_mixed_{side}"] > 0 for side in sides)
+    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert len(rows) == len(sides) * sum(one.few for one in WORKLOADS if one.name == "mixed")
