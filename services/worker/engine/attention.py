@@ -145,22 +145,23 @@ class PagedAttention:
         return 0.0 if self._remote is None else self._remote[1].block_s
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Raises ValueError for a block that nobody holds."""
+        """Raises ValueError for a block that nobody holds, or a table without room for its span."""
         self._own = None
         packed = pack(spans, self._block_tokens)
         if self._remote is not None and not self._remote[0].are_own(packed.blocks):
-            self._begin_partitioned(spans, *self._remote)
-            return
+            packed = self._begin_partitioned(packed, *self._remote)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
         self._backend.begin(spans, decodes, packed)
         if self._native is not None:
             self.native_spans = self._native.spans(None)
 
-    def _begin_partitioned(self, spans: Sequence[Span], homes: Homes, remote: RemoteAttention) -> None:
-        own, *others = split(spans, homes, self._block_tokens)
-        self._own = own.spans
-        self.slots = torch.from_numpy(own.spans.slots)
-        remote.begin(others)
+    def _begin_partitioned(self, packed: PackedSpans, homes: Homes, remote: RemoteAttention) -> PackedSpans:
+        """The engine's own part. The step `is_partitioned` where that is not all of it."""
+        own, *others = split(packed, homes, self._block_tokens)
+        if others:
+            self._own = own.spans
+            remote.begin(others)
+        return own.spans
 
     def end(self) -> None:
         """The step's last layer is through. Raises CreditorLost."""
