@@ -134,8 +134,8 @@ def split(packed: PackedSpans, homes: Homes, block_tokens: int) -> list[Part]:
         return [Part(OWN, rows, packed)]
     divided = _Divided(packed, np.flatnonzero(found), needed, homes, block_tokens)
     own = Part(OWN, rows, _with_pieces(packed, divided))
-    others = [holder for holder in np.unique(divided.holder).tolist() if holder != OWN]
-    return [own, *(divided.part(holder) for holder in others)]
+    creditors = 1 + np.flatnonzero(np.bincount(divided.holder)[OWN + 1 :])
+    return [own, *(divided.part(holder) for holder in creditors.tolist())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +231,12 @@ class _Divided:
 
 def _with_pieces(packed: PackedSpans, divided: _Divided) -> PackedSpans:
     """The own part's: the divided spans' pieces in their places, and their tables behind all others."""
-    pieces, spans = divided.pieces(OWN), len(packed.first_position)
-    repeats, is_divided = np.ones(spans, dtype=np.int64), np.zeros(spans, dtype=np.bool_)
-    repeats[divided.spans] = np.bincount(pieces.span, minlength=len(divided.spans))
-    is_divided[divided.spans] = True
-    of = np.repeat(np.arange(spans), repeats)
-    at = np.flatnonzero(is_divided[of])
+    pieces = divided.pieces(OWN)
+    many = np.ones(len(packed.first_position), dtype=np.int64)
+    many[divided.spans] = np.bincount(pieces.span)
+    of = np.repeat(np.arange(len(many)), many)
+    undivided_before = divided.spans - np.arange(len(divided.spans))
+    at = np.arange(len(pieces.span)) + undivided_before[pieces.span]
     count, first_position = np.diff(packed.first_row)[of], packed.first_position[of]
     table_start, key_end, slots = packed.table_start[of], packed.key_end[of], packed.slots.copy()
     count[at], first_position[at], key_end[at] = pieces.count, pieces.seen, pieces.key_end
