@@ -1,8 +1,9 @@
 """What a worker does around the model in one step of decodes, for `python -m bench step`.
 
-The worker's own core, prefix cache and engine run as in a worker, from a plan that is there to the frames
-that are sent; in the model's place stand logits that are there already. Sequences lie apart by one token
-each, so that in every step as many of them cross the border of a block as in any other.
+`host_ms`: the worker's own core, prefix cache and engine run as in a worker, from a plan that is there to the
+frames that are sent; in the model's place stand logits that are there already. Sequences lie apart by one
+token each, so that in every step as many of them cross the border of a block as in any other. `split_ms`:
+what it costs besides, before the first layer, that some sequences have blocks at another worker.
 """
 
 import gc
@@ -20,8 +21,11 @@ from services.worker.core.sampling import Sampled
 from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.engine.engine import TorchEngine
+from services.worker.engine.layout import Span, pack
 from services.worker.engine.logits import Logits
+from services.worker.engine.partition import Homes, split
 from services.worker.engine_thread import row_of
+from services.worker.kv.core.block_table import block_table
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk
@@ -68,6 +72,28 @@ def host_ms(model: Any, batch: int, context_tokens: int, block_tokens: int, step
         return 1e3 * median([worker.step_s() for _ in range(_WARM_STEPS + steps)][_WARM_STEPS:])
     finally:
         worker.store.close(10.0)
+
+
+def split_ms(
+    batch: int, context_tokens: int, block_tokens: int, borrowers: int, borrowed_blocks: int, steps: int
+) -> float:
+    """Median CPU milliseconds in which a step of `batch` decodes is cut into parts: each of the first
+    `borrowers` has its last `borrowed_blocks` blocks at one creditor."""
+    each = -(-(context_tokens + 1) // block_tokens)
+    homes, spans, there = Homes(batch * each), [], 0
+    for row in range(batch):
+        blocks = list(range(row * each, (row + 1) * each))
+        if row < borrowers:
+            places = range(there, there := there + borrowed_blocks)
+            blocks[-borrowed_blocks:] = [batch * each + place for place in places]
+            homes.place(blocks[-borrowed_blocks:], 1, places)
+        spans.append(Span(context_tokens, 1, block_table(blocks)))
+    packed, took_s = pack(spans, block_tokens), []
+    for _ in range(_WARM_STEPS + steps):
+        began_s = thread_time()
+        split(packed, homes, block_tokens)
+        took_s.append(thread_time() - began_s)
+    return 1e3 * median(took_s[_WARM_STEPS:])
 
 
 def _decoding(model: Any, batch: int, context_tokens: int, block_tokens: int, steps: int) -> Decoding:

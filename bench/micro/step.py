@@ -2,8 +2,9 @@
 
 Two figures for each batch and context: the whole `engine.step` (packing, forward, sampling) and the forward
 pass in it. Then the worker's step without the model (`host_ms`): from a plan that is there to the frames that
-are sent. All are CPU time of the calling thread: other processes on the machine lengthen the wall clock, and
-hardly this. The first two are the least of many repetitions, the third is their median.
+are sent; and what a step costs besides in which two sequences have blocks at another worker (`split_ms`). All
+are CPU time of the calling thread: other processes on the machine lengthen the wall clock, and hardly this.
+The first two are the least of many repetitions, the others their medians.
 """
 
 from argparse import ArgumentParser
@@ -17,7 +18,7 @@ import torch
 from bench.kit.context import Context
 from bench.kit.models import checkpoint
 from bench.kit.outcome import Outcome, Table
-from bench.micro.host_steps import host_ms
+from bench.micro.host_steps import host_ms, split_ms
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
@@ -29,6 +30,9 @@ _REPEATS = 40
 _QUICK_REPEATS = 8
 _HOST = {"64x1k": (64, 1024), "256x8k": (256, 8192)}
 """Batch and tokens of context, by the name of the figure. Quick runs leave out those beyond their batches."""
+_SPLIT_BATCHES = (64, 256)
+_SPLIT_CONTEXT, _BORROWERS, _BORROWED_BLOCKS = 1024, 2, 16
+"""Of each of these batches two sequences have their last sixteen blocks at another worker."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -66,12 +70,19 @@ def run(context: Context) -> Outcome:
         if not (context.quick and batch > max(flags.batches)):
             figures[f"host_ms_{name}"] = host_ms(model, batch, tokens, _BLOCK_TOKENS, repeats)
             host.append((batch, tokens, figures[f"host_ms_{name}"]))
+    cut: list[Sequence[object]] = []
+    for batch in _SPLIT_BATCHES:
+        took_ms = split_ms(batch, _SPLIT_CONTEXT, _BLOCK_TOKENS, _BORROWERS, _BORROWED_BLOCKS, repeats)
+        figures[f"split_ms_{batch}"] = took_ms
+        cut.append((batch, _SPLIT_CONTEXT, took_ms))
     columns = ("batch", "context", "step ms", "forward ms")
     tables = [
         Table("one decode step", columns, table),
         Table("one step of a worker, without the model", ("batch", "context", "ms"), host),
+        Table("a step cut into parts, two rows with borrowed blocks", ("batch", "context", "ms"), cut),
     ]
-    return Outcome(figures, 0, tables, ["CPU time; steps: least of the repetitions; host: median"])
+    notes = ["CPU time; steps: least of the repetitions; host and split: median"]
+    return Outcome(figures, 0, tables, notes)
 
 
 def decode_rows(batch: int, context_tokens: int, sampling: Sampling) -> list[Row]:

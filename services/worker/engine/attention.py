@@ -84,7 +84,8 @@ class PagedAttention:
     slots: torch.Tensor
     """int64 `[rows]`: where the K and V of the present step's rows go."""
     native_spans: native.Spans
-    """The present step's, without a window, until the next `begin`. Only where there is a library."""
+    """The present step's, without a window, until the next `begin`: the own part's where others hold some.
+    Only where there is a library."""
 
     def __init__(
         self,
@@ -145,22 +146,23 @@ class PagedAttention:
         return 0.0 if self._remote is None else self._remote[1].block_s
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
-        """Raises ValueError for a block that nobody holds."""
+        """Raises ValueError for a block that nobody holds, or a table without room for its span."""
         self._own = None
         packed = pack(spans, self._block_tokens)
         if self._remote is not None and not self._remote[0].are_own(packed.blocks):
-            self._begin_partitioned(spans, *self._remote)
-            return
+            packed = self._begin_partitioned(packed, *self._remote)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
         self._backend.begin(spans, decodes, packed)
         if self._native is not None:
             self.native_spans = self._native.spans(None)
 
-    def _begin_partitioned(self, spans: Sequence[Span], homes: Homes, remote: RemoteAttention) -> None:
-        own, *others = split(spans, homes, self._block_tokens)
-        self._own = own.spans
-        self.slots = torch.from_numpy(own.spans.slots)
-        remote.begin(others)
+    def _begin_partitioned(self, packed: PackedSpans, homes: Homes, remote: RemoteAttention) -> PackedSpans:
+        """The engine's own part. The step `is_partitioned` where that is not all of it."""
+        own, *others = split(packed, homes, self._block_tokens)
+        if others:
+            self._own = own.spans
+            remote.begin(others)
+        return own.spans
 
     def end(self) -> None:
         """The step's last layer is through. Raises CreditorLost."""
@@ -208,11 +210,12 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Write `keys`, `values` `[rows, kv_heads, …]` to their slots, then attend over what each row sees.
 
-        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`.
+        `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. In a step that `is_partitioned`
+        raises CreditorLost, and InternalError under a window.
         """
         if self._own is not None and self._partial is not None:
-            self._partial.write(layer, keys, values, self.slots)
-            return self.attend_partitioned(layer, queries, keys, values, shape, window_tokens)
+            given = queries, keys, values, shape, window_tokens
+            return self._attend_partitioned(layer, self._own, self._partial, *given)
         self.enter(layer)
         self._backend.write(layer, keys, values, self.slots)
         attended = self._backend.attend(layer, queries, keys, values, shape, window_tokens)
@@ -231,26 +234,42 @@ class PagedAttention:
         if self.store is not None:
             self.store.leave(layer)
 
-    def attend_partitioned(
+    def send(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: paged.Shape
+    ) -> None:
+        """Creditors attend to their parts of a layer from now on, in a step that `is_partitioned`.
+
+        `[rows, heads, dim]` each, all rows of the step. Raises CreditorLost.
+        """
+        if self._remote is not None:
+            self._remote[1].send(layer, queries, keys, values, shape)
+
+    def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge what creditors found into the engine's own part of the layer, in place.
+
+        `output` `[rows, q_heads, value_dim]` and `lse` `[rows, q_heads]`, fp32. Raises CreditorLost.
+        """
+        if self._remote is not None:
+            for rows, part, part_lse in self._remote[1].collect(layer):
+                merge_into(output, lse, part, part_lse, rows, self.library)
+
+    def _attend_partitioned(
         self,
         layer: int,
+        own: PackedSpans,
+        backend: PartialBackend,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         shape: paged.Shape,
-        window_tokens: int | None = None,
+        window_tokens: int | None,
     ) -> torch.Tensor:
-        """As `attend` in a step that `is_partitioned`; the engine's own rows' K and V are written already.
-
-        Creditors work on their parts meanwhile. Raises CreditorLost; InternalError under a window.
-        """
-        if self._remote is None or self._own is None or self._partial is None or window_tokens is not None:
+        if window_tokens is not None:
             raise InternalError("sequences with borrowed blocks need a model without sliding windows")
-        remote = self._remote[1]
-        remote.send(layer, queries, keys, values, shape)
-        output, lse = self._partial.attend_part(layer, self._own, queries, shape)
-        for rows, part, part_lse in remote.collect(layer):
-            merge_into(output, lse, part, part_lse, rows, self.library)
+        backend.write(layer, keys, values, self.slots)
+        self.send(layer, queries, keys, values, shape)
+        output, lse = backend.attend_part(layer, own, queries, shape)
+        self.join(layer, output, lse)
         return output.to(queries.dtype)
 
 

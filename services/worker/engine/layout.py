@@ -76,12 +76,19 @@ class PackedSpans:
 
 
 def pack(spans: Sequence[Span], block_tokens: int) -> PackedSpans:
-    """The arrays of packed spans whose tables begin with their sequences."""
+    """The arrays of packed spans whose tables begin with their sequences.
+
+    Raises ValueError for a table without room for all of its span.
+    """
     bounds = np.array(
         [(span.first_position, span.count, len(span.blocks)) for span in spans], dtype=np.int32
     ).reshape(-1, 3)
     first_position, counts, lengths = np.ascontiguousarray(bounds.T)
-    first_row, table_start = _starts(counts), _starts(lengths)
+    first_row, table_start = starts(counts), starts(lengths)
+    key_end = first_position + counts
+    if bool((key_end > lengths * block_tokens).any()):
+        short = int(np.argmax(key_end > lengths * block_tokens))
+        raise ValueError(f"{lengths[short]} blocks for positions up to {key_end[short]}")
     blocks = joined([span.blocks for span in spans])
     if first_row[-1] == len(spans):  # one token each
         positions, tables = first_position, table_start[:-1]
@@ -95,17 +102,17 @@ def pack(spans: Sequence[Span], block_tokens: int) -> PackedSpans:
         first_position=first_position,
         table_start=table_start,
         table_position=np.zeros_like(first_position),
-        key_end=first_position + counts,
+        key_end=key_end,
         blocks=blocks,
         slots=blocks[tables + block].astype(np.int64) * block_tokens + offset,
     )
 
 
-def _starts(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Where each of consecutive parts begins, and where the last one ends."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
+def starts(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """`[parts + 1]`: where each of consecutive parts begins, and where the last one ends."""
+    found = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=found[1:])
+    return found
 
 
 def build(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine import paged
-from services.worker.engine.layout import PackedSpans, Span
+from services.worker.engine.layout import PackedSpans, starts
 from services.worker.engine.native.library import declare
 from services.worker.engine.paged import Shape
 from shared.average import averaged
@@ -34,41 +34,68 @@ OWN = 0
 ELSEWHERE = -1
 """The slot of a row whose K and V another holder keeps."""
 
-PartSlice = tuple[int, int, int, int, int]
-"""Rows, position of the first, where the table starts, end of its keys, first packed row."""
-
 
 class Homes:
-    """Where blocks are: ids below `own_blocks` in the engine's pools, those above in creditors'."""
+    """Where blocks are: ids below `own_blocks` in the engine's pools, those above in creditors'.
+
+    Ids of creditors' blocks are never used again, so memory is for those between the lowest and the highest
+    that are held.
+    """
 
     def __init__(self, own_blocks: int) -> None:
         self.own_blocks = own_blocks
-        self._there: dict[int, tuple[int, int]] = {}
+        self._first = own_blocks
+        """The id of the first entry of both arrays."""
+        self._holder = np.full(1, OWN, dtype=np.int32)
+        """`OWN`: nobody holds it."""
+        self._block = np.zeros(1, dtype=np.int32)
 
     def place(self, ids: Sequence[int], holder: int, blocks: Sequence[int]) -> None:
         """Block `ids` are a creditor's `blocks` from now on. Raises ValueError for the engine's own ids."""
-        if len(ids) != len(blocks) or holder == OWN or any(each < self.own_blocks for each in ids):
+        named = np.array(ids, dtype=np.int64)
+        if len(ids) != len(blocks) or holder == OWN or bool((named < self.own_blocks).any()):
             raise ValueError(f"{len(ids)} ids cannot be {len(blocks)} blocks of {holder}")
-        self._there.update(zip(ids, ((holder, block) for block in blocks), strict=True))
+        if not named.size:
+            return
+        self._make_room(int(named.min()), int(named.max()) + 1)
+        at = named - self._first
+        self._holder[at], self._block[at] = holder, blocks
 
     def forget(self, ids: Iterable[int]) -> None:
         """Nobody holds these any more."""
-        for each in ids:
-            self._there.pop(each, None)
+        at = np.fromiter(ids, dtype=np.int64) - self._first
+        self._holder[at[(at >= 0) & (at < len(self._holder))]] = OWN
 
     def are_own(self, blocks: npt.NDArray[np.int32]) -> bool:
         """Whether all of them are in the engine's own pools."""
         return not blocks.size or int(blocks.max()) < self.own_blocks
 
-    def locate(self, ids: Sequence[int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def locate(
+        self, ids: Sequence[int] | npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Holder and block there of each. Raises ValueError for an id that nobody holds."""
-        own, there = self.own_blocks, self._there
-        try:
-            found = [(OWN, each) if each < own else there[each] for each in ids]
-        except KeyError as error:
-            raise ValueError(f"nobody holds block {error}") from error
-        pairs = np.array(found, dtype=np.int32).reshape(-1, 2)
-        return pairs[:, 0], pairs[:, 1]
+        block = np.array(ids, dtype=np.int32)
+        holder = np.full(len(block), OWN, dtype=np.int32)
+        away = np.flatnonzero(block >= self.own_blocks)
+        at = block[away] - self._first
+        found = self._holder.take(at, mode="clip")
+        found[(at < 0) | (at >= len(self._holder))] = OWN
+        if not found.all():
+            raise ValueError(f"nobody holds block {block[away[found == OWN][0]]}")
+        holder[away], block[away] = found, self._block.take(at, mode="clip")
+        return holder, block
+
+    def _make_room(self, first: int, end: int) -> None:
+        """For ids from `first` to before `end`, and as many again. What is forgotten makes room."""
+        if self._first <= first and end <= self._first + len(self._holder):
+            return
+        held = np.flatnonzero(self._holder != OWN)
+        if held.size:
+            first, end = min(first, self._first + int(held[0])), max(end, self._first + int(held[-1]) + 1)
+        holder, block = (np.full(2 * (end - first), OWN, dtype=np.int32) for _ in range(2))
+        moved = held + (self._first - first)
+        holder[moved], block[moved] = self._holder[held], self._block[held]
+        self._first, self._holder, self._block = first, holder, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,92 +119,144 @@ class Part:
         return int(self.spans.blocks.size)
 
 
-class _Collector:
-    """Pieces of one holder, as they are found."""
-
-    def __init__(self) -> None:
-        self.pieces: list[PartSlice] = []
-        self.blocks: list[npt.NDArray[np.int32]] = []
-        self.size = 0
-        self.rows: list[npt.NDArray[np.int64]] = []
-        self.slots: list[npt.NDArray[np.int64]] = []
-
-    def add_table(self, blocks: npt.NDArray[np.int32]) -> int:
-        start, self.size = self.size, self.size + len(blocks)
-        self.blocks.append(blocks)
-        return start
-
-    def add(self, piece: PartSlice, slots: npt.NDArray[np.int64]) -> None:
-        self.pieces.append(piece)
-        self.rows.append(np.arange(piece[4], piece[4] + piece[0], dtype=np.int64))
-        self.slots.append(slots)
-
-    def part(self, holder: int) -> Part:
-        found = np.array([piece[:4] for piece in self.pieces], dtype=np.int32).reshape(-1, 4)
-        counts, first_position, table_start, key_end = np.ascontiguousarray(found.T)
-        first_row = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=first_row[1:])
-        packed = PackedSpans(
-            first_row=first_row,
-            first_position=first_position,
-            table_start=table_start,
-            table_position=np.zeros_like(first_position),
-            key_end=key_end,
-            blocks=np.concatenate([np.zeros(0, dtype=np.int32), *self.blocks]),
-            slots=np.concatenate([np.zeros(0, dtype=np.int64), *self.slots]),
-        )
-        return Part(holder, np.concatenate([np.zeros(0, dtype=np.int64), *self.rows]), packed)
-
-
-def split(spans: Sequence[Span], homes: Homes, block_tokens: int) -> list[Part]:
+def split(packed: PackedSpans, homes: Homes, block_tokens: int) -> list[Part]:
     """The parts of a step, the engine's own first; that one has every row, seeing nothing where it must.
 
-    Raises ValueError for a block that nobody holds.
+    `packed`: from `layout.pack`. Spans whose blocks are all own cost no more than to look for others among
+    their ids; the own part sees their tables where they lie. Raises ValueError for a block that nobody holds.
     """
-    found: dict[int, _Collector] = {OWN: _Collector()}
-    row = 0
-    for span in spans:
-        needed = -(-(span.first_position + span.count) // block_tokens)
-        if len(span.blocks) < needed:
-            raise ValueError(f"{len(span.blocks)} blocks for positions up to {needed * block_tokens}")
-        holder, block = homes.locate(span.blocks[:needed])
-        for each in sorted({OWN, *holder.tolist()}):
-            _collect(
-                found.setdefault(each, _Collector()), span, row, holder == each, block, block_tokens, each
-            )
-        row += span.count
-    return [found[holder].part(holder) for holder in sorted(found)]
+    rows = np.arange(packed.first_row[-1], dtype=np.int64)
+    needed = -(-(packed.first_position + np.diff(packed.first_row)) // block_tokens)
+    elsewhere = np.flatnonzero(packed.blocks >= homes.own_blocks)
+    start = packed.table_start[: len(needed)]
+    found = np.searchsorted(elsewhere, start + needed) > np.searchsorted(elsewhere, start)
+    if not found.any():
+        return [Part(OWN, rows, packed)]
+    divided = _Divided(packed, np.flatnonzero(found), needed, homes, block_tokens)
+    own = Part(OWN, rows, _with_pieces(packed, divided))
+    creditors = 1 + np.flatnonzero(np.bincount(divided.holder)[OWN + 1 :])
+    return [own, *(divided.part(holder) for holder in creditors.tolist())]
 
 
-def _collect(
-    found: _Collector,
-    span: Span,
-    row: int,
-    is_there: npt.NDArray[np.bool_],
-    block: npt.NDArray[np.int32],
-    block_tokens: int,
-    holder: int,
-) -> None:
-    """One span's pieces at one holder: runs of rows whose own K and V are there, or are not."""
-    table = found.add_table(block[is_there])
-    at, end = span.first_position, span.first_position + span.count
-    full, rest = divmod(at, block_tokens)
-    seen = int(is_there[:full].sum()) * block_tokens + (rest if rest and is_there[full] else 0)
-    while at < end:
-        first = at // block_tokens
-        last = first
-        while last < len(is_there) and is_there[last] == is_there[first]:
-            last += 1
-        until = min(end, last * block_tokens)
-        count, first_row = until - at, row + at - span.first_position
-        if is_there[first]:
-            position = np.arange(at, until)
-            slots = block[position // block_tokens].astype(np.int64) * block_tokens + position % block_tokens
-            found.add((count, seen, table, seen + count, first_row), slots)
-            seen += count
-        elif seen or holder == OWN:
-            found.add((count, seen, table, seen, first_row), np.full(count, ELSEWHERE, dtype=np.int64))
-        at = until
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Runs of rows whose own K and V are all at one holder, or all are not: one entry each."""
+
+    span: npt.NDArray[np.int32]
+    """Which of the divided spans."""
+    count: npt.NDArray[np.int32]
+    """Of rows."""
+    seen: npt.NDArray[np.int32]
+    """Keys at the holder before the first row's."""
+    table_start: npt.NDArray[np.int32]
+    """In the tables of all divided spans at this holder."""
+    key_end: npt.NDArray[np.int32]
+
+
+class _Divided:
+    """The spans of a step that see blocks of somebody else, as arrays over their blocks and rows."""
+
+    def __init__(
+        self,
+        packed: PackedSpans,
+        spans: npt.NDArray[np.int64],
+        needed: npt.NDArray[np.int32],
+        homes: Homes,
+        block_tokens: int,
+    ) -> None:
+        """`spans`: which they are, ascending. `needed`: blocks that each span of the step sees."""
+        self.spans = spans
+        self._block_tokens = block_tokens
+        first = packed.first_position[spans]
+        end = first + (packed.first_row[spans + 1] - packed.first_row[spans])
+        self._base = starts(needed[spans])
+        """`[spans + 1]`: where the blocks of each begin."""
+        self._span = np.repeat(np.arange(len(spans), dtype=np.int32), needed[spans])
+        index = _counted(needed[spans])
+        table = packed.table_start[spans][self._span] + index
+        self.holder, self.block = homes.locate(packed.blocks[table])
+        # From here on only blocks in which rows of the step stand.
+        lowest = (first // block_tokens)[self._span]
+        self._tail = np.flatnonzero(index >= lowest)
+        self._is_first = (index == lowest)[self._tail]
+        span, border = self._span[self._tail], index[self._tail] * block_tokens
+        self._position = np.maximum(first[span], border)
+        self._end = np.minimum(end[span], border + block_tokens)
+        count = self._end - self._position
+        within = _counted(count)
+        self.rows = np.repeat(packed.first_row[spans][span] + self._position - first[span], count) + within
+        """Packed rows of all these spans, ascending."""
+        slot = self.block[self._tail].astype(np.int64) * block_tokens + self._position % block_tokens
+        self._slot = np.repeat(slot, count) + within
+        self._kept_by = np.repeat(self.holder[self._tail], count)
+
+    def pieces(self, holder: int) -> _Pieces:
+        """Of all rows, also of those that see nothing there."""
+        tail, is_there = self._tail, self.holder == holder
+        before = starts(is_there)
+        begins = np.flatnonzero(self._is_first | (is_there[tail] != is_there[tail - 1]))
+        at, position = tail[begins], self._position[begins]
+        count = self._end[np.append(begins[1:], len(tail)) - 1] - position
+        span = self._span[at]
+        table_start = before[self._base[span]]
+        seen = (before[at] - table_start) * self._block_tokens
+        seen += position % self._block_tokens * is_there[at]
+        return _Pieces(span, count, seen, table_start, seen + count * is_there[at])
+
+    def blocks(self, holder: int) -> npt.NDArray[np.int32]:
+        """The tables there, one after the other."""
+        found: npt.NDArray[np.int32] = self.block[self.holder == holder]
+        return found
+
+    def slots(self, holder: int) -> npt.NDArray[np.int64]:
+        """Of `rows`."""
+        return np.where(self._kept_by == holder, self._slot, ELSEWHERE)
+
+    def part(self, holder: int) -> Part:
+        """A creditor's: rows that see nothing there are left out."""
+        pieces = self.pieces(holder)
+        is_seen = pieces.key_end > 0
+        is_sent = np.repeat(is_seen, pieces.count)
+        spans = PackedSpans(
+            first_row=starts(pieces.count[is_seen]),
+            first_position=pieces.seen[is_seen],
+            table_start=pieces.table_start[is_seen],
+            table_position=np.zeros(np.count_nonzero(is_seen), dtype=np.int32),
+            key_end=pieces.key_end[is_seen],
+            blocks=self.blocks(holder),
+            slots=self.slots(holder)[is_sent],
+        )
+        return Part(holder, self.rows[is_sent].astype(np.int64), spans)
+
+
+def _with_pieces(packed: PackedSpans, divided: _Divided) -> PackedSpans:
+    """The own part's: the divided spans' pieces in their places, and their tables behind all others."""
+    pieces = divided.pieces(OWN)
+    many = np.ones(len(packed.first_position), dtype=np.int64)
+    many[divided.spans] = np.bincount(pieces.span)
+    of = np.repeat(np.arange(len(many)), many)
+    undivided_before = divided.spans - np.arange(len(divided.spans))
+    at = np.arange(len(pieces.span)) + undivided_before[pieces.span]
+    count, first_position = np.diff(packed.first_row)[of], packed.first_position[of]
+    table_start, key_end, slots = packed.table_start[of], packed.key_end[of], packed.slots.copy()
+    count[at], first_position[at], key_end[at] = pieces.count, pieces.seen, pieces.key_end
+    table_start[at] = len(packed.blocks) + pieces.table_start
+    slots[divided.rows] = divided.slots(OWN)
+    return PackedSpans(
+        first_row=starts(count),
+        first_position=first_position,
+        table_start=table_start,
+        table_position=np.zeros_like(first_position),
+        key_end=key_end,
+        blocks=np.concatenate([packed.blocks, divided.blocks(OWN)]),
+        slots=slots,
+    )
+
+
+def _counted(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """0, 1, … `count` - 1 for each of them, one after the other."""
+    before = starts(counts)
+    return np.arange(before[-1], dtype=np.int32) - np.repeat(before[:-1], counts)
 
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from bench.micro.host_steps import host_ms
+from bench.micro.host_steps import host_ms, split_ms
 from bench.micro.step import decode_rows, run
 from services.worker.engine.loading import load
 from shared.messages.sequence import Sampling
@@ -26,6 +26,7 @@ def test_a_step_is_longer_than_its_forward_pass(tmp_path: Path) -> None:
         assert 0 < forward_ms < outcome.figures[f"step_ms_b{batch}_c20"]
     assert [list(row)[:2] for row in outcome.tables[0].rows] == [[1, 20], [3, 20]]
     assert not outcome.tables[1].rows, "batches of 64 are beyond these"
+    assert all(outcome.figures[f"split_ms_{batch}"] > 0 for batch in (64, 256))
 
 
 def test_a_step_around_the_model_takes_longer_for_more_sequences() -> None:
@@ -34,3 +35,7 @@ def test_a_step_around_the_model_takes_longer_for_more_sequences() -> None:
     model = load(str(TINY_CHAT), dtype="float32", device="cpu")
     few, many = (host_ms(model, batch, 40, 16, 20) for batch in (2, 64))
     assert 0 < few < many
+
+
+def test_a_step_is_cut_for_any_number_of_borrowers() -> None:
+    assert all(split_ms(4, 40, 16, borrowers, 2, 2) > 0 for borrowers in (0, 1, 4))

@@ -147,6 +147,7 @@ int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaSt
   call.q_heads = model->q_heads;
   call.scaling = model->scaling;
   call.output = step->attended;
+  call.lse = step->lse;
   call.threads = model->threads;
   return kv_attend(&model->layer[layer].pool, step->spans, &call);
 }

@@ -55,6 +55,7 @@ struct LlamaStep {
   float* heads;     // … (q_heads + 2 * kv_heads) * head_dim: queries, keys, values
   float* attended;  // … q_heads * head_dim
   float* gated;     // … intermediate
+  float* lse;       // … q_heads: log-sum-exp of attended, as kv_attend has it; or null
   // Results:
   float* logits;       // [kept, vocabulary]
   int64_t* likeliest;  // [kept]: the first token of the highest logit
@@ -70,7 +71,7 @@ int32_t llama_embed(const LlamaModel* model, const LlamaStep* step);
 // What kv_write answers.
 int32_t llama_layer_qkv(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
-// attended = attention of the queries in heads over the layer's pool. What kv_attend answers.
+// attended, and lse unless null = attention of the queries in heads over the layer's pool. What kv_attend answers.
 int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
 // hidden += output projection of attended, then hidden += MLP of the normed hidden.

@@ -31,13 +31,20 @@ class PagedKv(Protocol):
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether other workers hold keys of the present step: `attend_partitioned` then has to be asked."""
+        """Whether other workers hold keys of the present step: `send` and `join` then have to be called."""
         ...
 
-    def attend_partitioned(
+    def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
-    ) -> torch.Tensor:
-        """`[rows, heads, head_dim]` each → `[rows, q_heads, head_dim]`."""
+    ) -> None:
+        """`[rows, heads, head_dim]` each: other workers attend to theirs from now on. Raises CreditorLost."""
+        ...
+
+    def join(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """What they found goes into fp32 `[rows, q_heads, head_dim]` and `[rows, q_heads]`.
+
+        Raises CreditorLost.
+        """
         ...
 
 
@@ -95,6 +102,7 @@ class LlamaStep(ctypes.Structure):
         ("heads", ctypes.c_void_p),
         ("attended", ctypes.c_void_p),
         ("gated", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("likeliest", ctypes.c_void_p),
         ("highest", ctypes.c_void_p),
@@ -174,6 +182,7 @@ class NativeLlama:
                 "heads": (joined, torch.float32),
                 "attended": (query, torch.float32),
                 "gated": (config.intermediate_size, torch.float32),
+                "lse": (self.model.q_heads, torch.float32),
             }
         )
         self._results = StepScratch(
@@ -198,19 +207,27 @@ class NativeLlama:
         return self.logits(len(kept))
 
     def _run_partitioned(self, step: LlamaStep) -> int:
-        """`llama_forward` with the attention left to `attend_partitioned`."""
-        library, model, rows = self._library, self.model, step.rows
-        shape, q_heads, kv_heads = Shape(model.scaling), model.q_heads, model.kv_heads
+        """`llama_forward`, with what other workers hold asked for before each attention and joined after it.
+
+        For rows that see nothing of theirs it is the same kernels in the same order.
+        """
+        library, model, kv, rows = self._library, self.model, self._kv, step.rows
+        heads = self._scratch["heads"][:rows].view(rows, -1, model.head_dim)
+        queries, keys = heads[:, : model.q_heads], heads[:, model.q_heads : -model.kv_heads]
+        values = heads[:, -model.kv_heads :]
+        attended = self._scratch["attended"][:rows].view(rows, model.q_heads, model.head_dim)
+        lse, shape = self._scratch["lse"][:rows], Shape(model.scaling)
+        step.lse = lse.data_ptr()
         failed: int = library.llama_embed(model, step)
         for layer in range(model.layers):
             failed = failed or library.llama_layer_qkv(model, layer, step)
             if failed:
                 return failed
-            heads = self._scratch["heads"][:rows].view(rows, -1, model.head_dim)
-            queries, keys = heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads]
-            values = heads[:, q_heads + kv_heads :]
-            attended = self._kv.attend_partitioned(layer, queries, keys, values, shape)
-            self._scratch["attended"][:rows] = attended.flatten(1)
+            kv.send(layer, queries, keys, values, shape)
+            failed = library.llama_layer_attend(model, layer, step)
+            if failed:
+                return failed
+            kv.join(layer, attended, lse)
             library.llama_layer_rest(model, layer, step)
         library.llama_logits(model, step)
         return 0
@@ -234,7 +251,7 @@ class NativeLlama:
         step.rows, step.kept = rows, len(kept)
         step.tokens, step.positions = tokens.data_ptr(), positions.data_ptr()
         step.slots, step.kept_rows = self._kv.slots.data_ptr(), kept.data_ptr()
-        step.spans = ctypes.pointer(self._kv.native_spans)
+        step.spans, step.lse = ctypes.pointer(self._kv.native_spans), None
         return step
 
     def _point_at_weights(self) -> None:

@@ -1,5 +1,7 @@
 """Whatever worker a block lies at, each row sees each of its keys exactly once."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine import paged
 from services.worker.engine.backends import NativeBackend, PartialBackend, TorchBackend
-from services.worker.engine.layout import Span, pack
+from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.native import library as native
 from services.worker.engine.partition import ELSEWHERE, OWN, Homes, merge_into, split
 from tests.rounding import assert_within
@@ -60,7 +62,8 @@ def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> N
     packed = pack(spans, BLOCK)
     whole.write(0, keys, values, torch.from_numpy(packed.slots))
     expected, expected_lse = whole.attend_part(0, packed, query, SHAPE)
-    parts = split([Span(s.first_position, s.count, [ids[b] for b in s.blocks]) for s in spans], homes, BLOCK)
+    named = [Span(s.first_position, s.count, [ids[b] for b in s.blocks]) for s in spans]
+    parts = split(pack(named, BLOCK), homes, BLOCK)
     assert parts[0].holder == OWN and parts[0].rows.tolist() == list(range(rows))
     output, lse = torch.zeros_like(expected), torch.full_like(expected_lse, float("-inf"))
     kept = torch.zeros(rows, dtype=torch.int64)
@@ -81,7 +84,7 @@ def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> N
 def test_a_row_that_a_creditor_cannot_help_is_not_sent() -> None:
     homes = Homes(4)
     homes.place([4, 5], 1, [0, 1])
-    own, there = split([Span(2, 8, [0, 4, 5]), Span(3, 1, [1])], homes, BLOCK)
+    own, there = split(pack([Span(2, 8, [0, 4, 5]), Span(3, 1, [1])], BLOCK), homes, BLOCK)
     assert own.rows.tolist() == list(range(9))
     assert there.rows.tolist() == [2, 3, 4, 5, 6, 7], "positions 4 to 9; the first two see nothing there"
     assert there.spans.slots.tolist() == [0, 1, 2, 3, 4, 5]
@@ -92,12 +95,153 @@ def test_blocks_that_nobody_holds_or_that_are_missing_are_refused() -> None:
     homes = Homes(2)
     homes.place([2], 1, [7])
     with pytest.raises(ValueError, match="nobody holds"):
-        split([Span(4, 1, [0, 3])], homes, BLOCK)
+        split(pack([Span(4, 1, [0, 3])], BLOCK), homes, BLOCK)
     with pytest.raises(ValueError, match="1 blocks for positions"):
-        split([Span(4, 1, [0])], homes, BLOCK)
+        pack([Span(0, 4, [0]), Span(4, 1, [0]), Span(0, 1, [1])], BLOCK)
     homes.forget([2])
     with pytest.raises(ValueError, match="nobody holds"):
         homes.locate([0, 2])
+
+
+def test_a_step_whose_borrowed_blocks_are_not_seen_yet_is_whole() -> None:
+    """Room for the tokens to come is no reason to leave the fast way."""
+    homes = Homes(4)
+    homes.place([4], 1, [0])
+    packed = pack([Span(3, 1, [0, 4]), Span(0, 8, [1, 2, 4])], BLOCK)
+    (own,) = split(packed, homes, BLOCK)
+    assert own.spans is packed and own.rows.tolist() == list(range(9))
+
+
+class Listed:
+    """One holder's part, put together piece by piece."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, int, int, int, int]] = []
+        """Rows, position of the first, where the table starts, end of its keys, first packed row."""
+        self.blocks: list[int] = []
+        self.slots: list[int] = []
+
+    def add(self, span: Span, row: int, is_there: list[bool], blocks: list[int], *, is_own: bool) -> None:
+        """Runs of rows whose own K and V are there, or are not."""
+        table = len(self.blocks)
+        self.blocks += [block for block, there in zip(blocks, is_there, strict=True) if there]
+        at, end = span.first_position, span.first_position + span.count
+        full, rest = divmod(at, BLOCK)
+        seen = sum(is_there[:full]) * BLOCK + (rest if rest and is_there[full] else 0)
+        while at < end:
+            last = first = at // BLOCK
+            while last < len(is_there) and is_there[last] == is_there[first]:
+                last += 1
+            until = min(end, last * BLOCK)
+            count, first_row = until - at, row + at - span.first_position
+            if is_there[first]:
+                self.slots += [blocks[each // BLOCK] * BLOCK + each % BLOCK for each in range(at, until)]
+                self.pieces.append((count, seen, table, seen + count, first_row))
+                seen += count
+            elif seen or is_own:
+                self.slots += [ELSEWHERE] * count
+                self.pieces.append((count, seen, table, seen, first_row))
+            at = until
+
+
+def listed(spans: Sequence[Span], homes: Homes) -> dict[int, Listed]:
+    """By holder: what `split` is to say, span by span and block by block."""
+    found, row = {OWN: Listed()}, 0
+    for span in spans:
+        needed = -(-(span.first_position + span.count) // BLOCK)
+        holders, blocks = (each.tolist() for each in homes.locate(span.blocks[:needed]))
+        for each in sorted({OWN, *holders}):
+            is_there = [holder == each for holder in holders]
+            found.setdefault(each, Listed()).add(span, row, is_there, blocks, is_own=each == OWN)
+        row += span.count
+    return found
+
+
+def tables(spans: PackedSpans) -> list[list[int]]:
+    """Of each piece, as far as it is seen."""
+    seen = zip(spans.table_start, -(-spans.key_end // BLOCK), strict=False)
+    return [spans.blocks[start : start + count].tolist() for start, count in seen]
+
+
+@st.composite
+def lent_steps(draw: st.DrawFn) -> tuple[list[Span], Homes]:
+    """Decodes and chunks; runs of blocks at several holders anywhere in the tables, also beyond the rows."""
+    homes, own, following = Homes(1000), 0, 1000
+    spans = []
+    for _ in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(1, 60))
+        count = draw(st.sampled_from([1, 1, draw(st.integers(1, length))]))
+        blocks = list(range(own, own + -(-length // BLOCK) + draw(st.integers(0, 2))))
+        own += len(blocks)
+        for _ in range(draw(st.integers(0, 3))):
+            first = draw(st.integers(0, len(blocks) - 1))
+            run = range(first, min(len(blocks), first + draw(st.integers(1, 6))))
+            ids = list(range(following, following + len(run)))
+            following += len(run)
+            homes.place(ids, draw(st.integers(1, 3)), [draw(st.integers(0, 500)) for _ in run])
+            blocks[run.start : run.stop] = ids
+        spans.append(Span(length - count, count, blocks))
+    return spans, homes
+
+
+@settings(max_examples=300)
+@given(lent_steps())
+def test_parts_are_those_found_span_by_span(step: tuple[list[Span], Homes]) -> None:
+    spans, homes = step
+    expected = listed(spans, homes)
+    parts = split(pack(spans, BLOCK), homes, BLOCK)
+    assert [part.holder for part in parts] == sorted(expected)
+    for part in parts:
+        wanted, found = expected[part.holder], part.spans
+        count, first_position, table_start, key_end, first_row = np.array(wanted.pieces).T
+        rows = [row + each for row, many in zip(first_row, count, strict=True) for each in range(many)]
+        assert part.rows.tolist() == rows and part.rows.dtype == np.int64
+        assert found.slots.tolist() == wanted.slots and found.slots.dtype == np.int64
+        assert found.first_row.tolist() == [0, *np.cumsum(count).tolist()]
+        assert found.first_position.tolist() == first_position.tolist()
+        assert found.key_end.tolist() == key_end.tolist()
+        assert found.table_position.tolist() == [0] * len(count)
+        there = [
+            wanted.blocks[at : at - (-end // BLOCK)] for at, end in zip(table_start, key_end, strict=True)
+        ]
+        assert tables(found) == there
+        for name in ("first_row", "first_position", "table_start", "table_position", "key_end", "blocks"):
+            assert getattr(found, name).dtype == np.int32 and getattr(found, name).flags.c_contiguous
+        if part.holder != OWN:
+            assert found.blocks.tolist() == wanted.blocks, "it travels: nothing is in it that nobody sees"
+            assert found.table_start.tolist() == table_start.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 60), st.booleans()), max_size=20))
+def test_homes_are_what_was_placed_and_not_forgotten(changes: list[tuple[int, int, bool]]) -> None:
+    """Whatever the order of the ids, as a dictionary would have it."""
+    homes, known = Homes(10), dict[int, tuple[int, int]]()
+    for number, (first, count, is_placed) in enumerate(changes):
+        ids = range(10 + first, 10 + first + count)
+        if is_placed:
+            homes.place(ids, number + 1, range(count))
+            known.update((each, (number + 1, block)) for block, each in enumerate(ids))
+        else:
+            homes.forget([*ids, 3])
+            for each in ids:
+                known.pop(each, None)
+    everywhere = sorted(known)
+    holders, blocks = homes.locate([3, *everywhere])
+    pairs = list(zip(holders.tolist(), blocks.tolist(), strict=True))
+    assert pairs == [(OWN, 3), *(known[each] for each in everywhere)]
+    for each in set(range(10, 500)) - known.keys():
+        with pytest.raises(ValueError, match=f"nobody holds block {each}"):
+            homes.locate([3, each])
+
+
+def test_homes_keep_no_memory_of_blocks_that_came_and_went() -> None:
+    """Ids are never used again: an entry for each that ever was would grow for as long as the worker runs."""
+    homes = Homes(10)
+    for first in range(10, 100_000, 10):
+        homes.place(range(first, first + 10), 1, range(10))
+        homes.forget(range(first - 10, first))
+    assert homes.locate([99_999])[0].tolist() == [1]
+    assert len(homes._holder) <= 100
 
 
 def test_own_ids_are_never_elsewhere() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, describe
 from services.worker.engine.native.library import load
 from services.worker.engine.native.llama import LlamaLayer, LlamaModel, LlamaStep, NativeLlama, is_computable
+from services.worker.engine.paged import Shape
+from services.worker.engine.partition import Homes, Part, Partial
 from shared.errors import InternalError
 
 BLOCK_TOKENS = 4
@@ -159,6 +162,55 @@ def test_the_call_for_all_is_its_parts_and_a_layer_waits_for_its_kv() -> None:
     assert not torch.equal(then, whole[-1:])
 
 
+class Beside:
+    """A creditor in the same process: `RemoteAttention` over pools of its own."""
+
+    def __init__(self, attention: PagedAttention) -> None:
+        self.pools = [(torch.zeros_like(key), torch.zeros_like(value)) for key, value in attention.pools]
+        self.backend = attention.partial_backend(self.pools)
+        self.parts: Sequence[Part] = ()
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+
+    def send(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> None:
+        self.asked = queries.clone(), shape
+        for part in self.parts:
+            slots = torch.from_numpy(part.spans.slots)
+            self.backend.write(layer, keys[part.rows], values[part.rows], slots)
+
+    def collect(self, layer: int) -> Iterator[Partial]:
+        queries, shape = self.asked
+        for part in self.parts:
+            found = self.backend.attend_part(layer, part.spans, queries[part.rows], shape)
+            yield torch.from_numpy(part.rows), *found
+
+    def end(self) -> None:
+        self.parts = ()
+
+    def abandon(self) -> None:
+        self.parts = ()
+
+
+def test_rows_whose_keys_are_all_own_are_computed_as_in_a_whole_step() -> None:
+    """Bit by bit, beside a row that borrows; and that one's logits are what they are when it does not."""
+    whole, divided = Llama(make_module("grouped")), Llama(make_module("grouped"))
+    homes = Homes(40)
+    homes.place([40, 41, 42, 43], 1, [7, 3, 20, 5])
+    divided.attention.extend(homes, Beside(divided.attention))
+    mine, theirs, borrowing = list(range(11)), list(range(11, 20)), [11, 40, 13, 41, 42, 16, 43, 18, 19]
+    for first, count in ((0, 5), (5, 22), (27, 1), (28, 1)):
+        texts, own = [PROMPT, PROMPT[::-1]], Span(first, count, mine)
+        expected_rows = whole.logits([own, Span(first, count, theirs)], texts)
+        found = divided.logits([own, Span(first, count, borrowing)], texts)
+        assert divided.attention.is_partitioned and not whole.attention.is_partitioned
+        divided.attention.end()
+        assert torch.equal(found[:count], expected_rows[:count])
+        torch.testing.assert_close(found[count:], expected_rows[count:], rtol=0, atol=2e-5)
+
+
 def test_the_likeliest_token_is_the_first_of_the_highest() -> None:
     llama = Llama(make_module("odd"))
     inputs = llama.inputs([Span(0, 41, list(range(11)))], [PROMPT])
@@ -221,4 +273,4 @@ def test_it_is_used_where_it_can_be() -> None:
 def test_structures_are_as_large_as_in_cpp() -> None:
     """Every pointer, number and padding counted, on any 64-bit machine."""
     sizes = [ctypes.sizeof(each) for each in (LlamaLayer, LlamaModel, LlamaStep)]
-    assert sizes == [6 * 8 + 40, 9 * 4 + 2 * 4 + 4 + 6 * 8, 8 + 13 * 8]
+    assert sizes == [6 * 8 + 40, 9 * 4 + 2 * 4 + 4 + 6 * 8, 8 + 14 * 8]

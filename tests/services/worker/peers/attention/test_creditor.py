@@ -15,7 +15,7 @@ import torch
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.engine.engine import TorchEngine
-from services.worker.engine.layout import Span
+from services.worker.engine.layout import Span, pack
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.core.cost import ComputeBudget, ShipMode
 from services.worker.peers.attention.creditor import Creditor, LentGrants
@@ -57,7 +57,7 @@ def request(**changes: object) -> bytes:
     """Five rows of a sequence whose first two blocks are the creditor's."""
     homes = Homes(1)
     homes.place([1, 2], 1, [3, 1])
-    part = split([Span(2, ROWS, [1, 2])], homes, BLOCK_TOKENS)[1]
+    part = split(pack([Span(2, ROWS, [1, 2])], BLOCK_TOKENS), homes, BLOCK_TOKENS)[1]
     asked = Request(step=1, layer=0, grants=(GRANT,), part=to_wire(part.spans), q_heads=HEADS)
     return request_encoder.encode(msgspec.structs.replace(asked, **changes))
 
@@ -236,7 +236,9 @@ class World:
         homes = Homes(0)
         homes.place(range(len(blocks)), 1, blocks)
         position = len(blocks) * BLOCK_TOKENS - 1
-        _, part = split([Span(position, 1, list(range(len(blocks))))], homes, BLOCK_TOKENS)
+        _, part = split(
+            pack([Span(position, 1, list(range(len(blocks))))], BLOCK_TOKENS), homes, BLOCK_TOKENS
+        )
         asked = Request(
             step=step,
             layer=layer,

@@ -203,11 +203,12 @@ def test_a_step_that_fails_half_way_costs_no_loan(
         debtor = connect(small, [one.dial(), other.dial()], 8, choose=CHOOSERS[way])
         borrowed = [[0, 1, *range(4, 12)], [2, 3, *range(12, 20)]]
         assert small.step([Row(prompts[0], 0, borrowed[0], None)]) == [None]
-        backends = debtor._lendings[1].staging.backends if way == "fetch" else [small.attention._partial]
+        own: list[tuple[Any, str]] = [(small.attention, "join")]
+        staged = [(each, "attend_part") for each in debtor._lendings[1].staging.backends]
         for layer in range(2):
             with monkeypatch.context() as failing:
-                for backend in backends:
-                    failing.setattr(backend, "attend_part", failing_at(layer, backend))
+                for part, call in staged if way == "fetch" else own:
+                    failing.setattr(part, call, failing_at(layer, getattr(part, call)))
                 with pytest.raises(MemoryError):
                     small.step(
                         [Row(prompt, 0, held, None) for prompt, held in zip(prompts, borrowed, strict=True)]
@@ -218,16 +219,15 @@ def test_a_step_that_fails_half_way_costs_no_loan(
     assert answers == expected
 
 
-def failing_at(layer: int, backend: Any) -> Callable[..., Any]:
-    """`attend_part` of a backend that has no memory for that layer."""
-    real = backend.attend_part
+def failing_at(layer: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that has no memory for that layer."""
 
-    def attend_part(at: int, *args: Any) -> Any:
+    def call(at: int, *args: Any) -> Any:
         if at == layer:
             raise MemoryError("as told")
         return real(at, *args)
 
-    return attend_part
+    return call
 
 
 def test_a_creditor_over_its_budget_gives_blocks_instead_of_time(llama: Any) -> None:

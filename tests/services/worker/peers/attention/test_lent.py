@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 
-from services.worker.engine.layout import Span
+from services.worker.engine.layout import Span, pack
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.creditor import LentGrants
 from services.worker.peers.attention.debtor import WriteWatch
@@ -144,7 +144,7 @@ def test_a_written_block_is_no_copy_any_more() -> None:
     watch = WriteWatch(BLOCK_TOKENS)
     watch.restart({(1, 5): 0, (1, 6): 1})
     assert watch.is_copy((1, 5), 0) and not watch.is_copy((1, 5), 1) and not watch.is_copy((1, 7), 2)
-    parts = split([Span(5, 1, [10, 11]), Span(0, 4, [12])], homes, BLOCK_TOKENS)
+    parts = split(pack([Span(5, 1, [10, 11]), Span(0, 4, [12])], BLOCK_TOKENS), homes, BLOCK_TOKENS)
     assert sum(int(np.count_nonzero(part.spans.slots >= 0)) for part in parts) == 5
     watch.on_step(parts)
     assert watch.is_copy((1, 5), 0), "it was only read"

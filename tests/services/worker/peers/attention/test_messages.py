@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.worker.engine.layout import PackedSpans, Span
+from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.partition import Homes, split
 from services.worker.peers.attention.messages import (
     Attended,
@@ -28,7 +28,7 @@ def part() -> PackedSpans:
     homes = Homes(4)
     homes.place(range(4, 12), 1, range(8))
     spans = [Span(9, 1, [0, 4, 5]), Span(6, 7, [6, 7, 1, 8])]
-    return split(spans, homes, 4)[1].spans
+    return split(pack(spans, 4), homes, 4)[1].spans
 
 
 def wire(**changes: Any) -> PartWire:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine import paged
 from services.worker.engine.backends import TorchBackend
-from services.worker.engine.layout import PackedSpans, Span
+from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.partition import Homes, merge_into, split
 from services.worker.peers.attention.staging import cut, pairs
 from tests.rounding import assert_within
@@ -32,7 +32,7 @@ def parts(draw: st.DrawFn) -> PackedSpans:
                 homes.place([following], 1, [following - 1000])
                 following += 1
         spans.append(Span(length - count, count, blocks))
-    found = split(spans, homes, BLOCK)
+    found = split(pack(spans, BLOCK), homes, BLOCK)
     return found[-1].spans
 
 
@@ -89,7 +89,7 @@ def test_pairs_are_counted(spans: PackedSpans) -> None:
 def test_a_block_that_this_step_fills_is_not_fetched() -> None:
     homes = Homes(1)
     homes.place(range(1, 6), 1, range(5))
-    (_, part) = split([Span(6, 12, [1, 2, 3, 4, 5])], homes, BLOCK)
+    (_, part) = split(pack([Span(6, 12, [1, 2, 3, 4, 5])], BLOCK), homes, BLOCK)
     (segment,) = cut(part.spans, BLOCK, 8)
     assert segment.fetched.tolist() == [0, 1]
     (again,) = cut(part.spans, BLOCK, 8, refetch=True)
