@@ -5,6 +5,7 @@ scheduler, no worker.
 """
 
 import asyncio
+import sys
 
 from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
@@ -29,6 +30,8 @@ HANDLERS: tuple[Handler, ...] = (
 )
 
 _log = get_logger("predictor")
+
+_REGRESSOR = "services.predictor.models.regressor"
 
 
 class Predictor:
@@ -94,10 +97,11 @@ class Predictor:
 
 def learner_for(config: PredictorConfig, batcher: Batcher) -> Learner | None:
     """Only a regressor learns in the background, and only where it may keep something."""
-    from services.predictor.learning import Learner
+    if config.state_dir is None or not config.learn or _REGRESSOR not in sys.modules:
+        return None  # Nobody has made one: importing it would cost seconds, for torch.
     from services.predictor.models.regressor import RegressorModel
 
-    if config.state_dir is None or not config.learn or not isinstance(batcher.model, RegressorModel):
+    if not isinstance(batcher.model, RegressorModel):
         return None
     return Learner(batcher.model, batcher, config.state_dir, config.learning_rules())
 
