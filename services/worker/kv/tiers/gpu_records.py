@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from services.worker.kv.tiers.records import LayerPools, Pool, RecordRow, Records
+from services.worker.kv.tiers.records import LayerPools, LayerPool, RecordRow, Records
 
 
 class GpuRecords(Records):
@@ -43,7 +43,7 @@ class GpuRecords(Records):
                 part.index_copy_(0, index, arrived[:, start:end])
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _rows(self, pool: Pool) -> Any:
+    def _rows(self, pool: LayerPool) -> Any:
         assert isinstance(pool, torch.Tensor), "arrays lie in the host's memory"
         return pool.view(len(pool), -1).view(torch.uint8)
 

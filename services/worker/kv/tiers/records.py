@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
-Pool: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
+LayerPool: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 LayerPools: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]] | Sequence[tuple[npt.NDArray[Any], ...]]"
 """By layer: K `[num_blocks, kv_heads, head_dim, block_tokens]`, V `[num_blocks, kv_heads, block_tokens,
 value_dim]`, each contiguous."""
@@ -53,7 +53,7 @@ class Records:
             for block, row in zip(blocks, rows, strict=True):
                 part[block] = row[start:end]
 
-    def _rows(self, pool: Pool) -> Any:
+    def _rows(self, pool: LayerPool) -> Any:
         """`[num_blocks, bytes of a block]`, in place."""
         if isinstance(pool, np.ndarray):
             return pool.reshape(len(pool), -1).view(np.uint8)
@@ -71,7 +71,7 @@ def records_of(pools: LayerPools) -> Records:
     return Records(pools)
 
 
-def _flat(pools: LayerPools) -> list[Pool]:
+def _flat(pools: LayerPools) -> list[LayerPool]:
     flat = [pool for layer in pools for pool in layer]
     if not flat or len({(len(pool), _device(pool)) for pool in flat}) != 1:
         raise ValueError("pools need the same number of blocks on one device")
@@ -80,11 +80,11 @@ def _flat(pools: LayerPools) -> list[Pool]:
     return flat
 
 
-def _device(pool: Pool) -> str:
+def _device(pool: LayerPool) -> str:
     return "cpu" if isinstance(pool, np.ndarray) else str(pool.device)
 
 
-def _is_contiguous(pool: Pool) -> bool:
+def _is_contiguous(pool: LayerPool) -> bool:
     return pool.flags.c_contiguous if isinstance(pool, np.ndarray) else pool.is_contiguous()
 
 
