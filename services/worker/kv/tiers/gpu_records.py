@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from services.worker.kv.tiers.records import LayerPools, LayerPool, RecordRow, Records
+from services.worker.kv.tiers.records import LayerPool, LayerPools, RecordRow, Records
 
 
 class GpuRecords(Records):
