@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?=
-AT_ONCE ?= auto
+# One more than there are cores: much of what is tested is waiting.
+AT_ONCE ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SEEDS ?= $(shell shuf -i 1-1000000000 -n 5)
 NUMERICS := tests/services/worker/engine tests/services/worker/peers/attention/test_segments.py
 CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
