@@ -82,6 +82,20 @@ class WorkerConfig(ModelServiceConfig):
             )
 
     @model_validator(mode="after")
+    def _nothing_that_a_simulated_engine_has_not(self) -> "WorkerConfig":
+        wanted = {
+            "pie.enabled": self.pie.enabled,
+            "lending.borrow": self.lending.borrow,
+            "kv_bytes": self.kv_bytes,
+        }
+        without = [name for name, is_set in wanted.items() if is_set]
+        if self.engine == "simulated" and without:
+            raise ValueError(
+                f"a simulated engine has no attention and no real KV: leave out {', '.join(without)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_way_to_more_kv(self) -> "WorkerConfig":
         if self.pie.enabled and self.lending.borrow:
             raise ValueError(

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from services.worker.config import WorkerConfig
 from services.worker.core.costs import find_cost
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.contract import AttendingEngine, Engine, Row
@@ -13,6 +14,7 @@ from services.worker.engine.settings import SimulatedConfig
 from services.worker.engine.simulated import SimulatedEngine, answer_tokens, token_at
 from services.worker.kv.store import CacheableEngine
 from services.worker.kv.tiers.records import Records
+from shared.config import load
 from shared.errors import ConfigError, InternalError
 from shared.messages.sequence import Sampling
 
@@ -129,6 +131,14 @@ def test_its_sizes_are_the_models() -> None:
     assert other.fingerprint != engine.fingerprint, "blocks of another size are not exchanged"
     with pytest.raises(ConfigError, match="no folder"):
         SimulatedEngine.of("somebody/something", 8, 16, SimulatedConfig())
+
+
+@pytest.mark.parametrize("setting", ["pie.enabled", "lending.borrow", "kv_bytes"])
+def test_what_needs_real_kv_is_refused_beside_it(setting: str) -> None:
+    argv = ["--engine=simulated", f"--{setting}=1"]
+    with pytest.raises(ConfigError, match=setting):
+        load(WorkerConfig, "worker", argv=argv)
+    load(WorkerConfig, "worker", argv=argv[1:])
 
 
 def test_a_worker_of_it_imports_no_torch() -> None:
