@@ -6,10 +6,13 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import TorchEngine, prefill_tokens_per_s, warm_up
+from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
 from shared.errors import ConfigError
+from shared.grammars import Grammars
+from shared.tokenizer_files import load_tokenizer
 
 
 def build(config: WorkerConfig) -> TorchEngine:
@@ -32,6 +35,7 @@ def build(config: WorkerConfig) -> TorchEngine:
         threads=config.threads,
         release=True,
         pie=config.pie,
+        grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), model.vocabulary)),
     )
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)

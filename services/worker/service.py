@@ -26,7 +26,7 @@ from services.worker.core.steps import StepCore, StepEffects
 from services.worker.cores import bind_to
 from services.worker.door import Command, Door
 from services.worker.egress import Courier, Heartbeat, Outbox
-from services.worker.engine.contract import Engine
+from services.worker.engine.contract import ConstrainedEngine, Engine
 from services.worker.engine_thread import Runner
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.neighbourhood import Neighbourhood, extended
@@ -82,6 +82,7 @@ class Worker:
         self._bus = bus
         self._config = config
         self._engine = engine
+        self._expect_grammar = engine.expect_grammar if isinstance(engine, ConstrainedEngine) else None
         self._clock = clock
         self._started_s = clock()
         self._foreign_commands = 0
@@ -167,6 +168,10 @@ class Worker:
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
         self._door.post(lambda core, _: core.on_plan(plan, received_s))
+        if self._expect_grammar is not None:
+            for spec in plan.starts:
+                if spec.sampling.grammar:
+                    self._expect_grammar(spec.sampling.grammar)
 
     def on_cancel(self, cancel: CancelSequence) -> None:
         self._door.post(self._entitled(lambda core, now_s: core.on_cancel(cancel, now_s)))

@@ -14,6 +14,7 @@ from shared.messages.values import (
     Choice,
     Count,
     Digest,
+    GrammarText,
     Id,
     Number,
     Penalty,
@@ -91,6 +92,8 @@ class Sampling(Message, frozen=True, kw_only=True):
     """Logits of tokens in prompt or answer are divided by it where positive, multiplied where negative."""
     top_logprobs: TopLogprobs | None = None
     """None: no log-probabilities. Else those of the chosen token and of so many likeliest ones."""
+    grammar: GrammarText = ""
+    """What the answer's text keeps to, as `shared.grammars` writes it; empty: nothing."""
 
 
 class SequenceSpec(Message, frozen=True, kw_only=True):

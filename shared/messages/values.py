@@ -63,6 +63,8 @@ Penalty = Annotated[float, Meta(ge=-1e3, le=1e3)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=100)]
 
+GrammarText = Annotated[str, Meta(max_length=65_536)]
+
 Digest = Annotated[bytes, Meta(max_length=64)]
 """A fingerprint, a salt; empty where there is none."""
 

@@ -147,9 +147,9 @@ def test_a_long_prompt_is_answered(client: OpenAI) -> None:
         (
             openai.BadRequestError,
             400,
-            "response_format",
+            "response_format.type",
             "unsupported_parameter",
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "structural_tag"}},
         ),
         (openai.BadRequestError, 400, "messages", "context_length_exceeded", {"long": True}),
     ],

@@ -4,23 +4,28 @@ Knows the model's codec and the configured limits; nothing of HTTP connections o
 """
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import unknown_model
+from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import schemas
 from services.gateway.openai.replies import ReplyKind
 from services.gateway.openai.schemas import parse_chat, parse_object
-from services.gateway.text.tokenizer import Codec, TokenizerThreads
+from services.gateway.openai.structured import GUIDED, grammar_of
+from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec, TokenizerThreads
 from shared.errors import ContextOverflow, InvalidRequest
+from shared.grammars import Grammars
 from shared.messages.sequence import Sampling
 
 LEAST_TEMPERATURE = 1e-5
 LEAST_TOP_P = 1e-6
 
 
-def sampling_of(request: schemas.CompletionRequest, codec: Codec, seed: int, max_tokens: int) -> Sampling:
+def sampling_of(
+    request: schemas.CompletionRequest, codec: Codec, seed: int, max_tokens: int, grammar: str = ""
+) -> Sampling:
     """What a sampler could trip over is moved to where it means the same.
 
     Raises InvalidRequest for a `min_tokens` above `max_tokens` and for tokens the model does not have.
@@ -47,6 +52,7 @@ def sampling_of(request: schemas.CompletionRequest, codec: Codec, seed: int, max
         frequency_penalty=float(request.frequency_penalty or 0.0),
         repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
         top_logprobs=request.logprobs_wanted,
+        grammar=grammar,
     )
 
 
@@ -61,6 +67,10 @@ def _end_token_ids(request: schemas.CompletionFields, codec: Codec) -> tuple[int
 DEFAULT_TEXT_MAX_TOKENS = 16
 """What OpenAI's /v1/completions answers with when no limit is given."""
 SEED_MASK = 2**63 - 1
+
+STRUCTURED_FIELDS = ("response_format", "structured_outputs", *GUIDED)
+MOST_CHECKED = 256
+"""Grammars that are known to be good."""
 
 ContextLimit = Callable[[], Awaitable[int]]
 """Longest prompt + answer in tokens, once it is known: no worker may have been heard of yet."""
@@ -88,6 +98,31 @@ class AdmittedRequest:
         return self.samplings[0].top_logprobs
 
 
+class GrammarChecks:
+    """Whether grammars can be followed, found in threads; remembers those that can."""
+
+    def __init__(self, grammars: Grammars | None, threads: TokenizerThreads) -> None:
+        self._grammars = grammars
+        self._threads = threads
+        self._good: OrderedDict[str, None] = OrderedDict()
+
+    async def check(self, grammar: str, param: str) -> None:
+        """Raises InvalidRequest naming `param`, UnsupportedFeature for a model without, Overloaded."""
+        grammars = self._grammars
+        if grammars is None:
+            raise UnsupportedFeature("this model's answers cannot be kept to a form", param=param)
+        if grammar in self._good:
+            self._good.move_to_end(grammar)
+            return
+        try:
+            await self._threads.encode(lambda: grammars.check(grammar), max(len(grammar), AT_ONCE_BYTES + 1))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{param} is not supported: {error.message}", param=param) from None
+        self._good[grammar] = None
+        if len(self._good) > MOST_CHECKED:
+            self._good.popitem(last=False)
+
+
 class Acceptance:
     """Turns bodies into jobs; reads and tokenizes in threads of its own, a bounded number at a time."""
 
@@ -95,19 +130,34 @@ class Acceptance:
         self._config = config
         self.codec = codec
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
+        self.checks = GrammarChecks(codec.grammars, self.threads)
 
     async def chat(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
         request, messages = await self.threads.read(lambda: self._chat(body), len(body))
         prompt = await self.threads.encode(lambda: self.codec.encode_chat(messages), len(body))
         limit = request.max_completion_tokens or request.max_tokens
-        return self._job("chat", request, [prompt], limit, await context())
+        grammar = await self._grammar(request)
+        return self._job("chat", request, [prompt], limit, await context(), grammar)
 
     async def text(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one or several prompts. Raises as `chat` does."""
         request = await self.threads.read(lambda: self._text(body), len(body))
         prompts = await self.threads.encode(lambda: [self._encode(p) for p in request.prompts], len(body))
-        return self._job("text", request, prompts, request.max_tokens, await context())
+        grammar = await self._grammar(request)
+        return self._job("text", request, prompts, request.max_tokens, await context(), grammar)
+
+    async def _grammar(self, request: schemas.CompletionRequest) -> str:
+        """What the answer is to keep to; empty: nothing. Raises InvalidRequest, UnsupportedFeature."""
+        grammar, param = grammar_of({name: getattr(request, name) for name in STRUCTURED_FIELDS})
+        if not grammar:
+            return ""
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(request, name):
+                text = f"{name} does not go with {param}: the answer ends where its form does"
+                raise InvalidRequest(text, param=name)
+        await self.checks.check(grammar, param)
+        return grammar
 
     def _chat(self, body: bytes) -> tuple[schemas.ChatRequest, list[dict[str, str]]]:
         request = schemas.parse(schemas.ChatRequest, parse_chat(body, self._config.max_messages))
@@ -148,13 +198,16 @@ class Acceptance:
         prompts: Sequence[Sequence[int]],
         limit: int | None,
         context_tokens: int,
+        grammar: str,
     ) -> AdmittedRequest:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         limits = [self._limit(kind, len(prompt), limit, context_tokens) for prompt in prompts]
         return AdmittedRequest(
             kind=kind,
             prompts=tuple(tuple(prompt) for prompt in prompts),
-            samplings=tuple(sampling_of(request, self.codec, seed, max_tokens) for max_tokens in limits),
+            samplings=tuple(
+                sampling_of(request, self.codec, seed, max_tokens, grammar) for max_tokens in limits
+            ),
             n=request.n or 1,
             stops=tuple(request.stop or ()),
             stream=bool(request.stream),

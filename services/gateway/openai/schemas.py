@@ -25,16 +25,11 @@ def _is(*values: Any) -> Neutral:
     return lambda value: value is None or value in values
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
 UNSUPPORTED: Mapping[str, Neutral] = {
     "tools": _is_empty,
     "tool_choice": _is("none", "auto"),
     "functions": _is_empty,
     "function_call": _is("none", "auto"),
-    "response_format": _is_text_format,
     "top_logprobs": _is(0),  # of completions; chats have it
     "prompt_logprobs": _is_empty,
     "logit_bias": _is_empty,
@@ -47,20 +42,14 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "use_beam_search": _is_empty,
     "continue_final_message": _is_empty,
     "add_generation_prompt": _is(True),
-    "guided_json": _is_empty,
-    "guided_regex": _is_empty,
-    "guided_choice": _is_empty,
-    "guided_grammar": _is_empty,
-    "structured_outputs": _is_empty,
+    "guided_whitespace_pattern": _is_empty,
 }
 
 INSTEAD: Mapping[str, str] = {
     "tools": "describe the functions in a system message, ask for a call as JSON, and parse the answer",
     "tool_choice": "it goes with tools, which are not supported either; send none or auto, or leave it out",
     "functions": "describe them in a system message, ask for a call as JSON, and parse the answer",
-    "response_format": 'ask for JSON in the prompt and check the answer; {"type": "text"} is taken',
-    "guided_json": "ask for JSON in the prompt and check the answer",
-    "structured_outputs": "ask for the form in the prompt and check the answer",
+    "guided_whitespace_pattern": "JSON is written with single spaces and indented lines at most",
     "top_logprobs": "here the number goes into logprobs, from 0 to 5",
     "prompt_logprobs": "logprobs gives those of the answer",
 }
@@ -69,6 +58,7 @@ INSTEAD: Mapping[str, str] = {
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    | {"guided_decoding_backend"}
     | {"reasoning_effort", "verbosity", "parallel_tool_calls"}
 )
 """Hints and bookkeeping of OpenAI's own service: accepted without effect."""
@@ -225,6 +215,13 @@ class CompletionFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
 
 
 class RequestMessage(BaseModel):

@@ -21,13 +21,15 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, InvalidRequest, Overloaded
+from shared.grammars import Grammars
 from shared.log import get_logger
-from shared.model_files import revision_advice, source_of
+from shared.tokenizer_files import TokenizerFiles, load_tokenizer
 
+_log = get_logger("gateway.tokenizer")
 ChatMessage = Mapping[str, Any]
 
 
@@ -159,11 +161,6 @@ class TokenizerThreads:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_log = get_logger("gateway.tokenizer")
-FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-
-
 @dataclass(frozen=True)
 class Codec:
     """Thread-safe. Encoding a long text takes long: call it off the event loop."""
@@ -173,6 +170,8 @@ class Codec:
     end_token_ids: tuple[int, ...]
     vocab_size: int
     """Ids in a prompt given as tokens are below this."""
+    grammars: Grammars | None = None
+    """None: answers of this model cannot be kept to one."""
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with the special tokens the tokenizer adds to one."""
@@ -199,92 +198,23 @@ class Codec:
 
 def load_codec(model: str) -> Codec:
     """From a local folder or a hub id. Raises ConfigError naming what is missing."""
-    folder = model_folder(model)
-    config = _read(folder / "tokenizer_config.json")
-    tokenizer = _load_tokenizer(folder)
-    special = _special_tokens(config, _read(folder / "special_tokens_map.json"))
-    _add_missing_tokens(tokenizer, config, special)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    model_config = _read(folder / "config.json")
-    source = _template_source(folder, config)
+    files = load_tokenizer(model)
+    source = _template_source(files.folder, files.config)
     return Codec(
-        tokenizer=tokenizer,
-        template=ChatTemplate(source, special) if source else None,
-        end_token_ids=_end_token_ids(folder, model_config, tokenizer, special),
-        vocab_size=model_config.get("vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True),
+        tokenizer=files.tokenizer,
+        template=ChatTemplate(source, files.special) if source else None,
+        end_token_ids=files.end_token_ids,
+        vocab_size=files.vocab_size,
+        grammars=_grammars(files),
     )
 
 
-def model_folder(model: str) -> Path:
-    """The folder itself, or a snapshot of that hub id's small files.
-
-    Raises ConfigError when there is neither.
-    """
-    source = source_of(model)
-    if isinstance(source, Path):
-        return source
-    from huggingface_hub import snapshot_download  # half a second that a local folder does not need
-
+def _grammars(files: TokenizerFiles) -> Grammars | None:
     try:
-        folder = Path(snapshot_download(source.name, revision=source.revision, allow_patterns=list(FILES)))
-    except Exception as error:  # the hub client's errors have no common base
-        raise ConfigError(
-            f"model {model!r} is neither a folder nor a hub id that can be had: {error}"
-        ) from error
-    advice = revision_advice(source, folder.name)  # a snapshot's folder is called as its commit
-    if advice is not None:
-        _log.warning(advice)
-    return folder
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _load_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        return Tokenizer.from_file(str(path))
-    try:
-        from transformers import AutoTokenizer  # seconds, needed only for older formats
-
-        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
-    except Exception as error:  # whatever a converter of an unknown format raises
-        raise ConfigError(f"{folder} has no tokenizer.json and none could be made: {error}") from error
-
-
-def _text_of(token: Any) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name, as templates see them."""
-    named = {name: _text_of(config.get(name)) or _text_of(older.get(name)) for name in SPECIAL_TOKENS}
-    return {name: token for name, token in named.items() if token is not None}
-
-
-def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows; those it names as special become so."""
-    for entry in config.get("added_tokens_decoder", {}).values():
-        if (text := _text_of(entry)) and tokenizer.token_to_id(text) is None:
-            flags = {name: entry[name] for name in ("lstrip", "rstrip", "normalized") if name in entry}
-            token = AddedToken(text, special=bool(entry.get("special")), **flags)
-            (tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens)([token])
-    more = [_text_of(token) for token in config.get("additional_special_tokens") or ()]
-    wanted = [*special.values(), *(token for token in more if token)]
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in wanted if t not in known]
-    )
+        return Grammars(files)
+    except ConfigError as error:
+        _log.warning("structured output will be refused: %s", error)
+        return None
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
@@ -295,22 +225,6 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(found, list):
         found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
     return found if isinstance(found, str) else None
-
-
-def _end_token_ids(
-    folder: Path, model_config: dict[str, Any], tokenizer: Tokenizer, special: dict[str, str]
-) -> tuple[int, ...]:
-    """What `generate` would stop at: generation_config.json, else config.json, else the tokenizer's eos
-    token.
-    """
-    generation = _read(folder / "generation_config.json")
-    for found in (generation.get("eos_token_id"), model_config.get("eos_token_id")):
-        if isinstance(found, int):
-            return (found,)
-        if isinstance(found, list) and found:
-            return tuple(int(token) for token in found)
-    eos = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return () if eos is None else (eos,)
 
 
 SPACE_MARK = "▁"

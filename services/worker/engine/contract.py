@@ -60,6 +60,15 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class ConstrainedEngine(Engine, Protocol):
+    """An engine whose answers can keep to grammars."""
+
+    def expect_grammar(self, grammar: str) -> None:
+        """A sequence that keeps to it comes soon. Any thread may call this."""
+        ...
+
+
+@runtime_checkable
 class AttendingEngine(Engine, Protocol):
     """An engine with attention of its own over paged pools: what can attend to parts of keys."""
 

@@ -11,6 +11,7 @@ from services.worker.engine.attention import PagedAttention, make_pools
 from services.worker.engine.backends import Pools
 from services.worker.engine.contract import Engine, Row
 from services.worker.engine.forward import make_forward
+from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
 from services.worker.engine.native.library import AttentionMode
@@ -48,8 +49,11 @@ class TorchEngine:
         threads: int = 1,
         release: bool = False,
         pie: PieSettings | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
+        """Without `grammars` a row that has one fails."""
         self._model = model
+        self._grammars = grammars
         self.weights = model_digest(model.module)
         self.fingerprint = fingerprint(
             model=self.weights,
@@ -120,6 +124,11 @@ class TorchEngine:
     def max_positions(self) -> int:
         return self._model.max_positions
 
+    def expect_grammar(self, grammar: str) -> None:
+        """A sequence that keeps to it comes soon. Any thread may call this."""
+        if self._grammars is not None:
+            self._grammars.expect(grammar)
+
     def make_pool(self) -> BlockPool:
         """A pool of this engine's blocks; under Pie the one whose size follows the expansion."""
         if self.pie is None:
@@ -164,11 +173,12 @@ class TorchEngine:
             [Span(row.first_position, len(row.tokens), row.blocks) for row in rows], decodes
         )
         points = [row.point for row in rows if row.point is not None]
+        masks = None if self._grammars is None else self._grammars.begin(points)
         logits = self._forward(
             *(packed.to(self._model.device) for packed in pack(rows, decodes, len(points)))
         )
         self._attention.end()
-        drawn = sample(logits, points, self._attention.library) if points else []
+        drawn = sample(logits, points, self._attention.library, masks) if points else []
         if len(drawn) == len(rows):
             return drawn
         following = iter(drawn)

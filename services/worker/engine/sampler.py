@@ -1,6 +1,7 @@
 """From logits to tokens. A token depends on its logits, the sampling parameters, the choice and its index.
 
-The order is vLLM's: log-probabilities are those of the raw logits; then penalties and `min_tokens`;
+The order is vLLM's: log-probabilities are those of the raw logits; then penalties and `min_tokens`, then what
+a grammar does not allow is masked;
 temperature 0 is argmax of that. Otherwise: temperature → min_p → top-k → top-p (each of what is left) →
 inverse CDF in token-id order with one uniform number, a counter-based hash of (seed, choice, index): no
 generator state to carry to another worker. Rows that ask for nothing pay nothing.
@@ -22,8 +23,10 @@ import numpy as np
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import declare
+from shared.grammars import Words
 from shared.messages.sequence import Sampling
 from shared.messages.tokens import TokenLogprobs
 
@@ -120,6 +123,7 @@ class Draw(ctypes.Structure):
 
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PROTOTYPES = {
+    "mask_logits": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32)),
     "draw_tokens": (None, (_POINTER, _POINTER, _INT32, _POINTER, ctypes.POINTER(Draw), _INT32)),
 }
 
@@ -138,6 +142,26 @@ def draw_tokens(
         logits.data_ptr(), highest.data_ptr(), logits.shape[1], scratch.data_ptr(), draws, len(wishes)
     )
     return [draw.token for draw in draws]
+
+
+def mask_rows(
+    logits: torch.Tensor, rows: Sequence[int], words: Words, library: ctypes.CDLL | None = None
+) -> None:
+    """Minus infinity, in place, for each token whose bit is 0 in `words` `[rows, words]` of its row.
+
+    `logits` `[all rows, vocabulary]` fp32.
+    """
+    if library is not None and logits.is_contiguous():
+        declare(library, _PROTOTYPES)
+        at = np.array(rows, dtype=np.int64)
+        library.mask_logits(
+            logits.data_ptr(), logits.shape[1], at.ctypes.data, words.ctypes.data, len(rows), words.shape[1]
+        )
+        return
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    at_rows = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    logits[at_rows] = logits[at_rows].masked_fill(forbidden, -_INFINITY)
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -176,14 +200,20 @@ def uniform(seed: int, choice: int, index: int) -> float:
     return (state >> 11) / (1 << 53)
 
 
-def sample(found: Logits, points: Sequence[SamplePoint], library: CDLL | None = None) -> list[Sampled | None]:
-    """One token per row of the logits; None for a row whose logits are not finite.
+def sample(
+    found: Logits,
+    points: Sequence[SamplePoint],
+    library: CDLL | None = None,
+    masks: RowMasks | None = None,
+) -> list[Sampled | None]:
+    """One token per row of the logits; None for a row whose logits are not finite, or that may have none.
 
     They are used up: penalties are applied in place. `library`: the native one, for logits on the CPU.
     """
-    if found.likeliest is not None and found.highest is not None and all(map(_takes_likeliest, points)):
+    is_plain = masks is None and all(map(_takes_likeliest, points))
+    if is_plain and found.likeliest is not None and found.highest is not None:
         return _plain(found.likeliest, found.highest)
-    return _sample(found.values.float(), points, library)
+    return _sample(found.values.float(), points, library, masks)
 
 
 def _takes_likeliest(point: SamplePoint) -> bool:
@@ -204,12 +234,14 @@ def _plain(tokens: torch.Tensor, highest: torch.Tensor) -> list[Sampled | None]:
 
 
 def _sample(
-    logits: torch.Tensor, points: Sequence[SamplePoint], library: CDLL | None
+    logits: torch.Tensor, points: Sequence[SamplePoint], library: CDLL | None, masks: RowMasks | None
 ) -> list[Sampled | None]:
     tops = {row: top for row, point in enumerate(points) if (top := point.sampling.top_logprobs) is not None}
     measured = torch.tensor(list(tops), dtype=torch.int64, device=logits.device)
     raw = logits[measured]
     penalize(logits, points)
+    if masks is not None:
+        mask_rows(logits, masks.rows, masks.wait(), library)
     highest, tokens = logits.max(-1)
     drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0]
     if drawn and library is not None:

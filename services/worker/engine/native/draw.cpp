@@ -123,4 +123,19 @@ void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, 
     draw->token = invert(scratch, vocabulary, least, draw->uniform);
   }
 }
+
+void mask_logits(float* logits, int32_t vocabulary, const int64_t* rows, const uint32_t* masks, int32_t count,
+                 int32_t words) {
+  for (int32_t at = 0; at < count; ++at) {
+    float* row = logits + rows[at] * vocabulary;
+    const uint32_t* mask = masks + static_cast<int64_t>(at) * words;
+    for (int32_t word = 0, first = 0; first < vocabulary; ++word, first += 32) {
+      const uint32_t bits = word < words ? mask[word] : 0;
+      if (bits == UINT32_MAX) continue;
+      const int32_t last = std::min(first + 32, vocabulary);
+      for (int32_t token = first; token < last; ++token)
+        if (!(bits >> (token - first) & 1)) row[token] = -INFINITY;
+    }
+  }
+}
 }

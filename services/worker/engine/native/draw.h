@@ -20,5 +20,9 @@ struct Draw {
 // `scratch` [vocabulary] floats.
 void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, float* scratch, Draw* draws,
                  int32_t count);
+
+// Minus infinity for each token whose bit is 0: `masks` [count, words], the lowest bit first, of the rows `rows` [count].
+void mask_logits(float* logits, int32_t vocabulary, const int64_t* rows, const uint32_t* masks, int32_t count,
+                 int32_t words);
 }
 #pragma GCC visibility pop

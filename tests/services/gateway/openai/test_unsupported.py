@@ -18,7 +18,6 @@ ASKED: dict[str, Any] = {
     "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "top_logprobs": 3,
     "prompt_logprobs": 0.5,
     "logit_bias": {"5": 100},
@@ -31,16 +30,11 @@ ASKED: dict[str, Any] = {
     "use_beam_search": True,
     "continue_final_message": True,
     "add_generation_prompt": False,
-    "guided_json": {"type": "object"},
-    "guided_regex": "a+",
-    "guided_choice": ["a"],
-    "guided_grammar": "root ::= x",
-    "structured_outputs": {"json": {}},
+    "guided_whitespace_pattern": " ",
 }
 NOTHING: dict[str, list[Any]] = {
     "tools": [[]],
     "tool_choice": ["none", "auto"],
-    "response_format": [{"type": "text"}],
     "top_logprobs": [0],
     "logit_bias": [{}],
     "modalities": [["text"]],
@@ -72,20 +66,12 @@ def test_asking_for_nothing_is_fine(name: str) -> None:
     ("name", "said"),
     [
         ("tools", "describe the functions in a system message"),
-        ("response_format", "ask for JSON in the prompt"),
         ("echo", "leave it out"),
     ],
 )
 def test_a_refusal_says_what_to_do(name: str, said: str) -> None:
     with pytest.raises(UnsupportedFeature, match=said):
         refuse_unsupported({name: ASKED[name]})
-
-
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_forms_of_answers_are_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedFeature) as caught:
-        refuse_unsupported({"response_format": {"type": kind}})
-    assert caught.value.param == "response_format"
 
 
 def test_advice_is_for_what_is_refused() -> None:

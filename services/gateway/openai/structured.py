@@ -1,0 +1,178 @@
+"""What form an answer is to have: `response_format`, `structured_outputs`, `guided_*`, as one grammar.
+
+OpenAI's and vLLM's fields. Whether a grammar can be followed is checked elsewhere, by who compiles it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from llguidance.gbnf_to_lark import any_to_lark
+
+from services.gateway.errors import UnsupportedFeature, shown
+from shared.errors import InvalidRequest
+from shared.grammars import json_grammar, lark_grammar, regex_grammar
+
+MOST_CHOICES = 1024
+_COMBINERS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "not"})
+_OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
+_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_OF_NUMBERS |= {"multipleOf", "enum", "const"}
+LARGEST_NUMBER = 2**53 - 1
+"""The last integer that every reader of JSON keeps exactly; a weak model would write digits for ever."""
+GrammarWriter = Callable[[Any, str], str]
+"""From what a field holds, and the field's path, to a grammar. Raises InvalidRequest."""
+
+
+def grammar_of(fields: Mapping[str, Any]) -> tuple[str, str]:
+    """The grammar that a request asks for, and the path of the field that does; both empty: none does.
+
+    Raises InvalidRequest for what is malformed or asked for twice, UnsupportedFeature for unknown kinds.
+    """
+    found: list[tuple[str, str]] = []
+    response_format = fields.get("response_format")
+    if response_format is not None:
+        found += _of_response_format(response_format)
+    for name, write in GUIDED.items():
+        if (value := fields.get(name)) is not None:
+            found.append((write(value, name), name))
+    outputs = fields.get("structured_outputs")
+    if outputs is not None:
+        found += _of_structured_outputs(outputs)
+    if len(found) > 1:
+        first, second = found[0][1], found[1][1]
+        raise InvalidRequest(
+            f"{first} and {second} both say what form the answer has: send one", param=second
+        )
+    return found[0] if found else ("", "")
+
+
+def _of_response_format(value: Any) -> list[tuple[str, str]]:
+    path = "response_format"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [(json_grammar({"type": "object"}), path)]
+    if kind != "json_schema":
+        raise UnsupportedFeature(
+            f"{path}.type {shown(repr(kind), 100)} is not supported: it is text, json_object or json_schema",
+            param=f"{path}.type",
+        )
+    described = value.get("json_schema")
+    if not isinstance(described, dict):
+        raise InvalidRequest(
+            f"{path}.json_schema should be an object with a schema", param=f"{path}.json_schema"
+        )
+    schema_path = f"{path}.json_schema.schema"
+    return [(_of_schema(described.get("schema", {"type": "object"}), schema_path), schema_path)]
+
+
+def _of_structured_outputs(value: Any) -> list[tuple[str, str]]:
+    path = "structured_outputs"
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path} should be an object", param=path)
+    found = []
+    for name, wanted in value.items():
+        if wanted is None or wanted is False:
+            continue
+        if name not in KINDS:
+            raise UnsupportedFeature(
+                f"{path}.{shown(name, 100)} is not supported; there are {', '.join(KINDS)}", param=path
+            )
+        found.append((KINDS[name](wanted, f"{path}.{name}"), f"{path}.{name}"))
+    if len(found) != 1:
+        raise InvalidRequest(f"{path} should have one of {', '.join(KINDS)}", param=path)
+    return found
+
+
+def _of_schema(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"{path} is no JSON: {error}", param=path) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path} should be a JSON schema, an object", param=path)
+    return json_grammar(closed(value))
+
+
+def _of_regex(value: Any, path: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{path} should be a regular expression", param=path)
+    return regex_grammar(value)
+
+
+def _of_choice(value: Any, path: str) -> str:
+    is_list = isinstance(value, list) and 0 < len(value) <= MOST_CHOICES
+    if not is_list or not all(isinstance(each, str) and each for each in value):
+        raise InvalidRequest(f"{path} should be a list of 1 to {MOST_CHOICES} texts", param=path)
+    return lark_grammar("start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value))
+
+
+def _of_grammar(value: Any, path: str) -> str:
+    """In Lark's syntax, or in llama.cpp's GBNF, which begins with `root ::=`."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{path} should be a grammar in Lark's syntax or GBNF", param=path)
+    try:
+        return lark_grammar(any_to_lark(value))
+    except Exception as error:  # of a translator that raises whatever it trips over
+        raise InvalidRequest(f"{path} is no grammar: {error}", param=path) from None
+
+
+def _of_any_object(value: Any, path: str) -> str:
+    if value is not True:
+        raise InvalidRequest(f"{path} should be true", param=path)
+    return json_grammar({"type": "object"})
+
+
+KINDS: Mapping[str, GrammarWriter] = {
+    "json": _of_schema,
+    "regex": _of_regex,
+    "choice": _of_choice,
+    "grammar": _of_grammar,
+    "json_object": _of_any_object,
+}
+"""Of `structured_outputs`."""
+GUIDED: Mapping[str, GrammarWriter] = {f"guided_{kind}": write for kind, write in KINDS.items()}
+"""The same under their older names."""
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with what it leaves open closed: properties that it does not name, numbers without end.
+
+    What the result describes is described by `schema`, too, and a model that has said all it was asked for
+    ends there. Left as it is where keywords combine subschemas that may count on each other's properties.
+    """
+    return schema if _combines(schema) else _closed(schema)
+
+
+def _combines(node: Any) -> bool:
+    if isinstance(node, list):
+        return any(map(_combines, node))
+    if not isinstance(node, dict):
+        return False
+    combiners = _COMBINERS & node.keys()
+    if "allOf" in combiners or len(combiners) > 1 or (combiners and _OF_OBJECTS & node.keys()):
+        return True
+    return any(map(_combines, node.values()))
+
+
+def _closed(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_closed(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    done = {
+        name: value if name in ("enum", "const", "default", "examples") else _closed(value)
+        for name, value in node.items()
+    }
+    says_others = {"additionalProperties", "patternProperties", "minProperties"} & node.keys()
+    if isinstance(node.get("properties"), dict) and "type" in node and node["properties"] and not says_others:
+        required = node.get("required", [])
+        if isinstance(required, list) and all(name in node["properties"] for name in required):
+            done["additionalProperties"] = False
+    if node.get("type") in ("integer", "number") and not _OF_NUMBERS & node.keys():
+        done |= {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
+    return done

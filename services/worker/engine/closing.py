@@ -1,0 +1,92 @@
+"""Ends a constrained answer inside its grammar while it still has tokens for that.
+
+Cut off at `max_tokens`, a JSON text is worthless. So when what is left is little more than what it takes to
+close every string, list and object that is open, only tokens that do so are allowed. For JSON these are
+quotes and brackets, for everything else where the grammar lets the answer end; the grammar stays in force.
+Whether an answer is closing depends on its tokens and limit alone, so it closes in the same way wherever it
+goes on.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from shared.grammars import GrammarMatcher, Grammars, Words, words_of
+
+CHECK_TOKENS = 8
+"""So often it is looked at."""
+_MARGIN_TOKENS = 2 * CHECK_TOKENS
+_MOST_TOKENS = 512
+"""What takes longer to close is not closed."""
+_OPENING = (b"{", b"[", b" {", b" [")
+"""Taken only where nothing else is allowed: each opens what has to be closed."""
+
+
+class Closer:
+    """Of one vocabulary."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        texts = grammars.token_bytes()
+        self._words_per_row = words_of(grammars.vocabulary)
+        self._first = np.array([text[0] if text else 0 for text in texts], dtype=np.uint8)
+        self._length = np.array([len(text) for text in texts], dtype=np.int64)
+        self._ends = self._of({*grammars.end_token_ids}.__contains__, len(texts))
+        self._letters = self._of(lambda token: texts[token].isalpha(), len(texts))
+        self._quotes = self._of(lambda token: texts[token] == b'"', len(texts))
+        self._brackets = self._of(lambda token: texts[token] in (b"}", b"]"), len(texts))
+        self._others = self._of(lambda token: not texts[token].startswith(_OPENING), len(texts))
+        self._commas = self._of(lambda token: texts[token] in (b",", b":"), len(texts))
+
+    def window_tokens(self, matcher: GrammarMatcher) -> int:
+        """An answer with more tokens left need not be looked at; `matcher` is at its beginning."""
+        return 2 * self._tokens_to_close(matcher, _MOST_TOKENS) + 8 * CHECK_TOKENS
+
+    def is_due(self, matcher: GrammarMatcher, left_tokens: int) -> bool:
+        """Whether an answer that stands here should begin to close."""
+        most = min(left_tokens, _MOST_TOKENS)
+        return self._tokens_to_close(matcher, most) + _MARGIN_TOKENS >= left_tokens
+
+    def restrict(self, words: Words) -> None:
+        """Of what the grammar allows, leave what leads to the end; in place."""
+        if _has(words, self._ends):
+            words &= self._ends
+        elif _has(words, self._quotes) and _has(words, self._letters):  # inside a string
+            words &= self._quotes
+        else:
+            for kind in (self._brackets, self._quotes, self._commas):
+                if _has(words, kind):
+                    words &= kind
+                    return
+            if _has(words, self._others):
+                words &= self._others
+            self._shorten(words)
+
+    def _shorten(self, words: Words) -> None:
+        """Where the text is given, leave the token that has most of it."""
+        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if len(ids) and (self._first[ids] == self._first[ids[0]]).all():
+            longest = ids[self._length[ids].argmax()]
+            words[:] = 0
+            words[longest >> 5] = np.uint32(1 << (longest & 31))
+
+    def _tokens_to_close(self, matcher: GrammarMatcher, most: int) -> int:
+        """Until an end token, where each step takes the longest token that `restrict` leaves."""
+        follower = matcher.copy()
+        words = np.zeros(self._words_per_row, dtype=np.uint32)
+        for count in range(most):
+            follower.mask(words)
+            if not words.any() or _has(words, self._ends):
+                return count + 1
+            self.restrict(words)
+            ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            follower.accept(int(ids[self._length[ids].argmax()]))
+        return most
+
+    def _of(self, belongs: Callable[[int], bool], tokens: int) -> Words:
+        bits = np.zeros(self._words_per_row * 32, dtype=np.uint8)
+        bits[: min(tokens, len(bits))] = [belongs(token) for token in range(tokens)]
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _has(words: Words, kind: Words) -> bool:
+    return bool((words & kind).any())

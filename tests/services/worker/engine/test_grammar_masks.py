@@ -1,0 +1,161 @@
+"""Constrained rows: masks that depend on tokens alone, in C++ as in torch, and answers that end in time."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.grammar_masks import GrammarMasks
+from services.worker.engine.native.library import choose
+from services.worker.engine.sampler import mask_rows
+from shared.grammars import Grammars, json_grammar, lark_grammar, regex_grammar, words_of
+from shared.messages.sequence import Sampling
+from shared.tokenizer_files import TokenizerFiles, load_tokenizer
+
+MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny_chat"
+PROMPT = [1, 4, 90]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "mood": {"enum": ["glad", "sad"]},
+        "friends": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "minLength": 3}, "pet": {"type": "boolean"}},
+                "required": ["name", "pet"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["name", "age", "mood", "friends"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "number"},
+                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
+            "required": ["value", "next"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+SCHEMAS: list[dict[str, Any]] = [PERSON, TREE, {"type": "object"}, {"type": "array"}, {"type": "string"}]
+
+
+@pytest.fixture(scope="module")
+def files() -> TokenizerFiles:
+    return load_tokenizer(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def masks(files: TokenizerFiles) -> Iterator[GrammarMasks]:
+    made = GrammarMasks(lambda: Grammars(files))
+    yield made
+    made.close()
+
+
+def point_of(grammar: str, tokens: list[int], max_tokens: int = 200) -> SamplePoint:
+    sampling = Sampling(seed=0, max_tokens=max_tokens, grammar=grammar, end_token_ids=(2,))
+    return SamplePoint(sampling, 0, len(tokens) - len(PROMPT), tokens)
+
+
+def allowed(masks: GrammarMasks, point: SamplePoint) -> list[int]:
+    found = masks.begin([point])
+    assert found is not None
+    words = found.wait()[0]
+    ids: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    return ids
+
+
+def written(
+    masks: GrammarMasks, grammar: str, seed: int, max_tokens: int
+) -> tuple[list[int], list[list[int]]]:
+    """An answer drawn from what is allowed, and what was allowed at each of its tokens."""
+    numbers = np.random.default_rng(seed)
+    tokens, seen = list(PROMPT), []
+    while tokens[-1] != 2 and len(tokens) - len(PROMPT) < max_tokens:
+        ids = allowed(masks, point_of(grammar, tokens, max_tokens))
+        assert ids
+        seen.append(ids)
+        tokens.append(int(numbers.choice(ids)))
+    return tokens, seen
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32), st.sampled_from([56, 80, 200]))
+def test_json_is_whole_when_the_limit_comes(
+    masks: GrammarMasks, files: TokenizerFiles, schema: dict[str, Any], seed: int, max_tokens: int
+) -> None:
+    tokens, _ = written(masks, json_grammar(schema), seed, max_tokens)
+    assert tokens[-1] == 2, files.tokenizer.decode(tokens)
+    jsonschema.validate(json.loads(files.tokenizer.decode(tokens[len(PROMPT) :])), schema)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(SCHEMAS), st.integers(0, 2**32), st.data())
+def test_what_follows_depends_on_the_tokens_alone(
+    masks: GrammarMasks, schema: dict[str, Any], seed: int, data: st.DataObject
+) -> None:
+    """As when a worker is lost: another one begins with the tokens, at any of them, closing or not."""
+    grammar = json_grammar(schema)
+    tokens, seen = written(masks, grammar, seed, 64)
+    at = data.draw(st.integers(0, len(seen) - 1))
+    moved = tokens[: len(PROMPT) + at]
+    assert allowed(masks, point_of(grammar, moved, 64)) == seen[at]
+    moved.append(tokens[len(PROMPT) + at])
+    if at + 1 < len(seen):
+        assert allowed(masks, point_of(grammar, moved, 64)) == seen[at + 1]
+
+
+def test_other_grammars_end_where_they_may(masks: GrammarMasks) -> None:
+    for grammar in (regex_grammar("[ab]+"), lark_grammar('start: "x" start | "y"')):
+        tokens, _ = written(masks, grammar, 0, 40)
+        assert tokens[-1] == 2 and len(tokens) - len(PROMPT) <= 40
+
+
+def test_rows_without_a_grammar_are_left_alone(masks: GrammarMasks) -> None:
+    free = SamplePoint(Sampling(seed=0, max_tokens=5), 0, 0, PROMPT)
+    assert masks.begin([free, free]) is None
+    found = masks.begin([free, point_of(regex_grammar("a"), list(PROMPT))])
+    assert found is not None and found.rows == [1]
+
+
+def test_what_leaves_its_grammar_or_has_none_may_have_nothing(masks: GrammarMasks) -> None:
+    strayed = point_of(regex_grammar("a"), [*PROMPT, 500])
+    broken = point_of("no grammar at all", list(PROMPT))
+    found = masks.begin([strayed, broken, point_of(regex_grammar("a"), list(PROMPT))])
+    assert found is not None
+    assert found.wait().any(axis=1).tolist() == [False, False, True]
+
+
+@given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 2**32))
+def test_masking_in_cpp_is_masking_in_torch(vocabulary: int, rows: int, seed: int) -> None:
+    library = choose("auto", device=torch.device("cpu"), dtype=torch.float32)
+    if library is None:
+        pytest.skip("no compiler here")
+    numbers = np.random.default_rng(seed)
+    words = numbers.integers(0, 2**32, (rows, words_of(vocabulary)), dtype=np.uint32)
+    at = numbers.permutation(rows + 2)[:rows].tolist()
+    logits = torch.randn(rows + 2, vocabulary)
+    masked, expected = logits.clone(), logits.clone()
+    mask_rows(masked, at, words, library)
+    mask_rows(expected, at, words)
+    assert torch.equal(masked, expected)
+    for row in set(range(rows + 2)) - set(at):
+        assert torch.equal(masked[row], logits[row])
