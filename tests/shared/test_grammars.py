@@ -37,18 +37,26 @@ def following(grammars: Grammars, files: TokenizerFiles, matcher: GrammarMatcher
     words = np.zeros(words_of(grammars.vocabulary), dtype=np.uint32)
     matcher.mask(words)
     ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-    return {files.tokenizer.id_to_token(int(token)) for token in ids}
+    return {str(files.tokenizer.id_to_token(int(token))) for token in ids}
+
+
+def id_of(files: TokenizerFiles, text: str) -> int:
+    token = files.tokenizer.token_to_id(text)
+    assert token is not None
+    return token
 
 
 def test_what_may_follow(grammars: Grammars, files: TokenizerFiles) -> None:
     matcher = grammars.compile(regex_grammar("ab?"))
     assert following(grammars, files, matcher) == {"a", "ab"}
-    assert matcher.accept(files.tokenizer.token_to_id("a"))
+    assert matcher.accept(id_of(files, "a"))
     again = matcher.copy()
-    assert following(grammars, files, matcher) == {"b", "<|end|>"} and not matcher.is_terminated
-    assert matcher.accept(files.tokenizer.token_to_id("b"))
-    assert following(grammars, files, matcher) == {"<|end|>"} and matcher.is_terminated
-    assert not matcher.accept(files.tokenizer.token_to_id("a"))
+    assert following(grammars, files, matcher) == {"b", "<|end|>"}
+    was_terminated = matcher.is_terminated
+    assert matcher.accept(id_of(files, "b"))
+    assert following(grammars, files, matcher) == {"<|end|>"}
+    assert (was_terminated, matcher.is_terminated) == (False, True)
+    assert not matcher.accept(id_of(files, "a"))
     assert following(grammars, files, matcher) == set() and matcher.error
     assert following(grammars, files, again) == {"b", "<|end|>"}, "a copy goes its own way"
 
