@@ -6,6 +6,7 @@ a function of the tokens so far alone, so an answer that goes on elsewhere goes 
 this library: docs/decisions/0021.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ _MOST_STEP_FUEL, _MOST_STEP_ITEMS = 50_000, 20_000
 """Of lexer and parser, for one mask: some milliseconds."""
 _FOLLOWED_TOKENS = 16
 """By who checks a grammar: what is too large to follow mostly shows at once."""
+FORM = "form"
+"""What a grammar is called inside another."""
 _OPTIONS = "x-guidance"
 """A schema's key that says how strictly it is read, among others: ours, and not the client's."""
 _ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -149,15 +152,34 @@ class Grammars:
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """Of the JSON texts on one line that `schema` describes."""
-    plain = {name: value for name, value in schema.items() if name != _OPTIONS}
-    return LLMatcher.grammar_from_json_schema({**plain, _OPTIONS: _ON_ONE_LINE})
+    return _serialized({"name": FORM, "json_schema": _on_one_line(schema)})
 
 
 def regex_grammar(pattern: str) -> str:
     """Of texts that the whole pattern matches."""
-    return LLMatcher.grammar_from_regex(pattern)
+    (found,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return _serialized({"name": FORM, "lark_grammar": found["lark_grammar"]})
 
 
 def lark_grammar(text: str) -> str:
     """Of Lark's syntax as llguidance has it."""
-    return LLMatcher.grammar_from_lark(text)
+    return _serialized({"name": FORM, "lark_grammar": text})
+
+
+def around(lark: str, form: str) -> str:
+    """A Lark grammar that may say `@form` for what `form`, a grammar of this module's, describes."""
+    return _serialized({"lark_grammar": lark}, *json.loads(form)["grammars"])
+
+
+def inline_json(schema: Mapping[str, Any]) -> str:
+    """What stands in a Lark rule for a JSON text that `schema` describes."""
+    return f"%json {json.dumps(_on_one_line(schema))}"
+
+
+def _on_one_line(schema: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in schema.items() if name != _OPTIONS}
+    return {**plain, _OPTIONS: _ON_ONE_LINE}
+
+
+def _serialized(*grammars: Mapping[str, Any]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)

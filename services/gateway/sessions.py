@@ -124,6 +124,7 @@ class Sessions:
                 job.stops,
                 sequence.sampling.end_token_ids,
                 with_logprobs=job.top_logprobs is not None,
+                shows_special=job.shows_special,
             )
             for index, sequence in enumerate(exchange.sequences)
         ]

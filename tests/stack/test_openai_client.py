@@ -141,7 +141,13 @@ def test_a_long_prompt_is_answered(client: OpenAI) -> None:
         (openai.NotFoundError, 404, "model", "model_not_found", {"model": "gpt-5"}),
         (openai.BadRequestError, 400, "temperature", None, {"temperature": -1}),
         (openai.BadRequestError, 400, "n", None, {"n": 0}),
-        (openai.BadRequestError, 400, "tools", None, {"extra_body": {"tools": [{"type": "function"}]}}),
+        (
+            openai.BadRequestError,
+            400,
+            "tools[0].function",
+            None,
+            {"extra_body": {"tools": [{"type": "function"}]}},
+        ),
         (openai.BadRequestError, 400, "top_logprobs", None, {"logprobs": True, "top_logprobs": 21}),
         (openai.BadRequestError, 400, "presence_penalty", None, {"presence_penalty": 3}),
         (

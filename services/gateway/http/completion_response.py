@@ -28,10 +28,12 @@ from services.gateway.openai.replies import (
     error_event,
     text_logprobs,
 )
+from services.gateway.parts.items import CallBegun, Content, Message, Part, PartReader
 from services.gateway.sessions import Sessions
 from services.gateway.text.choice_text import ChoiceText, PlacedToken, TextPiece
 from shared.clock import monotonic_s
 from shared.errors import InternalError, KvasirError
+from shared.messages.sequence import FinishReason
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: parsers skip it, proxies and clients see that the connection lives."""
@@ -133,12 +135,18 @@ class CompletionResponse(Response):
         self._record = record
         self._deadline = deadline
         self._config = config
+        self._readers: dict[int, PartReader] = {}
+        """By choice, where answers are taken apart."""
+        self._calling: set[int] = set()
+        """Choices that call a function."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
         salt = salt_of(self._record.tenant, self._job.cache_salt)
         exchange = self._sessions.open(self._job, self._record.request_id, self._deadline, salt)
         answers = self._sessions.answers(exchange, self._job)
+        if self._job.reader is not None:
+            self._readers = {answer.index: self._job.reader() for answer in answers}
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
         remaining_s = self._deadline.remaining_s()
         loop = asyncio.get_running_loop()
@@ -165,18 +173,23 @@ class CompletionResponse(Response):
             self._record.note_answers(answers)
 
     async def _whole(self, exchange: Exchange, answers: list[ChoiceText], send: Send) -> None:
-        texts = [""] * len(answers)
+        messages = [Message() for _ in answers]
         tokens: list[list[PlacedToken]] = [[] for _ in answers]
         while True:
             for piece, answer in self._read(exchange, answers):
-                texts[answer.index] += piece.text
+                messages[answer.index].add(self._parts(piece, answer))
                 tokens[answer.index].extend(piece.tokens)
             if not _pending(answers):
                 break
             await exchange.wait()
         choices = [
-            FinishedChoice(a.index, texts[a.index], str(a.finish_reason), self._logprobs(tokens[a.index]))
-            for a in answers
+            FinishedChoice(
+                answer.index,
+                messages[answer.index],
+                self._reason(answer.finish_reason, answer) or "",
+                self._logprobs(tokens[answer.index]),
+            )
+            for answer in answers
         ]
         body = self._letterhead.whole(choices, self._usage(answers))
         length = (b"content-length", str(len(body)).encode())
@@ -221,10 +234,32 @@ class CompletionResponse(Response):
                 begun.add(answer.index)
                 events.append(self._letterhead.role_event(answer.index))
         for piece, answer in self._read(exchange, answers):
-            reason = None if piece.finish_reason is None else str(piece.finish_reason)
             logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-            events.append(self._letterhead.text_event(answer.index, piece.text, reason, logprobs))
+            if answer.index not in self._readers:
+                reason = self._reason(piece.finish_reason, answer)
+                events.append(self._letterhead.text_event(answer.index, piece.text, reason, logprobs))
+                continue
+            parts = self._parts(piece, answer)
+            reason = self._reason(piece.finish_reason, answer)
+            events.append(self._letterhead.parts_event(answer.index, parts, reason, logprobs))
         return b"".join(events)
+
+    def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[Part]:
+        """What a piece is made of."""
+        reader = self._readers.get(answer.index)
+        if reader is None:
+            return [Content(piece.text)] if piece.text else []
+        parts = reader.feed(piece.text) if piece.text else []
+        if piece.finish_reason is not None:
+            parts += reader.end()
+        if any(isinstance(part, CallBegun) for part in parts):
+            self._calling.add(answer.index)
+        return parts
+
+    def _reason(self, reason: FinishReason | None, answer: ChoiceText) -> str | None:
+        if reason is FinishReason.STOP and answer.index in self._calling:
+            return "tool_calls"
+        return None if reason is None else str(reason)
 
     def _read(self, exchange: Exchange, answers: list[ChoiceText]) -> list[tuple[TextPiece, ChoiceText]]:
         """What has become readable; the rest of a choice that a stop string has ended is cancelled."""

@@ -6,7 +6,8 @@ Knows the model's codec and the configured limits; nothing of HTTP connections o
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnsupportedFeature, unknown_model
@@ -14,6 +15,10 @@ from services.gateway.openai import schemas
 from services.gateway.openai.replies import ReplyKind
 from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.openai.structured import GUIDED, grammar_of
+from services.gateway.openai.tools import Tools, chat_text, tools_of
+from services.gateway.parts.formats import HARMONY, MOST_CALLS
+from services.gateway.parts.items import PartReader
+from services.gateway.parts.readers import THINK, PlainReader, ThinkingReader
 from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec, TokenizerThreads
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.grammars import Grammars
@@ -91,11 +96,27 @@ class AdmittedRequest:
     unknown_fields: tuple[str, ...]
     cache_salt: str = ""
     """From the client: what it wants to share stored prefixes within."""
+    reader: Callable[[], PartReader] | None = None
+    """Takes an answer apart; None: all of it is content."""
+    shows_special: bool = False
+    """The reader looks for special tokens."""
 
     @property
     def top_logprobs(self) -> int | None:
         """How many of the likeliest tokens go with each token; None: no log-probabilities."""
         return self.samplings[0].top_logprobs
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A body that was read."""
+
+    request: schemas.ChatRequest
+    messages: list[dict[str, Any]]
+    tools: Tools
+
+
+NO_TOOLS = Tools()
 
 
 class GrammarChecks:
@@ -134,11 +155,14 @@ class Acceptance:
 
     async def chat(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
-        request, messages = await self.threads.read(lambda: self._chat(body), len(body))
-        prompt = await self.threads.encode(lambda: self.codec.encode_chat(messages), len(body))
-        limit = request.max_completion_tokens or request.max_tokens
-        grammar = await self._grammar(request)
-        return self._job("chat", request, [prompt], limit, await context(), grammar)
+        chat = await self.threads.read(lambda: self._chat(body), len(body))
+        grammar = await self._grammar(chat.request, chat.tools)
+        prompt, is_thinking = await self.threads.encode(lambda: self._prompt(chat, grammar), len(body))
+        limit = chat.request.max_completion_tokens or chat.request.max_tokens
+        job = self._job("chat", chat.request, [prompt], limit, await context(), grammar)
+        reader = self._reader(chat.tools, is_held=bool(grammar), is_thinking=is_thinking)
+        marks = self.codec.special_tokens.intersection(self.codec.call_format.marks)
+        return replace(job, reader=reader, shows_special=reader is not None and bool(marks))
 
     async def text(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one or several prompts. Raises as `chat` does."""
@@ -147,10 +171,19 @@ class Acceptance:
         grammar = await self._grammar(request)
         return self._job("text", request, prompts, request.max_tokens, await context(), grammar)
 
-    async def _grammar(self, request: schemas.CompletionRequest) -> str:
+    async def _grammar(self, request: schemas.CompletionRequest, tools: Tools = NO_TOOLS) -> str:
         """What the answer is to keep to; empty: nothing. Raises InvalidRequest, UnsupportedFeature."""
-        grammar, param = grammar_of({name: getattr(request, name) for name in STRUCTURED_FIELDS})
-        if not grammar:
+        form, param = grammar_of({name: getattr(request, name) for name in STRUCTURED_FIELDS})
+        writer, added = self.codec.call_format, self.codec.added_tokens
+        if tools.mode == "required" and form:
+            raise InvalidRequest(f"an answer that has to call a function has no {param}", param=param)
+        if tools.mode == "required" or (tools.is_any and form):
+            most_calls = MOST_CALLS if tools.is_parallel else 1
+            grammar = writer.grammar(tools.functions, added, most_calls=most_calls, form=form)
+            param = "tools"
+        elif form:
+            grammar = writer.form(form, added) if isinstance(request, schemas.ChatRequest) else form
+        else:
             return ""
         for name in ("ignore_eos", "min_tokens"):
             if getattr(request, name):
@@ -159,10 +192,31 @@ class Acceptance:
         await self.checks.check(grammar, param)
         return grammar
 
-    def _chat(self, body: bytes) -> tuple[schemas.ChatRequest, list[dict[str, str]]]:
+    def _chat(self, body: bytes) -> _Chat:
         request = schemas.parse(schemas.ChatRequest, parse_chat(body, self._config.max_messages))
         self._check(request)
-        return request, schemas.template_messages(request.messages)
+        tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        return _Chat(request, schemas.template_messages(request.messages), tools)
+
+    def _prompt(self, chat: _Chat, grammar: str) -> tuple[list[int], bool]:
+        """Its tokens, and whether it ends inside of what the model thinks."""
+        variables = dict(chat.request.chat_template_kwargs or {})
+        if chat.request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", chat.request.reasoning_effort)
+        if grammar and self.codec.chat_template.thinks:  # what it thinks would not be in its form
+            variables.setdefault("enable_thinking", False)
+        text = chat_text(self.codec, chat.messages, chat.tools, variables)
+        return self.codec.encode_rendered(text), text.rstrip().endswith(THINK)
+
+    def _reader(self, tools: Tools, *, is_held: bool, is_thinking: bool) -> Callable[[], PartReader] | None:
+        """`is_held`: to a grammar, which has no room for thoughts."""
+        writer = self.codec.call_format
+        if writer is HARMONY:
+            return writer.reader
+        calls = writer.reader if tools.is_any else None
+        if self.codec.chat_template.thinks and not is_held:
+            return lambda: ThinkingReader((calls or PlainReader)(), is_open=is_thinking)
+        return calls
 
     def _text(self, body: bytes) -> schemas.TextRequest:
         request = schemas.parse(schemas.TextRequest, parse_object(body))

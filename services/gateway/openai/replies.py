@@ -7,11 +7,13 @@ how an answer came about.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal
 
 import orjson
 
 from services.gateway.errors import body_of
+from services.gateway.parts.items import CallBegun, Content, Message, Part, Reasoning
 from services.gateway.text.choice_text import PlacedToken
 from services.gateway.text.tokenizer import Vocabulary
 from shared.errors import KvasirError
@@ -86,7 +88,7 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
     index: int
-    text: str
+    message: Message
     finish_reason: str
     logprobs: dict[str, Any] | None = None
 
@@ -122,6 +124,37 @@ class Letterhead:
         choice = _chat_delta(index, {"content": text} if text else {}, finish_reason)
         return self._event([choice if logprobs is None else {**choice, "logprobs": logprobs}])
 
+    def parts_event(
+        self,
+        index: int,
+        parts: Sequence[Part],
+        finish_reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A piece of a chat's choice that was taken apart, one event for each part."""
+        deltas = [self._delta(index, part) for part in parts] or [{}]
+        events = []
+        for at, delta in enumerate(deltas):
+            is_last = at == len(deltas) - 1
+            choice = _chat_delta(index, delta, finish_reason if is_last else None)
+            events.append(self._event([{**choice, "logprobs": logprobs} if is_last and logprobs else choice]))
+        return b"".join(events) if parts or finish_reason or logprobs else b""
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, Content):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text}
+        if isinstance(part, CallBegun):
+            call = _call_body(self.call_id(index, part.index), part.name, "")
+            return {"tool_calls": [{"index": part.index, **call}]}
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Of a call in that choice."""
+        digest = blake2b(f"{self.id}/{choice}/{call}".encode(), digest_size=12).hexdigest()
+        return f"call_{digest}"
+
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """An event around an empty text: nothing after that is an empty string, too."""
         if self.kind == "text":
@@ -143,10 +176,23 @@ class Letterhead:
     def _choice(self, choice: FinishedChoice) -> dict[str, Any]:
         body: dict[str, Any] = {"index": choice.index}
         if self.kind == "text":
-            body["text"] = choice.text
+            body["text"] = choice.message.content
         else:
-            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            body["message"] = self._message(choice)
         return body | {"logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+
+    def _message(self, choice: FinishedChoice) -> dict[str, Any]:
+        message = choice.message
+        content = None if message.calls and not message.content else message.content
+        body: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if message.reasoning:
+            body["reasoning_content"] = message.reasoning
+        if message.calls:
+            body["tool_calls"] = [
+                _call_body(self.call_id(choice.index, at), call.name, call.arguments)
+                for at, call in enumerate(message.calls)
+            ]
+        return body
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return b"data: " + orjson.dumps(self._body(".chunk", choices, **more)) + b"\n\n"
@@ -168,5 +214,9 @@ def model_body(name: str, created: int, max_model_len: int | None) -> dict[str, 
     return body if max_model_len is None else body | {"max_model_len": max_model_len}
 
 
-def _chat_delta(index: int, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
+def _call_body(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _chat_delta(index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": finish_reason}

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 
 from services.gateway.errors import UnsupportedFeature
+from services.gateway.openai.tools import template_calls
 from shared.errors import InvalidRequest
 
 Neutral = Callable[[Any], bool]
@@ -26,8 +27,6 @@ def _is(*values: Any) -> Neutral:
 
 
 UNSUPPORTED: Mapping[str, Neutral] = {
-    "tools": _is_empty,
-    "tool_choice": _is("none", "auto"),
     "functions": _is_empty,
     "function_call": _is("none", "auto"),
     "top_logprobs": _is(0),  # of completions; chats have it
@@ -46,9 +45,8 @@ UNSUPPORTED: Mapping[str, Neutral] = {
 }
 
 INSTEAD: Mapping[str, str] = {
-    "tools": "describe the functions in a system message, ask for a call as JSON, and parse the answer",
-    "tool_choice": "it goes with tools, which are not supported either; send none or auto, or leave it out",
-    "functions": "describe them in a system message, ask for a call as JSON, and parse the answer",
+    "functions": "send them as tools",
+    "function_call": "send it as tool_choice",
     "guided_whitespace_pattern": "JSON is written with single spaces and indented lines at most",
     "top_logprobs": "here the number goes into logprobs, from 0 to 5",
     "prompt_logprobs": "logprobs gives those of the answer",
@@ -59,7 +57,7 @@ IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
     | {"guided_decoding_backend"}
-    | {"reasoning_effort", "verbosity", "parallel_tool_calls"}
+    | {"verbosity"}
 )
 """Hints and bookkeeping of OpenAI's own service: accepted without effect."""
 
@@ -232,7 +230,9 @@ class RequestMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[dict[str, Any]] | None, PlainValidator(_content)] = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Any = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
 
@@ -244,6 +244,11 @@ class ChatRequest(CompletionFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def logprobs_wanted(self) -> int | None:
@@ -299,25 +304,33 @@ def validated(schema: type[M], body: Mapping[str, Any]) -> M:
         raise InvalidRequest(f"{path}: {reason}", param=path) from None
 
 
-def template_messages(messages: list[RequestMessage]) -> list[dict[str, str]]:
+def template_messages(messages: list[RequestMessage]) -> list[dict[str, Any]]:
     """Messages as templates take them: texts only, parts joined by newlines, `developer` called `system`.
 
-    Raises UnsupportedFeature for tools, audio and parts that are not text.
+    Raises UnsupportedFeature for audio and parts that are not text.
     """
     return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
-def _template_message(message: RequestMessage, path: str) -> dict[str, str]:
-    if message.role in ("tool", "function"):
-        raise UnsupportedFeature(f"messages of role {message.role} are not supported", param=f"{path}.role")
-    for field in ("tool_calls", "function_call", "audio"):
+def _template_message(message: RequestMessage, path: str) -> dict[str, Any]:
+    if message.role == "function":
+        raise UnsupportedFeature("messages of role function are not supported", param=f"{path}.role")
+    if message.role == "tool" and message.tool_call_id is None:
+        where = f"{path}.tool_call_id"
+        raise InvalidRequest(f"{where} is required: which call this is the result of", param=where)
+    for field in ("function_call", "audio"):
         if getattr(message, field):
             raise UnsupportedFeature(f"{field} in a message is not supported", param=f"{path}.{field}")
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{path}.content is required", param=f"{path}.content")
     role = "system" if message.role == "developer" else message.role
-    rendered = {"role": role, "content": _text(message.content, f"{path}.content")}
-    return rendered | ({"name": message.name} if message.name is not None else {})
+    rendered: dict[str, Any] = {"role": role, "content": _text(message.content, f"{path}.content")}
+    if message.tool_calls:
+        rendered["tool_calls"] = template_calls(message.tool_calls, f"{path}.tool_calls")
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, field)) is not None:
+            rendered[field] = value
+    return rendered
 
 
 def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import schemas
 from services.gateway.openai.schemas import parse_chat, parse_object, refuse_unsupported
+from services.gateway.openai.tools import chat_text, tools_of
 from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
 from shared.errors import InvalidRequest
 
@@ -40,6 +41,8 @@ class TokenizeChat(_Fields):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     return_token_strs: bool | None = None
+    tools: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeTokens(_Fields):
@@ -108,7 +111,14 @@ class Tokenization:
             text_of_refusal = "add_special_tokens with messages is not supported: the chat template adds them"
             raise UnsupportedFeature(text_of_refusal, param="add_special_tokens")
         messages = schemas.template_messages(chat.messages)
-        return self._codec.encode_chat(messages, add_generation_prompt=chat.add_generation_prompt)
+        rendered = chat_text(
+            self._codec,
+            messages,
+            tools_of(chat.tools, None, None),
+            chat.chat_template_kwargs or {},
+            add_generation_prompt=chat.add_generation_prompt,
+        )
+        return self._codec.encode_rendered(rendered)
 
     def _check(self, request: _Fields) -> None:
         if request.model not in (None, self._served_name):

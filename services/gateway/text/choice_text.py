@@ -125,9 +125,10 @@ class StopMatcher:
 class Detokenizer:
     """Incremental decoding of one sequence. State is rebuilt by feeding the tokens again."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._shows_special = shows_special
+        self._stream = DecodeStream(skip_special_tokens=not shows_special)
         self._tokens: list[int] = []
         self._shown_chars = 0
 
@@ -140,14 +141,14 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What an answer that ended inside a character still shows: replacement characters."""
-        rest = decode(self._tokenizer, self._tokens)[self._shown_chars :]
+        rest = decode(self._tokenizer, self._tokens, shows_special=self._shows_special)[self._shown_chars :]
         self._shown_chars += len(rest)
         return rest
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """All tokens at once, special ones left out."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, shows_special: bool = False) -> str:
+    """All tokens at once, special ones left out unless they are to be shown."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=not shows_special)
     return text
 
 
@@ -176,13 +177,14 @@ class ChoiceText:
         end_token_ids: Sequence[int],
         *,
         with_logprobs: bool = False,
+        shows_special: bool = False,
     ) -> None:
         self.index = index
         self.stream = stream
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
         """Tokens read, up to and including the one that ended the answer."""
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, shows_special=shows_special)
         self._stops = StopMatcher(stops)
         self._end_token_ids = frozenset(end_token_ids)
         self._alignment = Alignment() if with_logprobs else None

@@ -12,17 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from services.gateway.parts.formats import CallFormat, format_of
 from shared.clock import monotonic_s
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.grammars import Grammars
@@ -57,19 +59,34 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
         self._variables = dict(variables)
+        self.source = source
+        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.knows_functions = "tools" in names
+        """It describes functions to the model, and writes calls and results as the model was taught."""
+        self.thinks = "</think>" in source
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt text, ready for the answer unless `add_generation_prompt` is off.
 
-        Raises InvalidRequest when the template refuses the messages.
+        `variables` are the template's own besides these. Raises InvalidRequest when it refuses the messages.
         """
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                {
+                    **self._variables,
+                    **(variables or {}),
+                    "messages": [dict(message) for message in messages],
+                    "tools": list(tools) or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
             raise InvalidRequest(
@@ -173,6 +190,22 @@ class Codec:
     grammars: Grammars | None = None
     """None: answers of this model cannot be kept to one."""
 
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that stand for a text as a whole, by their text."""
+        return {each.content: token for token, each in self.tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """Of those, the ones that are left out of an answer's text."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return frozenset(each.content for each in added if each.special)
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How this model calls functions."""
+        return format_of(self.template.source if self.template is not None else "")
+
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with the special tokens the tokenizer adds to one."""
         return self._encode(text, add_special_tokens=add_special_tokens)
@@ -184,9 +217,19 @@ class Codec:
 
         Raises InvalidRequest when the model has no template or the template refuses the messages.
         """
+        return self.encode_rendered(
+            self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        )
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises InvalidRequest when the model has none."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.template
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what a template has written."""
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -15,7 +15,6 @@ from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
 CHECK_TOKENS = 8
 """So often it is looked at."""
-_MARGIN_TOKENS = 2 * CHECK_TOKENS
 _MOST_TOKENS = 512
 """What takes longer to close is not closed."""
 _OPENING = (b"{", b"[", b" {", b" [")
@@ -30,6 +29,7 @@ class Closer:
         self._words_per_row = words_of(grammars.vocabulary)
         self._first = np.array([text[0] if text else 0 for text in texts], dtype=np.uint8)
         self._length = np.array([len(text) for text in texts], dtype=np.int64)
+        self._is_list = [text.endswith(b"[") for text in texts]
         self._ends = self._of({*grammars.end_token_ids}.__contains__, len(texts))
         self._letters = self._of(lambda token: texts[token].isalpha(), len(texts))
         self._quotes = self._of(lambda token: texts[token] == b'"', len(texts))
@@ -37,14 +37,16 @@ class Closer:
         self._others = self._of(lambda token: not texts[token].startswith(_OPENING), len(texts))
         self._commas = self._of(lambda token: texts[token] in (b",", b":"), len(texts))
 
-    def window_tokens(self, matcher: GrammarMatcher) -> int:
-        """An answer with more tokens left need not be looked at; `matcher` is at its beginning."""
-        return 2 * self._tokens_to_close(matcher, _MOST_TOKENS) + 8 * CHECK_TOKENS
+    def unit_tokens(self, matcher: GrammarMatcher) -> int:
+        """By about so much it may take longer to close an answer from one look at it to the next: an item of
+        each list, another call. 0: it cannot be closed. `matcher` is at the beginning."""
+        found = self._tokens_to_close(matcher, _MOST_TOKENS, fills_lists=True)
+        return found if found < _MOST_TOKENS else 0
 
-    def is_due(self, matcher: GrammarMatcher, left_tokens: int) -> bool:
+    def is_due(self, matcher: GrammarMatcher, left_tokens: int, unit_tokens: int) -> bool:
         """Whether an answer that stands here should begin to close."""
-        most = min(left_tokens, _MOST_TOKENS)
-        return self._tokens_to_close(matcher, most) + _MARGIN_TOKENS >= left_tokens
+        margin = unit_tokens + 2 * CHECK_TOKENS
+        return self._tokens_to_close(matcher, min(left_tokens, _MOST_TOKENS)) + margin >= left_tokens
 
     def restrict(self, words: Words) -> None:
         """Of what the grammar allows, leave what leads to the end; in place."""
@@ -69,17 +71,21 @@ class Closer:
             words[:] = 0
             words[longest >> 5] = np.uint32(1 << (longest & 31))
 
-    def _tokens_to_close(self, matcher: GrammarMatcher, most: int) -> int:
+    def _tokens_to_close(self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False) -> int:
         """Until an end token, where each step takes the longest token that `restrict` leaves."""
         follower = matcher.copy()
-        words = np.zeros(self._words_per_row, dtype=np.uint32)
+        words, is_list = np.zeros(self._words_per_row, dtype=np.uint32), False
         for count in range(most):
             follower.mask(words)
             if not words.any() or _has(words, self._ends):
                 return count + 1
+            if fills_lists and is_list and _has(words, ~self._brackets):
+                words &= ~self._brackets
             self.restrict(words)
             ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            follower.accept(int(ids[self._length[ids].argmax()]))
+            token = int(ids[self._length[ids].argmax()])
+            is_list = self._is_list[token]
+            follower.accept(token)
         return most
 
     def _of(self, belongs: Callable[[int], bool], tokens: int) -> Words:

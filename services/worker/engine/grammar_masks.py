@@ -25,6 +25,8 @@ _MOST_GRAMMARS = 256
 """Kept compiled."""
 _MOST_MATCHERS = 4096
 """Kept at where their answers are; more would be made again in every step."""
+_UNITS, _LEAST_WINDOW = 4, 64
+"""With as many tokens left an answer is looked at for closing."""
 _DEADLINE_S = 1.0
 """For the masks of a step once the model has computed it: rows that have none by then fail alone."""
 
@@ -36,7 +38,7 @@ class _Answer:
     tokens: Sequence[int]
     """The sequence's own list, which only grows; another list is another attempt."""
     matcher: GrammarMatcher
-    window_tokens: int
+    unit_tokens: int
     accepted: int = 0
     is_broken: bool = False
     is_closing: bool = False
@@ -46,8 +48,8 @@ class _Answer:
 class _Compiled:
     matcher: GrammarMatcher
     """At the beginning."""
-    window_tokens: int
-    """An answer is looked at for closing when it has as few left."""
+    unit_tokens: int
+    """See `Closer.unit_tokens`."""
 
 
 class RowMasks:
@@ -113,7 +115,7 @@ class GrammarMasks:
         """On the compiler's thread."""
         grammars, closer = self._vocabulary.result()
         matcher = grammars.compile(grammar)
-        return _Compiled(matcher, closer.window_tokens(matcher))
+        return _Compiled(matcher, closer.unit_tokens(matcher))
 
     def _fill(self, masks: RowMasks, points: Sequence[SamplePoint]) -> None:
         """On the masks' thread."""
@@ -142,7 +144,7 @@ class GrammarMasks:
             except (KvasirError, TimeoutError) as error:
                 _log.warning("a grammar cannot be compiled: %s", error)
                 return None
-            answer = _Answer(point.tokens, compiled.matcher.copy(), compiled.window_tokens)
+            answer = _Answer(point.tokens, compiled.matcher.copy(), compiled.unit_tokens)
             self._answers[key] = answer
             self._look(answer, point.sampling.max_tokens)
         self._answers.move_to_end(key)
@@ -158,9 +160,9 @@ class GrammarMasks:
     def _look(self, answer: _Answer, max_tokens: int) -> None:
         """Now and then, near its limit: whether it should close. At the same places whoever computes it."""
         left_tokens = max_tokens - answer.accepted
-        is_near = left_tokens <= answer.window_tokens
+        is_near = answer.unit_tokens and left_tokens <= _UNITS * answer.unit_tokens + _LEAST_WINDOW
         if is_near and not answer.is_broken and (left_tokens % CHECK_TOKENS == 0 or not answer.accepted):
-            answer.is_closing = self._closer.is_due(answer.matcher, left_tokens)
+            answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, answer.unit_tokens)
 
     @property
     def _closer(self) -> Closer:

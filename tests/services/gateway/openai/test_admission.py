@@ -118,7 +118,7 @@ async def test_extremes_a_sampler_could_trip_over(acceptance: Acceptance) -> Non
         ({"prompt": ["x"] * 129}, "prompt"),
         ({"prompt": [99999]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
-        ({"prompt": "x", "tools": [{}]}, "tools"),
+        ({"prompt": "x", "functions": [{}]}, "functions"),
     ],
 )
 async def test_refusals(acceptance: Acceptance, body: dict[str, Any], param: str) -> None:
@@ -188,7 +188,7 @@ async def test_whatever_costs_time_is_off_the_event_loop(
         monkeypatch.setattr(owner, name, noting)
 
     note(schemas, "parse")
-    note(Codec, "encode_chat")
+    note(Codec, "encode_rendered")
     note(Acceptance, "_encode")
     with contextlib.suppress(ContextOverflow):
         await getattr(acceptance, kind)(orjson.dumps(fields), context)

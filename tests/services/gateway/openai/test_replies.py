@@ -24,6 +24,7 @@ from services.gateway.openai.replies import (
     model_body,
     text_logprobs,
 )
+from services.gateway.parts.items import Message
 from services.gateway.text.choice_text import PlacedToken
 from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared.errors import Overloaded
@@ -52,7 +53,9 @@ def event(data: bytes) -> Any:
 
 def test_a_whole_chat() -> None:
     body = json.loads(
-        CHAT.whole([FinishedChoice(0, "hi\n😀", "stop"), FinishedChoice(1, "", "length")], USAGE)
+        CHAT.whole(
+            [FinishedChoice(0, Message("hi\n😀"), "stop"), FinishedChoice(1, Message(""), "length")], USAGE
+        )
     )
     assert violations("CreateChatCompletionResponse", body) == []
     assert set(body) == {"id", "object", "created", "model", "choices", "usage"}
@@ -77,7 +80,7 @@ def test_chat_events() -> None:
 
 
 def test_completions_have_one_object_streamed_or_not() -> None:
-    whole = json.loads(TEXT.whole([FinishedChoice(0, "x", "length")], USAGE))
+    whole = json.loads(TEXT.whole([FinishedChoice(0, Message("x"), "length")], USAGE))
     piece = event(TEXT.text_event(0, "x", None))
     last = event(TEXT.text_event(0, "", "stop"))
     assert TEXT.role_event(0) == b""
@@ -151,7 +154,9 @@ def test_both_conform(codec: Codec, vocabulary: Vocabulary, kind: ReplyKind, nam
     letterhead = Letterhead(kind, "id-1", 1_700_000_000, "m")
     for tokens in (placed(codec), []):
         found: dict[str, Any] = write(tokens, vocabulary, 2)
-        whole = json.loads(letterhead.whole([FinishedChoice(0, "ac", "stop", found)], Usage(1, 2, 0)))
+        whole = json.loads(
+            letterhead.whole([FinishedChoice(0, Message("ac"), "stop", found)], Usage(1, 2, 0))
+        )
         assert violations(f"{name}Response", whole) == []
         assert whole["choices"][0]["logprobs"] == json.loads(orjson.dumps(found))
         piece = json.loads(letterhead.text_event(0, "ac", "stop", found).removeprefix(b"data: "))

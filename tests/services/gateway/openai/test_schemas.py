@@ -133,8 +133,8 @@ def test_messages_for_a_template() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "function", "content": "x", "name": "1"}, "messages[0].role"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
             "messages[0].content[0].type",

@@ -14,8 +14,6 @@ from services.gateway.openai.schemas import (
 )
 
 ASKED: dict[str, Any] = {
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
     "top_logprobs": 3,
@@ -33,8 +31,6 @@ ASKED: dict[str, Any] = {
     "guided_whitespace_pattern": " ",
 }
 NOTHING: dict[str, list[Any]] = {
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
     "top_logprobs": [0],
     "logit_bias": [{}],
     "modalities": [["text"]],
@@ -65,7 +61,7 @@ def test_asking_for_nothing_is_fine(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("tools", "describe the functions in a system message"),
+        ("functions", "send them as tools"),
         ("echo", "leave it out"),
     ],
 )
@@ -79,4 +75,4 @@ def test_advice_is_for_what_is_refused() -> None:
 
 
 def test_unknown_fields_are_those_nobody_knows() -> None:
-    assert unknown_fields({"user": 1, "tools": None, "foo": 1, "bar": 2}) == ["foo", "bar"]
+    assert unknown_fields({"user": 1, "functions": None, "foo": 1, "bar": 2}) == ["foo", "bar"]

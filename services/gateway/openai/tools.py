@@ -1,0 +1,214 @@
+"""`tools` and `tool_choice` of a request, and calls and their results in a chat's history.
+
+What a template takes is what transformers gives it: calls with their arguments as objects. A model whose
+template knows no functions is told of them in a system message, and reads calls and results as text.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.openai.structured import closed
+from services.gateway.parts.formats import Function
+from services.gateway.text.tokenizer import Codec
+from shared.errors import InvalidRequest
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+Mode = Literal["none", "auto", "required"]
+TemplateMessage = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What an answer may or must call."""
+
+    functions: tuple[Function, ...] = ()
+    """Those that may be called; all of them where one must be."""
+    described: tuple[Mapping[str, Any], ...] = ()
+    """As the request has them, for the template."""
+    mode: Mode = "none"
+    is_parallel: bool = True
+    """More than one call in an answer."""
+
+    @property
+    def is_any(self) -> bool:
+        return self.mode != "none"
+
+
+def tools_of(tools: Any, choice: Any, parallel: Any) -> Tools:
+    """Raises InvalidRequest and UnsupportedFeature naming the field."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice goes with tools only", param="tool_choice")
+        return Tools()
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        raise InvalidRequest(f"tools should be a list of at most {MOST_TOOLS}", param="tools")
+    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("two tools have one name", param="tools")
+    mode, wanted = _choice(choice)
+    unknown = next((name for name in wanted if name not in names), None)
+    if unknown is not None:
+        raise InvalidRequest(
+            f"tool_choice names {shown(unknown, 100)!r}, which is no tool", param="tool_choice"
+        )
+    if mode == "none":
+        return Tools()
+    kept = tuple(function for function in functions if not wanted or function.name in wanted)
+    is_named = isinstance(choice, dict) and choice.get("type") == "function"
+    return Tools(
+        kept, tuple(_described(tool) for tool in tools), mode, parallel is not False and not is_named
+    )
+
+
+def _function(tool: Any, path: str) -> Function:
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"{path} should be an object", param=path)
+    if tool.get("type", "function") != "function":
+        kind = shown(repr(tool.get("type")), 100)
+        raise UnsupportedFeature(
+            f"tools of type {kind} are not supported: only functions are", param=f"{path}.type"
+        )
+    described = tool.get("function")
+    if not isinstance(described, dict):
+        raise InvalidRequest(f"{path}.function should be an object", param=f"{path}.function")
+    name = described.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        text = f"{path}.function.name should be 1 to 64 letters, digits, '_', '-' and '.'"
+        raise InvalidRequest(text, param=f"{path}.function.name")
+    parameters = described.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        where = f"{path}.function.parameters"
+        raise InvalidRequest(f"{where} should be a JSON schema, an object", param=where)
+    description = described.get("description")
+    return Function(name, description if isinstance(description, str) else "", _arguments(parameters or {}))
+
+
+def _arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Always an object; without parameters an empty one."""
+    if not parameters.get("properties") and not {"$ref", "anyOf", "allOf", "oneOf"} & parameters.keys():
+        others = parameters.get("additionalProperties") or False
+        return {**parameters, "type": "object", "additionalProperties": others}
+    return closed({"type": "object", **parameters})
+
+
+def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = {"description": "", "parameters": {"type": "object", "properties": {}}, **tool["function"]}
+    function.pop("strict", None)
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> tuple[Mode, Sequence[str]]:
+    """The mode, and the functions that it is about; none: all."""
+    if choice in (None, "auto"):
+        return "auto", ()
+    if choice in ("none", "required"):
+        return choice, ()
+    if isinstance(choice, dict):
+        if choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+            return "required", (str(choice["function"].get("name")),)
+        if choice.get("type") == "allowed_tools" and isinstance(choice.get("allowed_tools"), dict):
+            allowed = choice["allowed_tools"]
+            tools = [tool for tool in allowed.get("tools") or () if isinstance(tool, dict)]
+            names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+            return ("required" if allowed.get("mode") == "required" else "auto"), names
+    text = 'tool_choice is none, auto, required or {"type": "function", "function": {"name": …}}'
+    raise InvalidRequest(text, param="tool_choice")
+
+
+def template_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    """`tool_calls` of a message as templates take them. Raises InvalidRequest."""
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{path} should be a list", param=path)
+    return [_template_call(call, f"{path}[{at}]") for at, call in enumerate(calls)]
+
+
+def _template_call(call: Any, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{path} should have a function with a name", param=path)
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = {"arguments": arguments}  # what a model wrote wrong it may read again
+    return {
+        "id": str(call.get("id") or "call_0"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def chat_text(
+    codec: Codec,
+    messages: Sequence[TemplateMessage],
+    tools: Tools,
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The prompt as the model's template writes it. Raises InvalidRequest."""
+    template, described = codec.chat_template, tools.described
+    if not template.knows_functions:
+        messages, described = in_words(messages, tools), ()
+    elif codec.call_format.name.startswith("mistral"):
+        messages = with_short_ids(messages)
+    return template.render(
+        messages, tools=described, variables=variables, add_generation_prompt=add_generation_prompt
+    )
+
+
+def with_short_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Mistral's templates want ids of nine letters and digits."""
+    return [_with_short_ids(message) for message in messages]
+
+
+def _with_short_ids(message: TemplateMessage) -> TemplateMessage:
+    short = dict(message)
+    if "tool_call_id" in message:
+        short["tool_call_id"] = _short(message["tool_call_id"])
+    if "tool_calls" in message:
+        short["tool_calls"] = [{**call, "id": _short(call["id"])} for call in message["tool_calls"]]
+    return short
+
+
+def _short(call_id: str) -> str:
+    is_short = re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
+    return call_id if is_short else blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]
+
+
+def in_words(messages: Sequence[TemplateMessage], tools: Tools) -> list[TemplateMessage]:
+    """For a template that knows no functions: what they are, calls and results, as text."""
+    said = [_in_words(message) for message in messages]
+    if not tools.is_any:
+        return said
+    about = _PREAMBLE.format(tools="\n".join(json.dumps(tool) for tool in tools.described))
+    if said and said[0]["role"] == "system":
+        return [{**said[0], "content": f"{said[0]['content']}\n\n{about}"}, *said[1:]]
+    return [{"role": "system", "content": about}, *said]
+
+
+_PREAMBLE = (
+    "You may call functions to help the user. They are described here, one a line:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "To call one, answer with its name and arguments as JSON between two tags, and nothing else:\n"
+    '<tool_call>\n{{"name": "…", "arguments": {{…}}}}\n</tool_call>'
+)
+
+
+def _in_words(message: TemplateMessage) -> TemplateMessage:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
+    content = "\n".join([*([message["content"]] if message["content"] else []), *written])
+    return {"role": message["role"], "content": content}

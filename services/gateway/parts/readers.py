@@ -1,0 +1,274 @@
+"""Reads answers in the formats that models were taught to call functions in. Pure.
+
+A call that turns out to be none is shown as the text it is.
+"""
+
+from services.gateway.parts.call_scanner import CallScanner
+from services.gateway.parts.items import CallArguments, CallBegun, Content, Marks, Part, PartReader, Reasoning
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+class ThinkingReader:
+    """Reasoning up to `</think>`; `inner` reads what follows.
+
+    Of an answer that neither begins with `<think>` nor follows one in the prompt, all goes to `inner`.
+    """
+
+    def __init__(self, inner: PartReader, *, is_open: bool) -> None:
+        """`is_open`: the prompt ends with the mark that opens the reasoning."""
+        self._inner = inner
+        self._marks = Marks()
+        self._state = "thinking" if is_open else "beginning"
+        self._seen = ""
+        self._space = ""
+        """At the end of the reasoning so far, or before the answer."""
+
+    def feed(self, text: str) -> list[Part]:
+        if self._state == "beginning":
+            self._seen += text
+            begun = self._seen.lstrip()
+            if THINK.startswith(begun):  # nothing yet, too
+                return [] if begun != THINK else self._open("")
+            text, self._seen = self._seen, ""
+            if not begun.startswith(THINK):
+                self._state = "answering"
+                return self._inner.feed(text)
+            return self._open(begun.removeprefix(THINK))
+        if self._state == "thinking":
+            return self._think(text)
+        return self._answer(text)
+
+    def end(self) -> list[Part]:
+        if self._state == "thinking":
+            return self._reasoning(self._marks.take())
+        rest, self._seen = self._seen, ""
+        return [*(self._inner.feed(rest) if rest else []), *self._inner.end()]
+
+    def _open(self, text: str) -> list[Part]:
+        self._state, self._seen = "thinking", ""
+        return self._think(text)
+
+    def _think(self, text: str) -> list[Part]:
+        before, mark = self._marks.split(text, (THOUGHT,))
+        parts = self._reasoning(before)
+        if mark is not None:
+            self._state, self._space = "trimming", ""
+            parts += self._answer(self._marks.take())
+        return parts
+
+    def _reasoning(self, text: str) -> list[Part]:
+        """Without the line breaks around it."""
+        text = self._space + text
+        if not self._seen:
+            text = text.lstrip("\n")
+        self._space = text[len(text.rstrip("\n")) :]
+        text = text.rstrip("\n")
+        self._seen += text[:1]
+        return [Reasoning(text)] if text else []
+
+    def _answer(self, text: str) -> list[Part]:
+        if self._state == "trimming":
+            text = text.lstrip("\n")
+            if not text:
+                return []
+            self._state, self._seen = "answering", ""
+        return self._inner.feed(text)
+
+
+class PlainReader:
+    """All is content."""
+
+    def feed(self, text: str) -> list[Part]:
+        return [Content(text)] if text else []
+
+    def end(self) -> list[Part]:
+        return []
+
+
+class TaggedReader:
+    """Calls after a mark: Hermes' and Qwen's `<tool_call>…</tool_call>`, Llama's `<|python_tag|>` or a bare
+    object, Mistral's `[TOOL_CALLS]` with a list.
+    """
+
+    def __init__(self, begin: str, ends: tuple[str, ...], *, bare: bool = False) -> None:
+        """`begin` opens a call, `ends` are skipped between calls. `bare`: an answer that begins with `{` is
+        one."""
+        self._begin = begin
+        self._skipped = (*ends, "[", "]", ",", ";", " ", "\n", "\r", "\t")
+        self._bare = bare
+        self._marks = Marks()
+        self._scanner: CallScanner | None = None
+        self._opening = ""
+        self._calls = 0
+        self._is_between = False
+        """After a mark or a call: only another call, or what closes this one, is expected."""
+        self._has_text = False
+        self._space = ""
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while text:
+            if self._scanner is not None:
+                text = self._scan(self._scanner, text, parts)
+            elif self._is_between:
+                text = self._next(text, parts)
+            else:
+                text = self._say(text, parts)
+        return parts
+
+    def end(self) -> list[Part]:
+        """A call that is not complete stays what has been said of it."""
+        rest = self._marks.take()
+        if self._scanner is not None and not self._scanner.has_begun:
+            rest += self._opening + self._scanner.raw
+        elif self._is_between and self._calls == 0:
+            rest += self._opening
+        self._scanner = None
+        return self._content(rest)
+
+    def _say(self, text: str, parts: list[Part]) -> str:
+        if self._bare and not self._has_text and text.lstrip().startswith("{"):
+            self._scanner, self._opening = CallScanner(self._calls), ""
+            return text
+        before, mark = self._marks.split(text, (self._begin,))
+        if mark is None:
+            parts += self._content(before)
+            return ""
+        if before.strip():
+            parts += self._content(before.rstrip())
+        self._space = ""
+        self._is_between, self._opening = True, mark
+        return self._marks.take()
+
+    def _next(self, text: str, parts: list[Part]) -> str:
+        """Between calls: the next one, what may be skipped, or text again."""
+        rest = self._marks.take() + text
+        while rest:
+            skipped = next((mark for mark in (*self._skipped, self._begin) if rest.startswith(mark)), None)
+            if skipped is None:
+                break
+            rest = rest[len(skipped) :]
+        if rest.startswith("{"):
+            self._scanner = CallScanner(self._calls)
+            return rest
+        if not rest or any(mark.startswith(rest) for mark in (*self._skipped, self._begin)):
+            self._marks.hold(rest)
+            return ""
+        self._is_between = False
+        parts += self._content(self._opening + rest if self._calls == 0 else rest)
+        return ""
+
+    def _scan(self, scanner: CallScanner, text: str, parts: list[Part]) -> str:
+        parts += scanner.feed(text)
+        if scanner.is_broken:
+            self._scanner, self._is_between = None, False
+            parts += self._content(self._opening + scanner.raw)
+            return scanner.rest
+        if not scanner.is_over:
+            return ""
+        self._calls += 1
+        self._scanner, self._is_between, self._has_text = None, True, True
+        return scanner.rest
+
+    def _content(self, text: str) -> list[Part]:
+        """Spaces before a call are no content, so they wait for what follows."""
+        text = self._space + text
+        self._space = text[len(text.rstrip()) :]
+        text = text.rstrip()
+        self._has_text = self._has_text or bool(text)
+        return [Content(text)] if text else []
+
+
+class NamedReader:
+    """Mistral's newer form: `[TOOL_CALLS]name[ARGS]{…}`, again and again."""
+
+    BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+
+    def __init__(self) -> None:
+        self._marks = Marks()
+        self._state = "text"
+        self._name = ""
+        self._index = -1
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while True:
+            wanted = (self.ARGUMENTS,) if self._state == "name" else (self.BEGIN,)
+            before, mark = self._marks.split(text, wanted)
+            if self._state == "text" and before:
+                parts.append(Content(before))
+            elif self._state == "name":
+                self._name += before
+            elif self._state == "arguments" and before:
+                parts.append(CallArguments(self._index, before))
+            if mark is None:
+                return parts
+            if mark == self.ARGUMENTS:
+                self._index += 1
+                parts.append(CallBegun(self._index, self._name.strip()))
+                self._state = "arguments"
+            else:
+                self._state, self._name = "name", ""
+            text = ""
+
+    def end(self) -> list[Part]:
+        rest = self._marks.take()
+        if self._state == "arguments":
+            return [CallArguments(self._index, rest)] if rest else []
+        text = f"{self.BEGIN}{self._name}{rest}" if self._state == "name" else rest
+        return [Content(text)] if text else []
+
+
+class HarmonyReader:
+    """gpt-oss: messages in channels. `analysis` is reasoning, `final` content, one to a function a call."""
+
+    _MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>", "<|constrain|>")
+
+    def __init__(self) -> None:
+        self._marks = Marks()
+        self._header = ""
+        self._in_message = False
+        self._index = -1
+        self._kind = ""
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while True:
+            before, mark = self._marks.split(text, self._MARKS)
+            if self._in_message:
+                parts += self._piece(before)
+            else:
+                self._header += before
+            if mark is None:
+                return parts
+            if mark == "<|message|>":
+                parts += self._begin()
+            elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
+                self._in_message, self._header = False, ""
+            else:
+                self._in_message = False
+                self._header += " "
+            text = ""
+
+    def end(self) -> list[Part]:
+        rest = self._marks.take()
+        return self._piece(rest) if self._in_message else []
+
+    def _begin(self) -> list[Part]:
+        words = self._header.split()
+        recipient = next((word.removeprefix("to=") for word in words if word.startswith("to=")), "")
+        self._in_message, self._header = True, ""
+        if recipient.startswith("functions."):
+            self._index += 1
+            self._kind = "call"
+            return [CallBegun(self._index, recipient.removeprefix("functions."))]
+        self._kind = "analysis" if "analysis" in words else "final"
+        return []
+
+    def _piece(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        if self._kind == "call":
+            return [CallArguments(self._index, text)]
+        return [Reasoning(text)] if self._kind == "analysis" else [Content(text)]

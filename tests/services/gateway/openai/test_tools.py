@@ -1,0 +1,178 @@
+"""Functions in a request: what may be called, calls and results in the history, and refusals by name."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from services.gateway.openai.tools import chat_text, in_words, tools_of, with_short_ids
+from services.gateway.text.tokenizer import ChatTemplate, Codec
+from shared.errors import InvalidRequest
+from tests.services.gateway.openai.test_admission import CHAT, context, make
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": CITY},
+}
+NOW = {"type": "function", "function": {"name": "now", "strict": True}}
+CALL = {
+    "id": "call_abc",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_abc", "content": "sunny"},
+]
+
+
+def test_what_may_be_called() -> None:
+    tools = tools_of([WEATHER, NOW], None, None)
+    assert (tools.mode, tools.is_parallel) == ("auto", True)
+    assert [function.name for function in tools.functions] == ["weather", "now"]
+    assert tools.functions[0].parameters["additionalProperties"] is False
+    assert tools.functions[1].parameters == {"type": "object", "additionalProperties": False}
+    named = tools_of([WEATHER, NOW], {"type": "function", "function": {"name": "now"}}, None)
+    assert (named.mode, named.is_parallel, len(named.functions), len(named.described)) == (
+        "required",
+        False,
+        1,
+        2,
+    )
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}
+    assert [function.name for function in tools_of([WEATHER, NOW], some, False).functions] == ["now"]
+    for choice in (None, "auto", "none"):
+        assert not tools_of([], choice, None).is_any
+    assert not tools_of([WEATHER], "none", None).is_any
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [NOW, NOW]}, "tools"),
+        ({"tools": [{"function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [NOW], "tool_choice": "now"}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        (
+            {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        (
+            {
+                "tools": [{"function": {"name": "a", "parameters": {"not": {}, "properties": {"b": {}}}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_named(codec: Codec, fields: dict[str, Any], param: str) -> None:
+    accept = make(codec)
+    with pytest.raises(InvalidRequest) as caught:
+        await accept.chat(orjson.dumps({**CHAT, **fields}), context)
+    assert caught.value.param == param
+    accept.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]"),
+    ],
+)
+async def test_calls_in_the_history_that_are_wrong(codec: Codec, message: dict[str, Any], param: str) -> None:
+    accept = make(codec)
+    with pytest.raises(InvalidRequest) as caught:
+        await accept.chat(orjson.dumps({**CHAT, "messages": [message]}), context)
+    assert caught.value.param == param
+    accept.close()
+
+
+async def test_calls_that_must_be_are_held_to_a_grammar(codec: Codec) -> None:
+    accept = make(codec, default_max_tokens=20)
+    held = await accept.chat(
+        orjson.dumps({**CHAT, "tools": [NOW], "tool_choice": "required", "max_tokens": 9}), huge
+    )
+    assert held.samplings[0].grammar and held.reader is not None
+    free = await accept.chat(orjson.dumps({**CHAT, "tools": [NOW], "max_tokens": 9}), huge)
+    assert not free.samplings[0].grammar and free.reader is not None
+    none = await accept.chat(orjson.dumps({**CHAT, "tools": [NOW], "tool_choice": "none"}), huge)
+    assert none.reader is None and none.prompts == (tuple(codec.encode_chat(CHAT["messages"])),)
+    accept.close()
+
+
+async def huge() -> int:
+    return 100_000
+
+
+def test_a_model_that_knows_no_functions_is_told_in_words(codec: Codec) -> None:
+    tools = tools_of([WEATHER, NOW], None, None)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    told = in_words(messages, tools)
+    assert [message["role"] for message in told] == ["system", "user"]
+    assert told[0]["content"].startswith("Be brief.") and '"weather"' in told[0]["content"]
+    assert "weather" in chat_text(codec, messages[1:], tools, {})
+
+
+async def test_history_becomes_text_for_it(codec: Codec) -> None:
+    accept = make(codec)
+    job = await accept.chat(orjson.dumps({**CHAT, "messages": HISTORY}), huge)
+    text = codec.tokenizer.decode(list(job.prompts[0]), skip_special_tokens=False)
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}' in text
+    assert "<|user|><tool_response>\nsunny" in text
+    accept.close()
+
+
+async def test_a_template_that_knows_functions_gets_them(codec: Codec) -> None:
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    knowing = Codec(codec.tokenizer, ChatTemplate(source, {}), (2,), codec.vocab_size, codec.grammars)
+    accept = make(knowing)
+    job = await accept.chat(orjson.dumps({**CHAT, "messages": HISTORY, "tools": [NOW]}), huge)
+    text = codec.tokenizer.decode(list(job.prompts[0]))
+    decoder = json.JSONDecoder()
+    tools, end = decoder.raw_decode(text)
+    assert tools[0]["function"]["name"] == "now" and "strict" not in tools[0]["function"]
+    user, end = decoder.raw_decode(text, end)
+    called, end = decoder.raw_decode(text, end)
+    result, _ = decoder.raw_decode(text, end)
+    assert called["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    assert (user["role"], result["role"], result["tool_call_id"]) == ("user", "tool", "call_abc")
+    accept.close()
+
+
+def test_short_ids_agree() -> None:
+    call = {"id": "call_abcdef", "type": "function", "function": {}}
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_abcdef"},
+    ]
+    called, result = with_short_ids(messages)
+    assert called["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert len(result["tool_call_id"]) == 9 and result["tool_call_id"].isalnum()
+
+
+async def test_thoughts_are_read_apart(codec: Codec) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is not false %}<think>{% endif %}"
+    )
+    thinking = Codec(codec.tokenizer, ChatTemplate(source + "{# </think> #}", {}), (2,), 400, codec.grammars)
+    accept = make(thinking)
+    job = await accept.chat(orjson.dumps(CHAT), context)
+    assert job.reader is not None
+    reader = job.reader()
+    assert [type(part).__name__ for part in reader.feed("a</think>b")] == ["Reasoning", "Content"]
+    held = await accept.chat(orjson.dumps({**CHAT, "response_format": {"type": "json_object"}}), context)
+    assert held.reader is None, "an answer in a form has no room for thoughts"
+    assert "<think>" not in codec.tokenizer.decode(list(held.prompts[0]))
+    accept.close()

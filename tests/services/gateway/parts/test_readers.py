@@ -1,0 +1,132 @@
+"""Answers in the formats of several models, taken apart the same however their text is cut."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.parts.formats import HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, CallFormat
+from services.gateway.parts.items import Call, CallArguments, CallBegun, Message, PartReader
+from services.gateway.parts.readers import PlainReader, ThinkingReader
+
+PARIS = '{"city": "Paris \\"{[<tool_call>\\", \\u00e9", "days": [1, {"a": {}}]}'
+CASES: list[tuple[CallFormat, str, Message]] = [
+    (HERMES, "Hello there!\n", Message("Hello there!")),
+    (HERMES, "a < b, <tool", Message("a < b, <tool")),
+    (
+        HERMES,
+        f'One moment.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
+        '<tool_call>\n{"arguments": {}, "name": "time"}\n</tool_call>',
+        Message("One moment.", "", [Call("weather", PARIS), Call("time", "{}")]),
+    ),
+    (HERMES, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}', Message("", "", [Call("f", '{"a": 1}')])),
+    (HERMES, "<tool_call>\nno object", Message("<tool_call>no object")),
+    (HERMES, '<tool_call>{"nom": "f"}</tool_call>', Message('<tool_call>{"nom": "f"}</tool_call>')),
+    (LLAMA, f'{{"name": "weather", "parameters": {PARIS}}}', Message("", "", [Call("weather", PARIS)])),
+    (
+        LLAMA,
+        '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"x": 1}}',
+        Message("", "", [Call("a", "{}"), Call("b", '{"x": 1}')]),
+    ),
+    (LLAMA, '{"city": "Paris"}', Message('{"city": "Paris"}')),
+    (LLAMA, "It is {sunny}.", Message("It is {sunny}.")),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "b", "arguments": {{}}}}]',
+        Message("", "", [Call("weather", PARIS), Call("b", "{}")]),
+    ),
+    (MISTRAL, "A list: [1, 2]", Message("A list: [1, 2]")),
+    (
+        MISTRAL_NAMED,
+        f"Look:[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]b[ARGS]{{}}",
+        Message("Look:", "", [Call("weather", PARIS), Call("b", "{}")]),
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm, so.<|end|><|start|>assistant"
+        "<|channel|>final<|message|>Yes.<|return|>",
+        Message("Yes.", "Hm, so."),
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
+        Message("", "Look.", [Call("weather", PARIS)]),
+    ),
+]
+
+
+def read(reader: PartReader, pieces: list[str]) -> Message:
+    message, begun = Message(), 0
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
+    for part in parts:
+        if isinstance(part, CallBegun):
+            assert part.index == begun
+            begun += 1
+        if isinstance(part, CallArguments):
+            assert part.index == begun - 1 and part.text
+    message.add(parts)
+    return message
+
+
+@st.composite
+def cut(draw: st.DrawFn, text: str) -> list[str]:
+    places = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@given(data=st.data())
+def test_however_it_is_cut(case: int, data: st.DataObject) -> None:
+    kind, text, expected = CASES[case]
+    found = read(kind.reader(), data.draw(cut(text)))
+    assert found == expected
+    for call in found.calls:
+        json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_letter_by_letter(case: int) -> None:
+    kind, text, expected = CASES[case]
+    assert read(kind.reader(), list(text)) == expected
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader = HERMES.reader()
+    pieces = ('<tool_call>\n{"name": "f", "arguments": {"te', 'xt": "ab', 'c"}}\n</tool_call>')
+    assert [reader.feed(piece) for piece in pieces] == [
+        [CallBegun(0, "f"), CallArguments(0, '{"te')],
+        [CallArguments(0, 'xt": "ab')],
+        [CallArguments(0, 'c"}')],
+    ]
+
+
+THOUGHTS = [
+    ("<think>\nHm.\n\nSo.\n</think>\n\nYes.\n", False, Message("Yes.\n", "Hm.\n\nSo.")),
+    ("Hm.\n</think>Yes.", True, Message("Yes.", "Hm.")),
+    ("Never ends", True, Message("", "Never ends")),
+    ("No thought.", False, Message("No thought.")),
+    ("<thin", False, Message("<thin")),
+    ("<think></think>x", False, Message("x")),
+]
+
+
+@pytest.mark.parametrize(("text", "is_open", "expected"), THOUGHTS)
+@given(data=st.data())
+def test_thoughts_are_apart(text: str, is_open: bool, expected: Message, data: st.DataObject) -> None:
+    pieces = data.draw(cut(text))
+    assert read(ThinkingReader(PlainReader(), is_open=is_open), pieces) == expected
+
+
+def test_calls_after_thoughts() -> None:
+    text = '<think>x</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    found = read(ThinkingReader(HERMES.reader(), is_open=False), list(text))
+    assert found == Message("", "x", [Call("f", "{}")])
+
+
+@given(st.text(alphabet='<tool_cal>{}":, \n[]ab\\', max_size=60), st.data())
+def test_nothing_breaks_a_reader(text: str, data: st.DataObject) -> None:
+    for kind in (HERMES, LLAMA, MISTRAL, MISTRAL_NAMED):
+        whole = read(kind.reader(), [text])
+        assert read(kind.reader(), data.draw(cut(text))) == whole
