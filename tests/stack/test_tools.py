@@ -47,12 +47,11 @@ def test_required_calls_are_valid_and_may_be_answered(client: openai.OpenAI) -> 
             assert call.type == "function"
             check(call.function.name, call.function.arguments)
     message = reply.choices[0].message
-    results = [
+    results: list[Any] = [
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls or ()
     ]
-    after = client.chat.completions.create(
-        model="tiny_chat", messages=[*ASK, message.model_dump(), *results], tools=TOOLS, max_tokens=8
-    )
+    history: list[Any] = [*ASK, message.model_dump(), *results]
+    after = client.chat.completions.create(model="tiny_chat", messages=history, tools=TOOLS, max_tokens=8)
     assert after.choices[0].message.content
 
 

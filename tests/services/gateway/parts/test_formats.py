@@ -1,7 +1,6 @@
 """What a model that is held to a format writes is read back as valid calls, whichever format it is."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -64,11 +63,12 @@ def vocabulary() -> tuple[TokenizerFiles, Grammars, dict[str, int]]:
     return replace(files, vocab_size=size), Grammars(files, size), added
 
 
-def written(grammar: str, seed: int, prefers: Sequence[int] = ()) -> str:
-    """A text of the grammar, drawn at random; tokens that `prefers` has are taken where they may follow."""
+def written(grammar: str, seed: int) -> str:
+    """A text of the grammar, drawn at random."""
     files, grammars, _ = vocabulary()
     matcher, numbers = grammars.compile(grammar), np.random.default_rng(seed)
-    words, tokens = np.zeros(words_of(grammars.vocabulary), dtype=np.uint32), []
+    words = np.zeros(words_of(grammars.vocabulary), dtype=np.uint32)
+    tokens: list[int] = []
     for _ in range(600):
         matcher.mask(words)
         ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
