@@ -19,6 +19,7 @@ KvasirError
 │   ├── PeerLost                the link to another worker broke in the middle of something
 │   ├── Overloaded              a queue is at its bound
 │   ├── CreditorLost            a worker that lends us KV is silent, dead, or lends it no more
+│   ├── CorruptedKv             memory that held KV is not what was written to it
 │   └── NotLeader               this instance is a standby
 ├── ConfigError                 a setting that cannot work; says which and what to write instead
 └── InternalError               our own fault
@@ -124,6 +125,23 @@ class CreditorLost(UnavailableError):
     ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.creditor_id = creditor_id
+
+
+class CorruptedKv(UnavailableError):
+    """`block` is the one whose check failed; what was kept in it has to be computed again."""
+
+    code = "corrupted_kv"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        block: int = -1,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.block = block
 
 
 class NotLeader(UnavailableError):

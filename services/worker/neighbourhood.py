@@ -200,7 +200,10 @@ class Neighbourhood:
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
-        return {"bulk": ", ".join(self._registry.plane.addresses), **self._lending.details()}
+        told: dict[str, object] = {"bulk": ", ".join(self._registry.plane.addresses)}
+        if self._creditor is not None:
+            told["corrupted_lent_blocks"] = self._creditor.corrupted_blocks
+        return {**told, **self._lending.details()}
 
     def on_want(self, want: WantKv) -> None:
         self._want, self._want_until_s = want, self._clock() + _WANT_S

@@ -103,7 +103,7 @@ class PagedAttention:
         self._block_tokens = block_tokens
         self._device = device
         self._dtype = dtype
-        self._threads = threads
+        self.threads = threads
         self._remote: tuple[Homes, MeteredRemote] | None = None
         self._own: PackedSpans | None = None
         self.store = store
@@ -129,7 +129,7 @@ class PagedAttention:
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
         """Attention over parts of keys in any pools of this shape, for one thread."""
         if self.library is not None:
-            return NativeBackend(self.library, pools, self._threads)
+            return NativeBackend(self.library, pools, self.threads)
         return TorchBackend(pools, self._block_tokens, self._dtype, self._device)
 
     def extend(self, homes: Homes, remote: RemoteAttention) -> None:

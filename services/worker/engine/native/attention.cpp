@@ -6,11 +6,13 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
 
+#include "digest.h"
 #include "lanes.h"
 
 namespace {
@@ -38,11 +40,13 @@ struct Tile {
   int32_t rows;
   int32_t head;  // the first of the query heads of one KV head
   int32_t heads;
+  bool verifies;  // the keys and values of this KV head: a span's last tile sees all that the others do
 };
 
 // What one thread works in; kept between calls.
 struct Workspace {
   std::vector<Column> columns;
+  std::vector<int32_t> blocks;  // of each column that is its block's first here, else -1
   std::vector<float> memory;
   const Tile* tile = nullptr;
   float *query, *output, *scores, *highest, *total, *decay;
@@ -196,8 +200,9 @@ struct Operator {
   }
 
   // The slots that any row of the tile sees.
-  void find_columns(const Tile& tile, std::vector<Column>& columns) const {
+  void find_columns(const Tile& tile, std::vector<Column>& columns, std::vector<int32_t>& blocks) const {
     columns.clear();
+    blocks.clear();
     const int end = end_key(tile, tile.rows - 1), tokens = pool.block_tokens;
     const int32_t* table = spans.blocks + spans.table_start[tile.span];
     for (int key = first_key(tile, 0); key < end;) {
@@ -206,8 +211,19 @@ struct Operator {
       int64_t block = (int64_t)table[from_table / tokens] * pool.kv_heads;
       columns.push_back({block * head_stride_key() + offset,
                          block * head_stride_value() + (int64_t)offset * pool.value_dim, key, lanes});
+      blocks.push_back(offset == 0 || columns.size() == 1 ? table[from_table / tokens] : -1);
       key += lanes;
     }
+  }
+
+  // Of a chunk: it is in the cache then for those who compute with it.
+  bool are_intact(const int32_t* blocks, int count, int kv_head, int which) const {
+    for (int c = 0; c < count; c++)
+      if (blocks[c] >= 0 && !is_intact(pool, *call.digests, blocks[c], kv_head, which)) {
+        __atomic_store_n(&call.digests->bad, blocks[c], __ATOMIC_RELAXED);
+        return false;
+      }
+    return true;
   }
 
   void load_queries(const Tile& tile, Workspace& work) const {
@@ -265,9 +281,10 @@ struct Operator {
     }
   }
 
+  // False when a block is not as it was sealed.
   template <class T>
-  void attend_tile(const Tile& tile, Workspace& work) const {
-    if (work.tile == nullptr || work.tile->row != tile.row) find_columns(tile, work.columns);
+  bool attend_tile(const Tile& tile, Workspace& work) const {
+    if (work.tile == nullptr || work.tile->row != tile.row) find_columns(tile, work.columns, work.blocks);
     work.tile = &tile;
     load_queries(tile, work);
     const int kv_head = tile.head / group, queries = tile.rows * tile.heads;
@@ -284,6 +301,8 @@ struct Operator {
         // After the last chunk the next KV head begins, with the same blocks.
         ahead[c] = next < columns ? keys + work.columns[next].key : keys + head_stride_key() + work.columns[c].key;
       }
+      const int32_t* blocks = work.blocks.data() + done;
+      if (tile.verifies && !are_intact(blocks, count, kv_head, 0)) return false;
       for (int query = 0; query < queries; query += ROWS) {
         const float* from = work.query + query * pool.head_dim;
         float* to = work.scores + query * CHUNK;
@@ -292,6 +311,7 @@ struct Operator {
         });
       }
       for (int query = 0; query < queries; query++) soften(tile, chunk, count, query, work);
+      if (tile.verifies && !are_intact(blocks, count, kv_head, 1)) return false;
       for (int query = 0; query < queries; query += ROWS) {
         float* to = work.output + query * value_stride;
         with_rows(queries - query, [&](auto rows) {
@@ -302,6 +322,7 @@ struct Operator {
       }
     }
     store_outputs(tile, work);
+    return true;
   }
 
   template <int N>
@@ -357,10 +378,12 @@ extern "C" int32_t kv_attend(const KvPool* pool, const Spans* spans, const Atten
       const int in_tile = std::min(rows, spans->first_row[s + 1] - row);
       for (int kv_head = 0; kv_head < pool->kv_heads; kv_head++)
         for (int head = 0; head < group; head += heads)
-          tiles.push_back({s, row, in_tile, kv_head * group + head, std::min(heads, group - head)});
+          tiles.push_back({s, row, in_tile, kv_head * group + head, std::min(heads, group - head),
+                           call->digests && head == 0 && (spans->window_tokens || row + in_tile == spans->first_row[s + 1])});
     }
   const int count = (int)tiles.size(), threads = std::max(1, call->threads);
   (void)threads;
+  std::atomic<bool> intact{true};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local Workspace work;
@@ -368,13 +391,12 @@ extern "C" int32_t kv_attend(const KvPool* pool, const Spans* spans, const Atten
     work.tile = nullptr;
 #pragma omp for schedule(dynamic, 4)
     for (int i = 0; i < count; i++) {
-      if (pool->dtype == KV_FP32)
-        op.attend_tile<float>(tiles[i], work);
-      else
-        op.attend_tile<uint16_t>(tiles[i], work);
+      const bool found = pool->dtype == KV_FP32 ? op.attend_tile<float>(tiles[i], work)
+                                                : op.attend_tile<uint16_t>(tiles[i], work);
+      if (!found) intact.store(false, std::memory_order_relaxed);
     }
   }
-  return 0;
+  return intact ? 0 : -4;
 }
 
 namespace {

@@ -38,6 +38,12 @@ struct Spans {
   int32_t window_tokens;          // 0: everything
 };
 
+// Of the blocks of one layer's pool; see digest.h.
+struct KvDigests {
+  uint64_t* of;  // [num_blocks, kv_heads, 2]: of the keys and of the values; 0: not sealed
+  int32_t bad;   // the block that was not as sealed, after an answer of -4
+};
+
 struct AttendCall {
   const float* query;
   int64_t query_stride;  // elements between rows; heads are contiguous
@@ -47,9 +53,11 @@ struct AttendCall {
   float* output;  // [rows, q_heads, value_dim], contiguous
   float* lse;     // [rows, q_heads], or null
   int32_t threads;
+  KvDigests* digests;  // of blocks that are verified before they are attended to, or null
 };
 
-// 0, or a negative number for arguments the operator does not know (see library.py). Reads no slot that no row sees.
+// 0, or a negative number for arguments the operator does not know (see library.py), or -4: a block is not as it was
+// sealed, and the output worth nothing. Without digests reads no slot that no row sees.
 KVASIR_API int32_t kv_attend(const KvPool* pool, const Spans* spans, const AttendCall* call);
 
 // Write K and V [rows, kv_heads, dim] (fp32, row strides in elements) to their slots (block * block_tokens + offset);

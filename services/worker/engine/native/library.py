@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.native.build import build
-from shared.errors import ConfigError, InternalError
+from shared.errors import ConfigError, CorruptedKv, InternalError
 
 AttentionMode = Literal["auto", "native", "torch"]
 
@@ -24,6 +26,7 @@ _REFUSALS = {
     -2: "query heads that are no multiple of the KV heads",
     -3: "a block or slot that does not exist",
 }
+_NOT_AS_SEALED = -4
 
 
 class KvPool(ctypes.Structure):
@@ -56,6 +59,12 @@ class Spans(ctypes.Structure):
     )
 
 
+class KvDigests(ctypes.Structure):
+    """`attention.h`. Holds an address: the array must live longer."""
+
+    _fields_ = (("of", ctypes.c_void_p), ("bad", ctypes.c_int32))
+
+
 class _AttendCall(ctypes.Structure):
     _fields_ = (
         ("query", ctypes.c_void_p),
@@ -66,6 +75,7 @@ class _AttendCall(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("lse", ctypes.c_void_p),
         ("threads", ctypes.c_int32),
+        ("digests", ctypes.c_void_p),
     )
 
 
@@ -82,6 +92,13 @@ def load() -> ctypes.CDLL:
     library.kv_attend.restype = whole
     library.kv_write.argtypes = (pool, pointer, wide, pointer, wide, pointer, whole)
     library.kv_write.restype = whole
+    digests = ctypes.POINTER(KvDigests)
+    library.kv_write_sealed.argtypes = (pool, pointer, wide, pointer, wide, pointer, whole, digests)
+    library.kv_write_sealed.restype = whole
+    library.kv_verify.argtypes = (pool, digests, pointer, whole)
+    library.kv_verify.restype = whole
+    library.kv_digest.argtypes = (pointer, wide)
+    library.kv_digest.restype = ctypes.c_uint64
     return library
 
 
@@ -146,21 +163,36 @@ def describe_spans(packed: PackedSpans, window_tokens: int | None = None) -> Spa
 
 
 def write(
-    library: ctypes.CDLL, pool: KvPool, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    library: ctypes.CDLL,
+    pool: KvPool,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    digests: KvDigests | None = None,
 ) -> None:
-    """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset."""
+    """`keys`, `values` `[rows, kv_heads, …]` to `slots`, int64 `[rows]`: block * block_tokens + offset.
+
+    With `digests` the blocks are verified before (CorruptedKv), and sealed anew.
+    """
     keys, values = _rows_of_heads(keys), _rows_of_heads(values)
-    _check(
-        library.kv_write(
-            pool,
-            keys.data_ptr(),
-            keys.stride(0),
-            values.data_ptr(),
-            values.stride(0),
-            slots.data_ptr(),
-            keys.shape[0],
-        )
+    given = (
+        pool,
+        keys.data_ptr(),
+        keys.stride(0),
+        values.data_ptr(),
+        values.stride(0),
+        slots.data_ptr(),
+        keys.shape[0],
     )
+    if digests is None:
+        _check(library.kv_write(*given))
+    else:
+        _check(library.kv_write_sealed(*given, digests), digests)
+
+
+def verify(library: ctypes.CDLL, pool: KvPool, digests: KvDigests, blocks: npt.NDArray[np.int32]) -> None:
+    """Raises CorruptedKv where one of them is not as it was sealed."""
+    _check(library.kv_verify(pool, digests, blocks.ctypes.data, len(blocks)), digests)
 
 
 def attend(
@@ -173,11 +205,12 @@ def attend(
     softcap: float | None = None,
     threads: int = 1,
     lse: torch.Tensor | None = None,
+    digests: KvDigests | None = None,
 ) -> torch.Tensor:
     """`queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`, in the dtype of the queries.
 
     `lse`, fp32 `[rows, q_heads]` and contiguous, is filled when given. A row that sees no key gets zeros and
-    −inf.
+    −inf. Raises CorruptedKv where a block of those with `digests` is not as it was sealed.
     """
     flat = _rows_of_heads(queries)
     rows, q_heads, _ = flat.shape
@@ -191,8 +224,9 @@ def attend(
         output=output.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
         threads=threads,
+        digests=None if digests is None else ctypes.addressof(digests),
     )
-    _check(library.kv_attend(pool, spans, call))
+    _check(library.kv_attend(pool, spans, call), digests)
     return output.to(queries.dtype)
 
 
@@ -202,7 +236,9 @@ def _rows_of_heads(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
 
 
-def _check(answer: Any) -> None:
+def _check(answer: Any, digests: KvDigests | None = None) -> None:
+    if answer == _NOT_AS_SEALED and digests is not None:
+        raise CorruptedKv(f"block {digests.bad} is not what was written to it", block=digests.bad)
     if answer:
         reason = _REFUSALS.get(answer, "an unknown reason")
         raise InternalError(f"the native attention operator refused: {reason} ({answer})")

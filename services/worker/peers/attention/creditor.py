@@ -2,14 +2,16 @@
 
 Runs on the threads that serve links, beside the worker's own steps: lent blocks are no sequence's here, so
 nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Blocks
-in host memory are worked on like those on the device, by the same operator. Knows grants and pools; no
+in host memory are worked on like those on the device, by the same operator. Every block is verified whenever
+it is read or written to (`seals`): one that has changed is an error, and no answer. Knows grants and pools; no
 sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
 """
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +39,10 @@ from services.worker.peers.lending.core.grants import Freed, Grants
 from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
 from shared.clock import Clock, monotonic_s
-from shared.errors import InvalidMessage, StaleEpoch
+from shared.errors import CorruptedKv, InvalidMessage, StaleEpoch
+from shared.log import get_logger
 from shared.messages.lending import KvTier
+from shared.metrics import counter
 
 
 class AccessGrants(Protocol):
@@ -53,11 +57,11 @@ class AccessGrants(Protocol):
         """After an `enter` that said yes."""
         ...
 
-    def covers(
+    def loans(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
-    ) -> bool:
-        """Whether each of the tier's blocks belongs to one of these grants (which were entered) still. While
-        their generations stay the same, so does the answer."""
+    ) -> npt.NDArray[np.int64] | None:
+        """To which of these grants (which were entered) each of the tier's blocks belongs still; None where
+        one belongs to none. While their generations stay the same, so does the answer."""
         ...
 
 
@@ -98,13 +102,17 @@ class LentGrants:
             if freed is not None:
                 self._on_freed(freed)
 
-    def covers(
+    def loans(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
-    ) -> bool:
+    ) -> npt.NDArray[np.int64] | None:
         with self._grants.lock:
-            return self._table.are_lent(tier, blocks, [ref.grant_id for ref in grants])
+            return self._table.grants_of(tier, blocks, [ref.grant_id for ref in grants])
 
 
+_log = get_logger("worker.creditor")
+_corrupted = counter(
+    "kvasir_worker_lent_blocks_corrupted_total", "Lent blocks whose bytes had changed when they were read."
+)
 _STEPS_KEPT = 4
 """Descriptions kept of one debtor: its latest steps."""
 _MAX_Q_HEADS = 4096
@@ -135,6 +143,8 @@ class Creditor:
         self.clock = clock
         self.is_busy = is_busy
         self.computing = threading.Lock()
+        self.corrupted_blocks = 0
+        """Found since the start: their memory was not what had been written to it."""
         self._described: dict[tuple[Peer, KvTier], OrderedDict[int, _Known]] = {}
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
@@ -158,12 +168,14 @@ class Creditor:
         if now is None:
             raise StaleEpoch("a grant was revoked, has expired or was never yours: borrow anew")
         try:
-            return Visit(self, memory, peer, request, self._understand(peer, request, now))
+            return Visit(self, memory, peer, request, self._understand(memory, peer, request, now))
         except BaseException:
             self.grants.leave(peer, request.grants)
             raise
 
-    def _understand(self, peer: Peer, request: Request, now: tuple[GrantRef, ...]) -> Described:
+    def _understand(
+        self, memory: LentMemory, peer: Peer, request: Request, now: tuple[GrantRef, ...]
+    ) -> Described:
         """The part, every block of which is lent under these grants, at these generations."""
         key = peer, request.tier
         if request.part is not None:
@@ -176,8 +188,12 @@ class Creditor:
                 raise InvalidMessage(f"step {request.step} was never described, or is long over")
             known = found
         if known.checked != now:
-            if not self.grants.covers(peer, now, request.tier, known.described.spans.blocks):
+            blocks = known.described.spans.blocks
+            loans = self.grants.loans(peer, now, request.tier, blocks)
+            if loans is None:
                 raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
+            with self.computing:
+                memory.backend.adopt(blocks, loans)
             known.checked = now
         if request.part is not None:
             with self._lock:
@@ -186,6 +202,18 @@ class Creditor:
                 while len(steps) > _STEPS_KEPT:
                     steps.popitem(last=False)
         return known.described
+
+    def drop(self, peer: Peer, tier: KvTier, layer: int, error: CorruptedKv) -> None:
+        """Somebody's memory has changed: nothing is said of it but that."""
+        _corrupted.inc()
+        self.corrupted_blocks += 1
+        _log.error(
+            "block %d of lent %s memory, layer %d, is not what %s wrote to it: dropped",
+            error.block,
+            tier,
+            layer,
+            peer.worker_id,
+        )
 
     def keep(self, debtors: Collection[str]) -> None:
         """Forgets what anybody else described: who has no grant any more describes anew when there is one."""
@@ -212,6 +240,17 @@ class Visit:
     request: Request
     described: Described
     is_over: bool = False
+
+    @contextmanager
+    def worked_on(self) -> Iterator[None]:
+        """For what touches blocks. Leaves the visit. Raises CorruptedKv, which the creditor has noted then."""
+        try:
+            yield
+        except CorruptedKv as error:
+            self.creditor.drop(self.peer, self.request.tier, self.request.layer, error)
+            raise
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Its blocks may go to somebody else. Idempotent."""
@@ -255,10 +294,8 @@ class _Question:
         self.buffers: Sequence[Buffer] = [bytes_of(tensor) for tensor in self._tensors]
 
     def commit(self) -> Reply:
-        try:
+        with self._visit.worked_on():
             return self.run()
-        finally:
-            self._visit.leave()
 
     def abandon(self) -> None:
         self._visit.leave()
@@ -318,19 +355,20 @@ class _Fetch:
             raise InvalidMessage("a fetch names blocks of its part")
         if request.write_layer >= len(visit.memory.pools) or (sizes_bytes and request.write_layer < 0):
             raise InvalidMessage(f"keys and values for layer {request.write_layer}")
-        self._visit, self._blocks = visit, torch.from_numpy(blocks[indices])
+        self._visit, self._blocks = visit, blocks[indices]
+        self._indices = torch.from_numpy(self._blocks)
         self._write = _Question(visit, request.write_layer, 0, sizes_bytes) if sizes_bytes else None
         self.buffers: Sequence[Buffer] = () if self._write is None else self._write.buffers
 
     def commit(self) -> Reply:
         """Copied: what is sent is of one moment, whatever happens to the grant meanwhile."""
-        try:
+        visit, layer = self._visit, self._visit.request.layer
+        with visit.worked_on():
             if self._write is not None:
                 self._write.run()
-            pools = self._visit.memory.pools[self._visit.request.layer]
-            found = [pool.index_select(0, self._blocks) for pool in pools]
-        finally:
-            self._visit.leave()
+            found = [pool.index_select(0, self._indices) for pool in visit.memory.pools[layer]]
+            with visit.creditor.computing:
+                visit.memory.backend.verify(layer, self._blocks)
         return Reply(b"", [bytes_of(each) for each in found])
 
     def abandon(self) -> None:

@@ -5,14 +5,16 @@ whatever the engine runs on. Whether the creditor attends to keys there is settl
 worker whose engine runs on a GPU the debtor fetches them instead, unless told otherwise. Knows no grant.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
-from services.worker.engine.backends import NativeBackend, PartialBackend, Pools, TorchBackend
+from services.worker.engine.backends import Pools, TorchBackend
 from services.worker.engine.native import library as native
+from services.worker.peers.attention.seals import NativeSeals, SealedBackend, SlowSeals
 from services.worker.peers.lending.core.settings import LendingConfig
 from shared.errors import ConfigError
 
@@ -24,7 +26,7 @@ class LentMemory:
     """All layers' pools of one tier."""
 
     pools: Sequence[Pools]
-    backend: PartialBackend
+    backend: SealedBackend
     attends: bool = True
     """Questions are computed; else blocks are only written and fetched."""
 
@@ -39,11 +41,11 @@ class LentMemory:
 
 def device_memory(attention: PagedAttention) -> LentMemory:
     """The engine's own pools."""
-    return LentMemory(attention.pools, attention.partial_backend(attention.pools))
+    return LentMemory(attention.pools, _sealed(attention.pools, attention.library, attention.threads))
 
 
 def host_memory(
-    attention: PagedAttention, blocks: int, *, attends: bool = True, threads: int = 1
+    attention: PagedAttention, blocks: int, *, attends: bool = True
 ) -> LentMemory:
     """`blocks` in RAM, of the layout of the engine's pools. Pages are taken when first written."""
     k_pool, _ = attention.pools[0]
@@ -51,11 +53,17 @@ def host_memory(
     shapes = [LayerShape(k.shape[1], k.shape[2], v.shape[3]) for k, v in attention.pools]
     pools = [make_pools(shape, blocks, block_tokens, dtype, cpu) for shape in shapes]
     if k_pool.device.type == "cpu":
-        return LentMemory(pools, attention.partial_backend(pools), attends)
-    library = native.choose("auto", device=cpu, dtype=dtype) if attends else None
+        return LentMemory(pools, _sealed(pools, attention.library, attention.threads), attends)
+    library = native.choose("auto", device=cpu, dtype=dtype)
+    return LentMemory(pools, _sealed(pools, library, 1), attends)
+
+
+def _sealed(pools: Sequence[Pools], library: ctypes.CDLL | None, threads: int) -> SealedBackend:
     if library is not None:
-        return LentMemory(pools, NativeBackend(library, pools, threads), attends)
-    return LentMemory(pools, TorchBackend(pools, block_tokens, dtype, cpu), attends)
+        return NativeSeals(library, pools, threads)
+    k_pool, _ = pools[0]
+    backend = TorchBackend(pools, k_pool.shape[3], k_pool.dtype, k_pool.device)
+    return SlowSeals(backend, pools, k_pool.shape[3])
 
 
 def block_bytes(attention: PagedAttention) -> int:

@@ -192,7 +192,7 @@ class RBlockTable:
         return self.local_blocks if tier is KvTier.DEVICE else self.host_blocks
 
     def part(self, tier: KvTier, blocks: Iterable[int]) -> None:
-        """These are lent until somebody who is at work on them has left, and `are_lent` no more."""
+        """These are lent until somebody who is at work on them has left, and in `grants_of` no more."""
         at = _indices(blocks)
         self._grant_of[tier][at] = -np.abs(self._grant_of[tier][at])
 
@@ -212,12 +212,15 @@ class RBlockTable:
         }
         self._lent = {key: count for key, count in left.items() if count}
 
-    def are_lent(self, tier: KvTier, blocks: npt.NDArray[np.int32], grants: Sequence[int]) -> bool:
-        """Whether each belongs to one of these grants still."""
+    def grants_of(
+        self, tier: KvTier, blocks: npt.NDArray[np.int32], grants: Sequence[int]
+    ) -> npt.NDArray[np.int64] | None:
+        """To which of these grants each belongs still; None where one belongs to none of them."""
         if not self._are_there(tier, blocks):
-            return False
-        found = self._grant_of[tier][blocks]
-        return bool((found == grants[0]).all() if len(grants) == 1 else np.isin(found, grants).all())
+            return None
+        found: npt.NDArray[np.int64] = self._grant_of[tier][blocks]
+        is_lent = (found == grants[0]).all() if len(grants) == 1 else np.isin(found, grants).all()
+        return found if is_lent else None
 
     def lent_row(self, tier: KvTier, block: int) -> LentRow | None:
         grant_id = abs(int(self._grant_of[tier][block])) if 0 <= block < self.own_blocks(tier) else 0

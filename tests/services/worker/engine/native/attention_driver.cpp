@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "attention.h"
+#include "digest.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -95,6 +95,27 @@ static double run_case() {
   UNPOISON(key, key_size * sizeof(T));
   UNPOISON(value, value_size * sizeof(T));
   if (answer) return INFINITY;
+
+  // Sealed, it answers the same, and nothing at all once a byte of a block that some row sees has changed.
+  std::vector<uint64_t> seals((size_t)blocks * kv_heads * 2);
+  KvDigests digests{seals.data(), -1};
+  if (kv_write_sealed(&pool, new_key.data(), kv_heads * head_dim, new_value.data(), kv_heads * value_dim, slots.data(),
+                      (int)slots.size(), &digests))
+    return INFINITY;
+  std::vector<float> again(output.size()), again_lse(lse.size());
+  AttendCall sealed = call;
+  sealed.output = again.data();
+  sealed.lse = again_lse.data();
+  sealed.digests = &digests;
+  if (kv_attend(&pool, &spans, &sealed) || again != output || again_lse != lse) return INFINITY;
+  const int64_t block = slots[dice() % slots.size()] / tokens;
+  const bool is_value = dice() % 2;
+  const size_t block_bytes = (is_value ? value_size : key_size) / blocks * sizeof(T);
+  char* changed = (char*)(is_value ? value : key) + block * block_bytes + dice() % block_bytes;
+  const char flipped = (char)(1 << dice() % 8);
+  *changed ^= flipped;
+  if (kv_attend(&pool, &spans, &sealed) != -4 || digests.bad != block) return INFINITY;
+  *changed ^= flipped;
 
   double worst = 0;
   for (int s = 0; s < count; s++)

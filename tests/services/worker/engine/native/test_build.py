@@ -99,7 +99,7 @@ def test_attention_reads_nothing_that_no_row_sees(machine: str, tmp_path: Path) 
     compiler = build.find_compiler()
     assert compiler is not None
     flags = "-std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fopenmp".split()
-    sources = [str(DRIVER), str(build.SOURCES / "attention.cpp")]
+    sources = [str(DRIVER), *(str(build.SOURCES / name) for name in ("attention.cpp", "digest.cpp"))]
     program = str(tmp_path / "driver")
     subprocess.run(
         [compiler, *flags, machine, "-Wno-psabi", f"-I{build.SOURCES}", *sources, "-o", program],

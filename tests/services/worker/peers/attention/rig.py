@@ -54,15 +54,17 @@ class GrantBook:
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
         return
 
-    def covers(
+    def loans(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
-    ) -> bool:
-        allowed: set[int] = set()
+    ) -> npt.NDArray[np.int64] | None:
+        of: dict[int, int] = {}
         with self._lock:
             for ref in grants:
                 at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
-                allowed |= held if at is tier else frozenset()
-        return allowed.issuperset(blocks.tolist())
+                of |= dict.fromkeys(held, ref.grant_id) if at is tier else {}
+        if not of.keys() >= set(blocks.tolist()):
+            return None
+        return np.array([of[block] for block in blocks.tolist()], dtype=np.int64)
 
 
 @dataclass

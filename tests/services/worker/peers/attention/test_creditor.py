@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -196,9 +197,9 @@ class CountingGrants(LentGrants):
 
     lookups = 0
 
-    def covers(self, *asked: Any) -> bool:
+    def loans(self, *asked: Any) -> npt.NDArray[np.int64] | None:
         self.lookups += 1
-        return super().covers(*asked)
+        return super().loans(*asked)
 
 
 class World:

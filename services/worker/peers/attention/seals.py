@@ -1,0 +1,134 @@
+"""Seals on lent blocks: whether what is attended to, or sent, is what was written there.
+
+A creditor keeps KV of others in memory that nobody else would ever look at again. A block is sealed with a
+digest when rows are written to it, head by head, keys and values apart, and compared when it is next read: by
+the operator, on its way through the keys, while they are in the cache (`digest.h`); before a fetch, by itself;
+and before more rows are written to it, so that a seal never covers what was wrong before. A block that was not
+written to since it was lent has no seal. What changes in the microseconds between a block's comparison and its
+use is found when it is next read. Knows pools and blocks; no debtor.
+"""
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine.backends import PartialBackend, Pools
+from services.worker.engine.layout import PackedSpans
+from services.worker.engine.native import library as native
+from services.worker.engine.paged import Shape
+from shared.errors import CorruptedKv
+
+
+class SealedBackend(PartialBackend, Protocol):
+    """Attention over blocks that are verified before. Each call raises CorruptedKv."""
+
+    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
+        """Before these are sent."""
+        ...
+
+    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
+        """Each block is lent by that grant: what was written under another one is no concern of anybody."""
+        ...
+
+
+class _Loans:
+    """By block: the grant under which it was sealed."""
+
+    def __init__(self, blocks: int) -> None:
+        self._of = np.zeros(blocks, dtype=np.int64)
+
+    def replace(
+        self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32]:
+        """Those that another grant had."""
+        changed: npt.NDArray[np.int32] = blocks[self._of[blocks] != loans]
+        self._of[blocks] = loans
+        return changed
+
+
+class NativeSeals:
+    """`SealedBackend` by the C++ operator."""
+
+    def __init__(self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int) -> None:
+        self._library = library
+        self._pools = [native.describe_pool(*each) for each in pools]
+        self._threads = threads
+        sizes = [(pool.num_blocks, pool.kv_heads, 2) for pool in self._pools]
+        self._seals = [np.zeros(size, dtype=np.uint64) for size in sizes]
+        self._digests = [native.KvDigests(seals.ctypes.data, -1) for seals in self._seals]
+        self._loans = _Loans(len(pools[0][0]))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        native.write(self._library, self._pools[layer], keys, values, slots, self._digests[layer])
+
+    def attend_part(
+        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(queries.shape[:2])
+        output = native.attend(
+            self._library,
+            self._pools[layer],
+            native.describe_spans(packed),
+            queries,
+            scaling=shape.scaling,
+            softcap=shape.softcap,
+            threads=self._threads,
+            lse=lse,
+            digests=self._digests[layer],
+        )
+        return output.float(), lse
+
+    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
+        native.verify(self._library, self._pools[layer], self._digests[layer], blocks)
+
+    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
+        changed = self._loans.replace(blocks, loans)
+        if len(changed):
+            for seals in self._seals:
+                seals[changed] = 0
+
+
+class SlowSeals:
+    """`SealedBackend` by CRC-32 around another one, where there is no C++."""
+
+    def __init__(self, backend: PartialBackend, pools: Sequence[Pools], block_tokens: int) -> None:
+        self._backend = backend
+        self._pools = pools
+        self._block_tokens = block_tokens
+        self._seals: list[dict[int, int]] = [{} for _ in pools]
+        self._loans = _Loans(len(pools[0][0]))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        kept = slots[slots >= 0] // self._block_tokens
+        blocks = np.unique(kept.cpu().numpy()).astype(np.int32)
+        self.verify(layer, blocks)
+        self._backend.write(layer, keys, values, slots)
+        self._seals[layer].update((block, self._sum(layer, block)) for block in blocks.tolist())
+
+    def attend_part(
+        self, layer: int, packed: PackedSpans, queries: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.verify(layer, packed.blocks)
+        return self._backend.attend_part(layer, packed, queries, shape)
+
+    def verify(self, layer: int, blocks: npt.NDArray[np.int32]) -> None:
+        seals = self._seals[layer]
+        for block in blocks.tolist():
+            if block in seals and seals[block] != self._sum(layer, block):
+                raise CorruptedKv(f"block {block} is not what was written to it", block=block)
+
+    def adopt(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> None:
+        for block in self._loans.replace(blocks, loans).tolist():
+            for seals in self._seals:
+                seals.pop(block, None)
+
+    def _sum(self, layer: int, block: int) -> int:
+        found = 0
+        for pool in self._pools[layer]:
+            found = zlib.crc32(pool[block].cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
+        return found

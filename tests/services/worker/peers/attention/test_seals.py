@@ -1,0 +1,127 @@
+"""A lent block whose memory has changed is found before anything of it reaches its debtor."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.layout import Span, pack
+from services.worker.engine.native.library import AttentionMode
+from services.worker.engine.paged import Shape
+from services.worker.peers.attention.core.cost import ShipMode
+from services.worker.peers.attention.memory import LentMemory, device_memory, host_memory
+from shared.errors import CorruptedKv, CreditorLost
+from tests.services.worker.peers.attention.rig import (
+    BLOCK_TOKENS,
+    Lender,
+    add_host,
+    always,
+    connect,
+    lender,
+    make_engine,
+)
+
+LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 16
+BLOCKS = [4, 1, 3]
+LENGTH = 2 * BLOCK_TOKENS + 3
+
+
+def flip(memory: LentMemory, layer: int, which: int, block: int, rng: random.Random) -> None:
+    """One bit."""
+    words = memory.pools[layer][which][block].view(torch.int32).view(-1)
+    words[rng.randrange(len(words))] ^= 1 << rng.randrange(31)
+
+
+def written(memory: LentMemory) -> None:
+    """Rows of one sequence, in three of its blocks."""
+    memory.backend.adopt(np.array(BLOCKS, dtype=np.int32), np.full(len(BLOCKS), 7))
+    for layer in range(LAYERS):
+        slots = [block * BLOCK_TOKENS + at for block in BLOCKS for at in range(BLOCK_TOKENS)][:LENGTH]
+        kv = torch.randn(2, LENGTH, KV_HEADS, DIM)
+        memory.backend.write(layer, kv[0], kv[1], torch.tensor(slots))
+
+
+def attended(memory: LentMemory, layer: int) -> torch.Tensor:
+    spans = pack([Span(LENGTH, 1, [*BLOCKS, 0])], BLOCK_TOKENS)
+    return memory.backend.attend_part(layer, spans, torch.ones(1, HEADS, DIM), Shape(0.25))[0]
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_flipped_bit_goes_by(llama: Any, attention: AttentionMode, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(llama, 6, attention)
+    memory = device_memory(engine.attention) if seed % 2 else host_memory(engine.attention, 6)
+    written(memory)
+    before = [attended(memory, layer) for layer in range(LAYERS)]
+    layer, which, block = rng.randrange(LAYERS), rng.randrange(2), rng.choice(BLOCKS)
+    pool = memory.pools[layer][which]
+    sound = pool.clone()
+    flip(memory, layer, which, block, rng)
+    with pytest.raises(CorruptedKv) as found:
+        attended(memory, layer)
+    assert found.value.block == block
+    with pytest.raises(CorruptedKv):
+        memory.backend.verify(layer, np.array(BLOCKS, dtype=np.int32))
+    with pytest.raises(CorruptedKv):
+        new = torch.ones(1, KV_HEADS, DIM)
+        memory.backend.write(layer, new, new, torch.tensor([block * BLOCK_TOKENS + BLOCK_TOKENS - 1]))
+    assert torch.equal(attended(memory, 1 - layer), before[1 - layer]), "other layers are as they were"
+    pool.copy_(sound)
+    assert torch.equal(attended(memory, layer), before[layer])
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_what_was_there_before_a_loan_does_not_count(llama: Any, attention: AttentionMode) -> None:
+    memory = device_memory(make_engine(llama, 6, attention).attention)
+    written(memory)
+    flip(memory, 0, 0, BLOCKS[1], random.Random(1))
+    memory.backend.adopt(np.array(BLOCKS[1:2], dtype=np.int32), np.array([8]))
+    new = torch.ones(1, KV_HEADS, DIM)
+    memory.backend.write(0, new, new, torch.tensor([BLOCKS[1] * BLOCK_TOKENS]))
+    attended(memory, 0)
+    flip(memory, 0, 1, BLOCKS[0], random.Random(2))
+    with pytest.raises(CorruptedKv):
+        attended(memory, 0)
+
+
+@pytest.mark.parametrize("mode", list(ShipMode))
+@pytest.mark.parametrize("is_host", [False, True])
+def test_the_debtor_loses_the_creditor_and_gets_no_token(llama: Any, mode: ShipMode, is_host: bool) -> None:
+    with lender(llama, 6, host_blocks=6) as owner:
+        engine = make_engine(llama, 1)
+        debtor = connect(engine, [] if is_host else [owner.dial()], 6, choose=always(mode))
+        if is_host:
+            add_host(debtor, owner, range(1, 7))
+        table = [2, 3, 4]
+        rows = torch.randn(3, 2 * BLOCK_TOKENS, 2 * KV_HEADS + HEADS, DIM)
+        attention = engine.attention
+
+        def step(first: int, count: int) -> None:
+            attention.begin([Span(first, count, table)], 1 if count == 1 else 0)
+            try:
+                for layer in range(LAYERS):
+                    q, k, v = rows[layer, :count].split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+                    attention.attend(layer, q, k, v, Shape(0.25))
+                attention.end()
+            except CreditorLost:
+                attention.abandon()
+                raise
+
+        step(0, 2 * BLOCK_TOKENS)
+        step(2 * BLOCK_TOKENS, 1)
+        memory = memory_of(owner, is_host)
+        flip(memory, 1, 0, 2, random.Random(3))
+        with pytest.raises(CreditorLost, match="not what was written"):
+            step(2 * BLOCK_TOKENS + 1, 1)
+        assert owner.creditor.corrupted_blocks == 1
+        debtor.close()
+
+
+def memory_of(owner: Lender, is_host: bool) -> LentMemory:
+    if not is_host:
+        return device_memory(owner.engine.attention)
+    assert owner.host is not None
+    return owner.host
