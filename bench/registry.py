@@ -39,6 +39,7 @@ class Bench:
 
 
 BENCHES: tuple[Bench, ...] = (
+    Bench("audit", "bench.micro.audit.bench", "flipped bits: are all caught, and what checking costs"),
     Bench("bulk", "bench.micro.bulk.bench", "GB/s between two workers, by each transport"),
     Bench("distattention", "bench.micro.distattention.bench", "attention over keys that other workers hold"),
     Bench("engine", "bench.live.engine.bench", "our engine, served, against vLLM, transformers or llama.cpp"),

@@ -14,11 +14,13 @@ from services.worker.core.sequences import SequenceLimits, SequenceTable
 from services.worker.core.steps import StepCore
 from services.worker.cores import bind_to
 from services.worker.engine.contract import AttendingEngine, Engine
+from services.worker.engine.native.sums import checksums
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
+from services.worker.kv.tiers.checksums import CRC
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
@@ -44,7 +46,8 @@ def open_cache(
     if config.engine == "simulated":  # Its blocks are so small that host_mb would hold millions.
         most = _SIMULATED_HOST_SHARE * engine.kv_blocks
         cache = cache.model_copy(update={"host_blocks": cache.host_blocks or (most if cache.host_mb else 0)})
-    return open_store(cache, engine, instance, wake)
+    sums = CRC if config.engine == "simulated" else checksums()
+    return open_store(cache, engine, instance, wake, sums)
 
 
 def fingerprint_of(engine: Engine) -> bytes:

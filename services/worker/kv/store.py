@@ -16,6 +16,7 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.copier import Throttles, TierMover
 from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import DiskTier, open_disk
@@ -57,6 +58,7 @@ class KvStore:
     mover: TierMover
     host: HostTier
     disk: DiskTier | None
+    sums: Checksums
     _done: deque[Ended]
 
     def settle(self) -> None:
@@ -86,7 +88,11 @@ class KvStore:
 
 
 def open_store(
-    config: PrefixCacheConfig, engine: CacheableEngine, instance: str, wake: Callable[[], None]
+    config: PrefixCacheConfig,
+    engine: CacheableEngine,
+    instance: str,
+    wake: Callable[[], None],
+    sums: Checksums = CRC,
 ) -> KvStore:
     """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk.
 
@@ -99,7 +105,7 @@ def open_store(
     disk = None
     if disk_blocks:
         path = Path(config.disk_path) / f"{instance}.kv"
-        disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks))
+        disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks), sums)
     done: deque[Ended] = deque()
 
     def on_done(one: Ended) -> None:
@@ -107,7 +113,7 @@ def open_store(
         wake()
 
     throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s)
-    host = HostTier(host_blocks, size, engine.fingerprint)
+    host = HostTier(host_blocks, size, engine.fingerprint, sums)
     mover = TierMover(records, host, disk, on_done, throttles)
     kept_blocks = int(host_blocks * config.swap_share)
     tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks)
@@ -124,4 +130,4 @@ def open_store(
         block_bytes=size,
         restored_blocks=restored,
     )
-    return KvStore(cache, engine.fingerprint, size, mover, host, disk, done)
+    return KvStore(cache, engine.fingerprint, size, mover, host, disk, sums, done)

@@ -18,6 +18,7 @@ constexpr uint64_t SEEDS[8] = {0x9e3779b97f4a7c15, 0xbf58476d1ce4e5b9, 0x94d049b
                                0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
 
 #ifdef KVASIR_VAES
+constexpr int32_t KIND = 2;
 
 // Four states take turns: a round has to end before the next of the same state begins.
 uint64_t digest_lines(const char* from, int64_t bytes) {
@@ -43,6 +44,7 @@ uint64_t digest_lines(const char* from, int64_t bytes) {
 }
 
 #else
+constexpr int32_t KIND = 1;
 
 uint64_t mixed(uint64_t a, uint64_t b) {
   const unsigned __int128 product = (unsigned __int128)a * b;
@@ -107,6 +109,39 @@ bool is_intact(const KvPool& pool, const KvDigests& digests, int64_t block, int 
 using namespace kvasir;
 
 extern "C" uint64_t kv_digest(const void* from, int64_t bytes) { return digest(from, bytes); }
+extern "C" int32_t kv_digest_kind() { return KIND; }
+
+extern "C" void table_sums(const uint64_t* table, int64_t rows, int64_t columns, const uint64_t* row_weights,
+                           const uint64_t* column_weights, uint64_t* by_row, uint64_t* by_column) {
+  // A few columns at a time stay in registers, and the whole table in the cache meanwhile: it is a slice.
+  constexpr int64_t STRIP = 64;
+  static thread_local std::vector<uint64_t> of_row;
+  of_row.assign((size_t)rows, 0);
+  uint64_t found = 0;
+  for (int64_t first = 0; first < columns; first += STRIP) {
+    const int64_t width = std::min(STRIP, columns - first);
+    uint64_t of_column[STRIP] = {};
+    for (int64_t row = 0; row < rows; row++) {
+      const uint64_t* words = table + row * columns + first;
+      uint64_t sum = 0;
+      if (width == STRIP)
+        for (int64_t i = 0; i < STRIP; i++) {
+          of_column[i] += words[i];
+          sum += words[i];
+        }
+      else
+        for (int64_t i = 0; i < width; i++) {
+          of_column[i] += words[i];
+          sum += words[i];
+        }
+      of_row[row] += sum;
+    }
+    for (int64_t i = 0; i < width; i++) found += of_column[i] * column_weights[first + i];
+  }
+  *by_column = found;
+  *by_row = 0;
+  for (int64_t row = 0; row < rows; row++) *by_row += of_row[row] * row_weights[row];
+}
 
 extern "C" int32_t kv_verify(const KvPool* pool, KvDigests* digests, const int32_t* blocks, int32_t count) {
   for (int32_t i = 0; i < count; i++) {

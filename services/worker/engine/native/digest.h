@@ -19,6 +19,12 @@ bool is_intact(const KvPool& pool, const KvDigests& digests, int64_t block, int 
 extern "C" {
 
 KVASIR_API uint64_t kv_digest(const void* from, int64_t bytes);
+KVASIR_API int32_t kv_digest_kind();  // names the function that this build computes: 1, 2 …
+
+// Of a table of 64-bit words, `rows` rows of `columns`: the sum of each row and of each column, each times its weight,
+// added up modulo 2^64. What services/worker/peers/transport/digest.py computes where there is no library.
+KVASIR_API void table_sums(const uint64_t* table, int64_t rows, int64_t columns, const uint64_t* row_weights,
+                           const uint64_t* column_weights, uint64_t* by_row, uint64_t* by_column);
 
 // Whether these blocks are what was sealed: 0; else -4, and `bad` is the first that is not. -3: no such block.
 KVASIR_API int32_t kv_verify(const KvPool* pool, KvDigests* digests, const int32_t* blocks, int32_t count);

@@ -22,7 +22,7 @@ from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from services.worker.kv.tiers.copy_thread import CopyJob, CopyThread, Ended
 from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import RecordRow, Records, checksum
+from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.throttle import Throttle
 from shared.blocks import BlockHash
 from shared.errors import InternalError
@@ -241,7 +241,7 @@ class TierMover:
         else:
             row, is_intact = self._staged[0], True
             self._records.read([source], [row])
-            sum_ = checksum(row, node.name, disk.geometry.fingerprint)
+            sum_ = self._host.sums.of(row, node.name, disk.geometry.fingerprint)
         return is_intact and self._throttles.disk.wait(row.nbytes, until_s) and disk.write(node, row, sum_)
 
     def halt(self, deadline_s: float) -> bool:

@@ -11,10 +11,12 @@ import fcntl
 import os
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from services.worker.kv.core.tier_copier import StoredBlock
-from services.worker.kv.tiers.records import RecordRow, checksum
+from services.worker.kv.tiers.checksums import CRC, Checksums
+from services.worker.kv.tiers.records import RecordRow
 from services.worker.kv.tiers.slotfile import (
     EMPTY_SLOT,
     FILE_HEADER_BYTES,
@@ -40,8 +42,11 @@ class DiskTier:
     `counts`: torn_slots, short_reads, checksum_failures, read_errors, write_errors; reinitialised, set_aside.
     """
 
-    def __init__(self, descriptor: int, geometry: Geometry, counts: Counter[str]) -> None:
+    def __init__(
+        self, descriptor: int, geometry: Geometry, counts: Counter[str], sums: Checksums = CRC
+    ) -> None:
         self._file = descriptor
+        self._sums = sums
         self.geometry = geometry
         self.counts = counts
         self._slots: list[SlotHeader | None] = [None] * geometry.slots
@@ -67,7 +72,7 @@ class DiskTier:
             return self._bad("read_errors")
         if done < row.nbytes:
             return self._bad("short_reads")
-        if checksum(row, name, self.geometry.fingerprint) != slot.checksum:
+        if self._sums.of(row, name, self.geometry.fingerprint) != slot.checksum:
             return self._bad("checksum_failures")
         return True
 
@@ -105,7 +110,7 @@ class DiskTier:
         return False
 
 
-def open_disk(path: Path, geometry: Geometry) -> DiskTier | None:
+def open_disk(path: Path, geometry: Geometry, sums: Checksums = CRC) -> DiskTier | None:
     """The tier in `path`, made or taken over; None, with a warning, where there cannot be one.
 
     A file of another model, geometry or version is started afresh; one that is no cache at all is renamed to
@@ -113,6 +118,7 @@ def open_disk(path: Path, geometry: Geometry) -> DiskTier | None:
     leave the worker without a disk tier.
     """
     counts: Counter[str] = Counter()
+    geometry = replace(geometry, sums=sums.kind)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _set_aside(path, counts)
@@ -122,7 +128,7 @@ def open_disk(path: Path, geometry: Geometry) -> DiskTier | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        tier = DiskTier(descriptor, geometry, counts)
+        tier = DiskTier(descriptor, geometry, counts, sums)
         _prepare(descriptor, path, tier)
         return tier
     except OSError as error:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from services.worker.kv.tiers.records import RecordRow, checksum
+from services.worker.kv.tiers.checksums import CRC, Checksums
+from services.worker.kv.tiers.records import RecordRow
 from shared.blocks import BlockHash
 
 
@@ -10,9 +11,10 @@ class HostTier:
     """`slots` records. A slot's checksum is taken when it is filled and never again, so that what happened
     to it since is seen, whoever reads it."""
 
-    def __init__(self, slots: int, record_bytes: int, fingerprint: bytes) -> None:
+    def __init__(self, slots: int, record_bytes: int, fingerprint: bytes, sums: Checksums = CRC) -> None:
         """The memory is touched when it is first used, not here. `slots` may be 0."""
         self.slots = slots
+        self.sums = sums
         self._fingerprint = fingerprint
         self._rows = np.zeros((slots, record_bytes), dtype=np.uint8)
         self._checksums = [-1] * slots
@@ -24,7 +26,7 @@ class HostTier:
 
     def seal(self, place: int, name: BlockHash) -> None:
         """The slot has been filled with `name`'s bytes."""
-        self._checksums[place] = checksum(self._rows[place], name, self._fingerprint)
+        self._checksums[place] = self.sums.of(self._rows[place], name, self._fingerprint)
 
     def checksum_of(self, place: int) -> int:
         """As taken when the slot was sealed."""
@@ -32,4 +34,4 @@ class HostTier:
 
     def is_intact(self, place: int, name: BlockHash) -> bool:
         """Whether the slot holds `name`'s bytes as they were when it was sealed."""
-        return self._checksums[place] == checksum(self._rows[place], name, self._fingerprint)
+        return self._checksums[place] == self.sums.of(self._rows[place], name, self._fingerprint)

@@ -5,14 +5,11 @@ pools. Calls return when the bytes are there; each object is for one thread at a
 and no file.
 """
 
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from shared.blocks import BlockHash
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +83,3 @@ def _device(pool: LayerPool) -> str:
 
 def _is_contiguous(pool: LayerPool) -> bool:
     return pool.flags.c_contiguous if isinstance(pool, np.ndarray) else pool.is_contiguous()
-
-
-def checksum(row: RecordRow, name: BlockHash, fingerprint: bytes) -> int:
-    """Of a record that belongs to `name`."""
-    return zlib.crc32(row.data, zlib.crc32(name + fingerprint))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from shared.blocks import HASH_BYTES, BlockHash
 
 MAGIC = b"KVASIRKV"
-VERSION = 1
+VERSION = 2
 PAGE_BYTES = 4096
 SLOT_BYTES = 64
-_FILE = struct.Struct("<8sIIQ16s")
-_SLOT = struct.Struct("<16s16sIIQI")
+_FILE = struct.Struct("<8sHHIQ16s")
+_SLOT = struct.Struct("<16s16sIIQQ")
 _CRC = struct.Struct("<I")
 
 
@@ -27,6 +27,8 @@ class Geometry:
     """16 bytes."""
     record_bytes: int
     slots: int
+    sums: int = 0
+    """By which function records are verified (`Checksums.kind`)."""
 
     @property
     def records_at(self) -> int:
@@ -63,7 +65,9 @@ class SlotHeader:
 
 def pack_file(geometry: Geometry) -> bytes:
     """The file's first bytes."""
-    head = _FILE.pack(MAGIC, VERSION, geometry.slots, geometry.record_bytes, geometry.fingerprint)
+    head = _FILE.pack(
+        MAGIC, VERSION, geometry.sums, geometry.slots, geometry.record_bytes, geometry.fingerprint
+    )
     return _sealed(head)
 
 

@@ -2,8 +2,8 @@
 
 Runs on the threads that serve links, beside the worker's own steps: lent blocks are no sequence's here, so
 nothing is shared but the processor, and of that a budget is lent. One question is computed at a time. Blocks
-in host memory are worked on like those on the device, by the same operator. Every block is verified whenever
-it is read or written to (`seals`): one that has changed is an error, and no answer. Knows grants and pools; no
+in host memory are worked on like those on the device, by the same operator. Every block is verified when it
+is read or written to (`seals`): one that has changed is an error, and no answer. Knows grants and pools; no
 sequence, no bus. Source: Infinite-LLM §4.2 and §4.6 (papers/001).
 """
 
@@ -243,7 +243,7 @@ class Visit:
 
     @contextmanager
     def worked_on(self) -> Iterator[None]:
-        """For what touches blocks. Leaves the visit. Raises CorruptedKv, which the creditor has noted then."""
+        """For what touches blocks. Leaves the visit. Raises CorruptedKv, of which the creditor knows then."""
         try:
             yield
         except CorruptedKv as error:

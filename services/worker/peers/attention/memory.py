@@ -44,9 +44,7 @@ def device_memory(attention: PagedAttention) -> LentMemory:
     return LentMemory(attention.pools, _sealed(attention.pools, attention.library, attention.threads))
 
 
-def host_memory(
-    attention: PagedAttention, blocks: int, *, attends: bool = True
-) -> LentMemory:
+def host_memory(attention: PagedAttention, blocks: int, *, attends: bool = True) -> LentMemory:
     """`blocks` in RAM, of the layout of the engine's pools. Pages are taken when first written."""
     k_pool, _ = attention.pools[0]
     block_tokens, dtype, cpu = k_pool.shape[3], k_pool.dtype, torch.device("cpu")

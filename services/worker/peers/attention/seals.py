@@ -1,11 +1,11 @@
 """Seals on lent blocks: whether what is attended to, or sent, is what was written there.
 
 A creditor keeps KV of others in memory that nobody else would ever look at again. A block is sealed with a
-digest when rows are written to it, head by head, keys and values apart, and compared when it is next read: by
-the operator, on its way through the keys, while they are in the cache (`digest.h`); before a fetch, by itself;
-and before more rows are written to it, so that a seal never covers what was wrong before. A block that was not
-written to since it was lent has no seal. What changes in the microseconds between a block's comparison and its
-use is found when it is next read. Knows pools and blocks; no debtor.
+digest when rows are written to it, head by head, keys and values apart, and compared when it is next read:
+by the operator, on its way through the keys, while they are in the cache (`digest.h`); before a fetch, by
+itself; and before more rows are written to it, so that a seal never covers what was wrong before. A block
+that was not written to since it was lent has no seal. What changes in the microseconds between a block's
+comparison and its use is found when it is next read. Knows pools and blocks; no debtor.
 """
 
 import ctypes
@@ -42,9 +42,7 @@ class _Loans:
     def __init__(self, blocks: int) -> None:
         self._of = np.zeros(blocks, dtype=np.int64)
 
-    def replace(
-        self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int32]:
+    def replace(self, blocks: npt.NDArray[np.int32], loans: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Those that another grant had."""
         changed: npt.NDArray[np.int32] = blocks[self._of[blocks] != loans]
         self._of[blocks] = loans

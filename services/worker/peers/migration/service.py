@@ -48,9 +48,16 @@ class Transfers:
         self._fingerprint = store.fingerprint
         self._block_bytes = store.record_bytes
         cache = CacheDoor(runner.door, store.cache)
-        self._source = BlockSource(cache, records_of(engine.pools), store.fingerprint)
+        self._source = BlockSource(cache, records_of(engine.pools), store.fingerprint, store.sums)
         self._target = Target(
-            registry, cache, records_of(engine.pools), store.fingerprint, engine.block_tokens, config, clock
+            registry,
+            cache,
+            records_of(engine.pools),
+            store.fingerprint,
+            engine.block_tokens,
+            config,
+            clock,
+            store.sums,
         )
         self._looked_at: set[str] = set()
         self._unreachable: dict[str, int] = {}

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from services.worker.kv.tiers.records import Records, checksum
+from services.worker.kv.tiers.checksums import CRC, Checksums
+from services.worker.kv.tiers.records import Records
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
 from shared.blocks import HASH_BYTES, BlockHash
@@ -35,7 +36,9 @@ class Given(msgspec.Struct, frozen=True):
     """Header of the answer to `kv.blocks`."""
 
     checksums: tuple[int, ...]
-    """Of each block that comes along, over its bytes, name and fingerprint (`kv.tiers.checksum`)."""
+    """Of each block that comes along, over its bytes, name and fingerprint (`kv.tiers.checksums`)."""
+    sums: int = 0
+    """Which function they are of: to whoever computes another one they say nothing."""
 
 
 def read_wanted(header: bytes) -> Wanted:
@@ -58,8 +61,9 @@ _HOLD_S = 5.0
 class BlockSource:
     """One worker's. `receivers` are for its bulk desk."""
 
-    def __init__(self, cache: CacheDoor, records: Records, fingerprint: bytes) -> None:
+    def __init__(self, cache: CacheDoor, records: Records, fingerprint: bytes, sums: Checksums = CRC) -> None:
         self.cache = cache
+        self.sums = sums
         self.records = records
         self.fingerprint = fingerprint
         self.reading = threading.Lock()
@@ -99,7 +103,9 @@ class _Giving:
         finally:
             self.source.cache.let_go(blocks)
         named = zip(rows, self.wanted.names, strict=False)
-        given = Given(tuple(checksum(row, name, self.wanted.fingerprint) for row, name in named))
+        sums = self.source.sums
+        made = tuple(sums.of(row, name, self.wanted.fingerprint) for row, name in named)
+        given = Given(made, sums.kind)
         return Reply(msgspec.msgpack.encode(given), [bytes_of(row) for row in rows])
 
     def abandon(self) -> None:

@@ -1,18 +1,26 @@
 """What a message's payload is verified by: sums over its rows and columns, or CRC-32 of what is short.
 
-A plain CRC-32 (4 GB/s on one core) would halve a transport's speed; this runs at the memory's, in numpy. A
-slice of up to 512 KiB is a table of 1,024 words a row; the sums of rows and of columns, each with a weight of
-its own (odd, so that a single wrong word always shows), change with whatever is flipped, zeroed, repeated
-or out of order, unless errors cancel out in their rows and in their columns alike. It guards against
-faults, not against forgers: a link's ticket does that.
+A plain CRC-32 (4 GB/s on one core) would halve a transport's speed; this runs at the memory's, in C++, or in
+numpy where there is no library: the two ends may differ in that. A slice of up to 512 KiB is a table of 1,024
+words a row; the sums of rows and of columns, each with a weight of its own (odd, so that a single wrong word
+always shows), change with whatever is flipped, zeroed, repeated or out of order, unless errors cancel out in
+their rows and in their columns alike. It guards against faults, not against forgers: a link's ticket does
+that.
 """
 
+import ctypes
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
+from services.worker.engine.native.build import build
 from services.worker.peers.transport.base import Buffer
+from shared.errors import ConfigError
+
+Words = npt.NDArray[np.uint64]
 
 SLICE_BYTES = 1 << 19
 """Buffers are sent, received and verified in pieces of this size: while they are in a core's cache."""
@@ -106,8 +114,33 @@ def _of(view: Buffer) -> tuple[int, int]:
         crc = zlib.crc32(view)
         return crc, crc
     rows = view.nbytes // _ROW_BYTES
-    table = np.frombuffer(view, dtype=np.uint64, count=rows * _ROW_WORDS).reshape(rows, _ROW_WORDS)
-    by_row = int(np.add.reduce(table, axis=1).dot(_ROW_WEIGHTS[:rows]))
-    by_column = int(np.add.reduce(table, axis=0).dot(_COLUMN_WEIGHTS))
+    by_row, by_column = _sums()(np.frombuffer(view, dtype=np.uint64, count=rows * _ROW_WORDS), rows)
     rest = zlib.crc32(view[rows * _ROW_BYTES :])
     return by_row ^ rest, by_column ^ rest << 32
+
+
+def sums_in_numpy(words: Words, rows: int) -> tuple[int, int]:
+    """Of the rows, and of the columns."""
+    table = words.reshape(rows, _ROW_WORDS)
+    by_row = int(np.add.reduce(table, axis=1).dot(_ROW_WEIGHTS[:rows]))
+    return by_row, int(np.add.reduce(table, axis=0).dot(_COLUMN_WEIGHTS))
+
+
+@cache
+def _sums() -> Callable[[Words, int], tuple[int, int]]:
+    try:
+        library = ctypes.CDLL(str(build()))
+    except (ConfigError, OSError):
+        return sums_in_numpy
+    pointer, wide = ctypes.c_void_p, ctypes.c_int64
+    library.table_sums.argtypes = (pointer, wide, wide, pointer, pointer, pointer, pointer)
+    library.table_sums.restype = None
+    weights = _ROW_WEIGHTS.ctypes.data, _COLUMN_WEIGHTS.ctypes.data
+
+    def sums(words: Words, rows: int) -> tuple[int, int]:
+        found = (ctypes.c_uint64 * 2)()
+        at = ctypes.addressof(found)
+        library.table_sums(words.ctypes.data, rows, _ROW_WORDS, *weights, at, at + 8)
+        return found[0], found[1]
+
+    return sums

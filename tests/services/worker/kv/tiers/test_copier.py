@@ -17,11 +17,12 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
+from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.copier import DiskCopyDone, Throttles, TierMover
 from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import RecordRow, Records, checksum, records_of
+from services.worker.kv.tiers.records import RecordRow, Records, records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.tiers.throttle import Throttle
 from shared.blocks import BlockHash, chain, root
@@ -332,10 +333,10 @@ ROW = np.arange(256, dtype=np.uint8)
 
 def test_it_depends_on_bytes_name_and_fingerprint() -> None:
     sums = {
-        checksum(ROW, b"name", b"model"),
-        checksum(ROW, b"eman", b"model"),
-        checksum(ROW, b"name", b"other"),
-        checksum(ROW[::-1].copy(), b"name", b"model"),
+        CRC.of(ROW, b"name", b"model"),
+        CRC.of(ROW, b"eman", b"model"),
+        CRC.of(ROW, b"name", b"other"),
+        CRC.of(ROW[::-1].copy(), b"name", b"model"),
     }
     assert len(sums) == 4
-    assert checksum(ROW.copy(), b"name", b"model") in sums
+    assert CRC.of(ROW.copy(), b"name", b"model") in sums

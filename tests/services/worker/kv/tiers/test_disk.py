@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv.core.tier_copier import StoredBlock
+from services.worker.kv.tiers.checksums import CRC
 from services.worker.kv.tiers.disk import DiskTier, open_disk
-from services.worker.kv.tiers.records import RecordRow, checksum
+from services.worker.kv.tiers.records import RecordRow
 from services.worker.kv.tiers.slotfile import (
     EMPTY_SLOT,
     PAGE_BYTES,
@@ -55,7 +56,7 @@ def opened(path: Path, geometry: Geometry = GEOMETRY) -> DiskTier:
 
 def write(tier: DiskTier, number: int) -> None:
     node, row = record(number)
-    assert tier.write(node, row, checksum(row, node.name, tier.geometry.fingerprint))
+    assert tier.write(node, row, CRC.of(row, node.name, tier.geometry.fingerprint))
 
 
 def read(tier: DiskTier, number: int) -> bool:
@@ -241,7 +242,7 @@ HEADERS = st.builds(
     parent=st.one_of(st.just(b""), st.binary(min_size=16, max_size=16)),
     depth=st.integers(0, 2**32 - 1),
     length_bytes=st.integers(0, 2**40),
-    checksum=st.integers(0, 2**32 - 1),
+    checksum=st.integers(0, 2**64 - 1),
 )
 
 
@@ -252,7 +253,7 @@ def test_a_header_comes_back(header: SlotHeader) -> None:
     assert unpack_slot(packed) == header
 
 
-@given(HEADERS, st.integers(0, 55), st.integers(1, 255))
+@given(HEADERS, st.integers(0, 59), st.integers(1, 255))
 def test_a_flipped_byte_makes_it_none(header: SlotHeader, index: int, flip: int) -> None:
     packed = bytearray(pack_slot(header))
     packed[index] ^= flip

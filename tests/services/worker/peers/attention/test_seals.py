@@ -103,7 +103,8 @@ def test_the_debtor_loses_the_creditor_and_gets_no_token(llama: Any, mode: ShipM
             attention.begin([Span(first, count, table)], 1 if count == 1 else 0)
             try:
                 for layer in range(LAYERS):
-                    q, k, v = rows[layer, :count].split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+                    given = rows[layer, :count]
+                    q, k, v = given[:, :HEADS], given[:, HEADS:-KV_HEADS], given[:, -KV_HEADS:]
                     attention.attend(layer, q, k, v, Shape(0.25))
                 attention.end()
             except CreditorLost:

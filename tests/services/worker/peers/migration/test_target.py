@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from services.worker.kv.tiers.records import RecordRow, checksum
+from services.worker.kv.tiers.checksums import CRC, Checksums
+from services.worker.kv.tiers.records import RecordRow
 from services.worker.peers.migration.settings import TransferConfig
 from shared.errors import DeadlineExceeded, KvasirError, ModelMismatch
 from shared.messages.moves import PullBlocks
@@ -80,12 +81,12 @@ async def test_a_corrupted_block_is_refused_and_those_before_it_stay(monkeypatch
         giver.rig.serve([PROMPT])
         verified = 0
 
-        def wrong_from_the_third_on(row: RecordRow, name: bytes, fingerprint: bytes) -> int:
+        def wrong_from_the_third_on(row: RecordRow) -> int:
             nonlocal verified
             verified += 1
-            return checksum(row, name, fingerprint) ^ (verified > 2)
+            return CRC.digest(row) ^ (verified > 2)
 
-        monkeypatch.setattr("services.worker.peers.migration.target.checksum", wrong_from_the_third_on)
+        monkeypatch.setattr(taker.target, "_sums", Checksums(CRC.kind, wrong_from_the_third_on))
         pulled = await taker.target.pull(order(PROMPT))
         assert pulled.held_tokens == 8 and taker.target.refused_blocks == 2
         taker.integrity()

@@ -1,13 +1,21 @@
 """The digest changes with whatever goes wrong with bytes, however they are cut into buffers."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.peers.transport.digest import SLICE_BYTES, digest, sizes_as_slices, slices
+from services.worker.peers.transport.digest import (
+    SLICE_BYTES,
+    PayloadDigest,
+    digest,
+    sizes_as_slices,
+    slices,
+    sums_in_numpy,
+)
 
 _ROW = 4096
 _LARGE = np.random.default_rng(5).integers(0, 256, 3 * SLICE_BYTES + 12_345, dtype=np.uint8)
@@ -73,3 +81,16 @@ def test_sender_and_who_has_only_the_sizes_cut_alike(sizes: list[int]) -> None:
     assert cut == [[view.nbytes for view in group] for group in sizes_as_slices(sizes, scratch)]
     assert sum(map(sum, cut)) == sum(sizes)
     assert all(0 < sum(group) <= SLICE_BYTES for group in cut)
+
+
+@pytest.mark.parametrize("rows", [4, 5, 63, 64])
+def test_with_and_without_a_library_it_is_the_same(rows: int) -> None:
+    words = _LARGE[: rows * 8192].view(np.uint64)
+    view = words.view(np.uint8).data
+    by_row, by_column = sums_in_numpy(words, rows)
+    made = PayloadDigest()
+    made.update([view])
+    other = PayloadDigest()
+    with mock.patch("services.worker.peers.transport.digest._sums", return_value=sums_in_numpy):
+        other.update([view])
+    assert made.value == other.value and by_row != by_column

@@ -1,0 +1,204 @@
+"""What checking takes of the work it belongs to: seconds of the checks over seconds of the whole.
+
+A difference of two whole steps drowns in their scatter, so the checks are timed by themselves, on the same
+bytes, right after the work that contains them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import msgspec
+import numpy as np
+import torch
+
+from bench.micro.audit.places import BLOCK_TOKENS, small_attention
+from bench.micro.distattention.creditor import GRANT, Settings, lenders
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.backends import NativeBackend, PartialBackend
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine
+from services.worker.engine.layout import Span, pack
+from services.worker.engine.loading import LoadedModel
+from services.worker.engine.native import library as native
+from services.worker.engine.native.sums import checksums
+from services.worker.engine.paged import Shape
+from services.worker.kv.core.radix_tree import Tier
+from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
+from services.worker.kv.tiers.copier import TierMover
+from services.worker.kv.tiers.disk import open_disk
+from services.worker.kv.tiers.host import HostTier
+from services.worker.kv.tiers.records import records_of
+from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.peers.attention.core.cost import ShipMode
+from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.seals import NativeSeals
+from services.worker.peers.transport.base import bytes_of
+from services.worker.peers.transport.digest import digest
+from shared.errors import InternalError
+from shared.messages.sequence import Sampling
+
+_REPEATS = 15
+_CHUNK_TOKENS = 256
+_EVER_S = 1e9
+_NAME, _FINGERPRINT = b"n" * 16, b"0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one turn, seconds."""
+
+    work_s: float
+    """With the checks."""
+    check_s: float
+
+
+def timed(call: Callable[[], object]) -> float:
+    began_s = perf_counter()
+    call()
+    return perf_counter() - began_s
+
+
+def usual(call: Callable[[], object]) -> float:
+    """The median of some."""
+    return median(timed(call) for _ in range(_REPEATS))
+
+
+def answers_over_lent_blocks(
+    model: LoadedModel, core: int, mode: ShipMode, *, batch: int, context: int, answer: int, turns: int
+) -> tuple[list[Cost], list[Cost]]:
+    """Prompts of `context` tokens and answers of `answer` tokens, all of whose blocks lie at one creditor, on
+    another core: whole requests, and a decode of all of them. Prompts go by `mode`, decodes are shipped."""
+    layers = tuple((layer.kv_heads, layer.head_dim, layer.value_dim) for layer in model.layers)
+    each = -(-(context + 1) // BLOCK_TOKENS)
+    settings = Settings(
+        name="creditor", layers=layers, blocks=batch * each, block_tokens=BLOCK_TOKENS, seed=1, core=core
+    )
+    chosen = mode
+    requests, steps = [], []
+    with lenders([settings]) as (link,):
+        engine = TorchEngine(model, kv_blocks=1, block_tokens=BLOCK_TOKENS)
+        debtor = Debtor(
+            engine.attention,
+            q_heads=engine.q_heads,
+            own_blocks=1,
+            block_tokens=BLOCK_TOKENS,
+            staging_blocks=64,
+            deadline_s=30.0,
+            choose=lambda work, speeds: chosen,
+        )
+        debtor.homes.place(range(1, 1 + batch * each), debtor.add(link, [GRANT]), range(batch * each))
+        tables = [range(1 + at * each, 1 + (at + 1) * each) for at in range(batch)]
+        decode = [Row([5], context, table, _point([5] * (context + 1))) for table in tables]
+        chunks = [
+            Row([5] * min(_CHUNK_TOKENS, context - first), first, tables[0], None)
+            for first in range(0, context, _CHUNK_TOKENS)
+        ]
+        bench = _Checks(layers, batch * each, engine.q_heads)
+        for turn in range(turns + 1):
+            chosen = mode
+            rows = [msgspec.structs.replace(row, blocks=table) for table in tables for row in chunks]
+            work_s = sum(timed(partial(engine.step, [row])) for row in rows)
+            chosen = ShipMode.SHIP
+            step_s = usual(lambda: engine.step(decode))
+            chunk_s = sum(
+                bench.fetched_s(row) if mode is ShipMode.FETCH else bench.shipped_s([row]) for row in chunks
+            )
+            decode_s = bench.shipped_s(decode)
+            if turn:
+                requests.append(Cost(work_s + answer * step_s, batch * chunk_s + answer * decode_s))
+                steps.append(Cost(step_s, decode_s))
+        debtor.close()
+    return requests, steps
+
+
+class _Checks:
+    """The checks of a step by themselves, over all layers, on as many blocks of the same shape."""
+
+    def __init__(self, layers: Sequence[tuple[int, int, int]], blocks: int, q_heads: int) -> None:
+        library = native.load()
+        self._layers, self._q_heads = layers, q_heads
+        self._pools = small_attention(blocks, 1, layers[0]).pools
+        self._sealed = NativeSeals(library, self._pools, 1)
+        self._plain = NativeBackend(library, self._pools, 1)
+        slots = torch.arange(blocks * BLOCK_TOKENS)
+        self._sealed.write(0, *self._new(len(slots)), slots)
+
+    def shipped_s(self, rows: Sequence[Row]) -> float:
+        """At the creditor, while it writes and attends."""
+        spans = [Span(row.first_position, len(row.tokens), [at - 1 for at in row.blocks]) for row in rows]
+        packed = pack(spans, BLOCK_TOKENS)
+        count = len(packed.slots)
+        queries, slots = torch.randn(count, self._q_heads, self._layers[0][1]), torch.from_numpy(packed.slots)
+        new = self._new(count)
+
+        def attended(backend: PartialBackend) -> float:
+            def run() -> None:
+                backend.write(0, *new, slots)
+                backend.attend_part(0, packed, queries, Shape(0.125))
+
+            return timed(run)
+
+        longer = [attended(self._sealed) - attended(self._plain) for _ in range(_REPEATS)]
+        return max(0.0, median(longer)) * len(self._layers)
+
+    def fetched_s(self, row: Row) -> float:
+        """Of a chunk: its context is verified before it is sent, and its frame at both ends."""
+        blocks = -(-row.first_position // BLOCK_TOKENS)
+        payload = [bytes_of(pool[:blocks]) for pool in self._pools[0]] if blocks else []
+        named = np.arange(blocks, dtype=np.int32)
+        new, slots = self._new(len(row.tokens)), torch.arange(len(row.tokens))
+        written_s = usual(lambda: self._sealed.write(0, *new, slots))
+        written_s -= usual(lambda: self._plain.write(0, *new, slots))
+        self._sealed.write(0, *new, slots)
+        sent_s = usual(lambda: self._sealed.verify(0, named)) + 2 * usual(lambda: digest(payload))
+        return (max(0.0, written_s) + sent_s) * len(self._layers)
+
+    def _new(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, the same for all rows: whoever writes them again changes nothing."""
+        heads, key, value = self._layers[0]
+        return torch.full((rows, heads, key), 0.5), torch.full((rows, heads, value), 0.25)
+
+
+def stored_prefixes(
+    model: LoadedModel, folder: Path, tier: Tier, *, blocks: int, answer: int, turns: int
+) -> list[Cost]:
+    """A prompt whose blocks leave the device for a tier, and come from there for another answer of `answer`
+    tokens."""
+    engine = TorchEngine(model, kv_blocks=2 * blocks, block_tokens=BLOCK_TOKENS)
+    records = records_of(engine.pools)
+    host = HostTier(blocks, records.record_bytes, _FINGERPRINT, checksums())
+    geometry = Geometry(_FINGERPRINT, records.record_bytes, blocks)
+    disk = open_disk(folder / f"costs-{tier.name}.kv", geometry, checksums())
+    if disk is None:
+        raise InternalError(f"no disk tier in {folder}: see the log")
+    mover = TierMover(records, host, disk, lambda _: None)
+    table = list(range(blocks + -(-answer // BLOCK_TOKENS)))
+    tokens = [5] * (blocks * BLOCK_TOKENS + answer)
+
+    def work() -> None:
+        mover.store([Store(_NAME, at, at) for at in range(blocks)])
+        if tier is Tier.DISK:
+            for at in range(blocks):
+                disk.write(StoredBlock(_NAME, b"", at, at), host.row(at), host.checksum_of(at))
+        loaded = mover.load([Load(_NAME, tier, at, at) for at in range(blocks)], _EVER_S)
+        assert loaded.done == blocks
+        for at in range(blocks * BLOCK_TOKENS, len(tokens)):
+            engine.step([Row(tokens[at : at + 1], at, table, _point(tokens[: at + 1]))])
+
+    def check() -> None:
+        for _ in range(2):
+            for at in range(blocks):
+                checksums().of(host.row(at), _NAME, _FINGERPRINT)
+
+    work()
+    costs = [Cost(timed(work), usual(check)) for _ in range(turns)]
+    mover.close(10.0)
+    return costs
+
+
+def _point(tokens: list[int]) -> SamplePoint:
+    return SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, tokens)
