@@ -19,4 +19,4 @@ LENDING: Settings = {"worker.lending.lend": True, "worker.lending.borrow": True}
 RELIEF: Settings = {"scheduler.relief": True}
 """The ladder: sequences are moved, paused and, where there is a cache, swapped."""
 PIE: Settings = {"worker.pie.enabled": True}
-"""Excludes borrowing, and leaves the cache out (docs/pie.md)."""
+"""Blocks swapped to own host memory behind the computation."""

@@ -21,7 +21,7 @@ from bench.kit.outcome import Outcome, Table
 from bench.micro.gpu.bench import cuda_device
 from bench.micro.gpu.steps import BLOCK_TOKENS, DTYPE, MODELS, Shape
 from services.worker.engine.attention import LayerShape, make_pools
-from services.worker.pie.assembly import Pie, assemble
+from services.worker.pie.assembly import LayerPie, assemble
 from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
@@ -115,6 +115,7 @@ def measure(
         device_blocks=device_blocks,
         device=device,
     )
+    assert isinstance(pie, LayerPie), "whole layers, without the native library"
     used, written = range(used_blocks), range(0, used_blocks, max(1, used_blocks // batch))
     pie.store.attach(lambda: used)
     try:
@@ -134,7 +135,7 @@ def measure(
 
 @torch.inference_mode()
 def _step(
-    pie: Pie,
+    pie: LayerPie,
     used_blocks: int,
     written: Sequence[int],
     compute: Callable[[torch.Tensor, torch.Tensor], None],

@@ -36,18 +36,26 @@ _SIMULATED_HOST_SHARE = 4
 def open_cache(
     config: WorkerConfig, engine: Engine, instance: str, wake: Callable[[], None]
 ) -> KvStore | None:
-    """None where it is switched off, the engine's KV cannot be copied, or Pie moves it about."""
+    """None where it is switched off, the engine's KV cannot be copied, or Pie moves whole layers about."""
+    attending = engine if isinstance(engine, AttendingEngine) else None
     if not config.prefix_cache.enabled or not isinstance(engine, CacheableEngine):
         return None
-    if config.pie.enabled:
-        canonical(_log, "prefix cache left out", reason="worker.pie.enabled: blocks lie in no fixed place")
+    if attending is not None and attending.moves_layers:
+        canonical(_log, "prefix cache left out", reason="Pie in layers: blocks lie in no fixed place")
         return None
-    cache = config.prefix_cache
+    settings = config.prefix_cache
     if config.engine == "simulated":  # Its blocks are so small that host_mb would hold millions.
         most = _SIMULATED_HOST_SHARE * engine.kv_blocks
-        cache = cache.model_copy(update={"host_blocks": cache.host_blocks or (most if cache.host_mb else 0)})
+        host_blocks = settings.host_blocks or (most if settings.host_mb else 0)
+        settings = settings.model_copy(update={"host_blocks": host_blocks})
     sums = CRC if config.engine == "simulated" else checksums()
-    return open_store(cache, engine, instance, wake, sums)
+    store = open_store(settings, engine, instance, wake, sums)
+    if attending is not None and attending.pie is not None:
+        cache = store.cache
+        attending.pie.watch(
+            lambda: cache.total_blocks - cache.free_blocks - cache.evictable_blocks, cache.shed
+        )
+    return store
 
 
 def fingerprint_of(engine: Engine) -> bytes:
@@ -66,7 +74,7 @@ def expansion_of(engine: Engine) -> dict[str, float]:
     """What Pie is at, if it is on."""
     if not isinstance(engine, AttendingEngine) or engine.pie is None:
         return {}
-    return engine.pie.growth.expansion().details()
+    return engine.pie.expansion().details()
 
 
 def costs_of(engine: Engine) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def costs_of(engine: Engine) -> dict[str, Any]:
         return {}
     stall_s: float | None = None
     if engine.pie is not None:
-        expansion, meter = engine.pie.growth.expansion(), engine.pie.store.meter
+        expansion, meter = engine.pie.expansion(), engine.pie.meter
         if expansion.fifo_layers and meter.step_s:
             stall_s = expansion.stall_share * meter.step_s / expansion.fifo_layers
     return {"remote_block_s": engine.attention.remote_block_s, "expand_stall_s": stall_s}
@@ -120,7 +128,9 @@ def registry_of(bus: Bus, config: WorkerConfig, clock: Clock) -> Registry:
 def core_of(
     bus: Bus, config: WorkerConfig, engine: Engine, host: str, pool: Pool, prefixes: Prefixes | None
 ) -> StepCore:
-    own_tokens = min(engine.max_positions, engine.kv_blocks * engine.block_tokens)
+    pie = engine.pie if isinstance(engine, AttendingEngine) else None
+    most_blocks = engine.kv_blocks if pie is None else pie.most_blocks
+    own_tokens = min(engine.max_positions, most_blocks * engine.block_tokens)
     identity = Identity(
         worker_id=bus.instance,
         incarnation=bus.incarnation,

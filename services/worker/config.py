@@ -97,8 +97,9 @@ class WorkerConfig(ModelServiceConfig):
 
     @model_validator(mode="after")
     def _one_way_to_more_kv(self) -> "WorkerConfig":
-        if self.pie.enabled and self.lending.borrow:
+        if self.pie.enabled and self.pie.form == "layers" and self.lending.borrow:
             raise ValueError(
-                "pie.enabled and lending.borrow exclude each other: Pie's blocks move, switch one off"
+                'pie.form "layers" and lending.borrow exclude each other, as blocks lie in no fixed place: '
+                'set pie.form "blocks", or switch one off'
             )
         return self

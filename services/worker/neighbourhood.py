@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from services.worker.config import WorkerConfig
+from services.worker.core.steps import StepEffects
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine, Engine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
@@ -33,11 +34,18 @@ if TYPE_CHECKING:
     from services.worker.peers.attention.borrower import Borrower
     from services.worker.peers.attention.creditor import Creditor
     from services.worker.peers.attention.memory import LentMemory
+    from services.worker.pie.assembly import Pie
 
 HANDLERS: tuple[Handler, ...] = (Listener(subjects.worker_want, WantKv, "on_want"),)
 _WANT_S = 2.0
 """The scheduler repeats what it wants several times within this."""
 _HOLD_S = 30.0
+
+
+def _grown(pie: "Pie", blocks: int) -> StepEffects:
+    """Own host memory first, as far as it goes. On the engine's thread."""
+    pie.demand(blocks)
+    return StepEffects()
 
 
 class Reach:
@@ -64,14 +72,16 @@ class Reach:
 
 def extended(config: LendingConfig, engine: Engine, own: OwnPool) -> OwnPool | ExtendedPool:
     """What sequences get their blocks from: with borrowed ones behind the own, where the worker borrows."""
-    return ExtendedPool(own, engine.kv_blocks) if possible(config, engine).borrow else own
+    if not possible(config, engine).borrow or not isinstance(engine, AttendingEngine):
+        return own
+    return ExtendedPool(own, engine.own_ids)
 
 
 def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     """As far as the engine allows it."""
     if isinstance(engine, AttendingEngine) and engine.is_divisible:
         return config
-    is_gpu = isinstance(engine, AttendingEngine) and engine.pie is None and engine.device_type != "cpu"
+    is_gpu = isinstance(engine, AttendingEngine) and not engine.moves_layers and engine.device_type != "cpu"
     allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
     return config.model_copy(update={"borrow": False, **allowed})
 
@@ -104,7 +114,10 @@ class Neighbourhood:
         self._want = WantKv(tokens=0)
         self._want_until_s = 0.0
         bounce_blocks = config.lending.bounce_blocks if config.lending.borrow else 0
-        own_tokens = (engine.kv_blocks - bounce_blocks) * engine.block_tokens
+        pie = engine.pie if isinstance(engine, AttendingEngine) else None
+        self._pie, self._door = pie, door
+        self._own_blocks = (engine.kv_blocks if pie is None else pie.most_blocks) - bounce_blocks
+        own_tokens = self._own_blocks * engine.block_tokens
         self._reach = Reach(own_tokens, engine.max_positions)
         settings = possible(config.lending, engine)
         self._borrower: Borrower | None = None
@@ -175,7 +188,7 @@ class Neighbourhood:
 
     @property
     def _handlers(self) -> tuple[Handler, ...]:
-        return HANDLERS if self._borrower is not None else ()
+        return HANDLERS if self._borrower is not None or self._pie is not None else ()
 
     def close(self) -> bool:
         """Ends all links, when the engine's thread has ended. False when one took too long."""
@@ -191,6 +204,8 @@ class Neighbourhood:
         now_s = self._clock()
         want = self._want if now_s < self._want_until_s else WantKv(tokens=0)
         needed_blocks = -(-want.tokens // self._engine.block_tokens) + 1 if want.tokens else 0
+        if needed_blocks <= self._own_blocks:  # `on_want` has seen to it.
+            needed_blocks = 0
         self._lending.want(needed_blocks, may_borrow_ahead=want.may_borrow_ahead)
         told = {**self._lending.section(capacity), "bulk_addresses": dict(self._registry.plane.addresses)}
         if self._borrower is not None:
@@ -207,6 +222,9 @@ class Neighbourhood:
 
     def on_want(self, want: WantKv) -> None:
         self._want, self._want_until_s = want, self._clock() + _WANT_S
+        if self._pie is not None and want.tokens:
+            pie, blocks = self._pie, -(-want.tokens // self._engine.block_tokens) + 1
+            self._door.post(lambda core, _: _grown(pie, blocks))
 
     def _on_lost(self, logical: Sequence[int]) -> None:
         """Leases are over."""

@@ -85,7 +85,7 @@ class _Stepper:
         """Bytes in and out, seconds waited and computed, so far."""
         if self.engine.pie is None:
             return 0.0, 0.0, 0.0, 0.0
-        meter = self.engine.pie.store.meter
+        meter = self.engine.pie.meter
         bytes_in, bytes_out = (meter.moved_bytes[each] for each in (Direction.IN, Direction.OUT))
         return bytes_in, bytes_out, sum(meter.stall_s), meter.compute_s
 
@@ -103,7 +103,7 @@ class _Stepper:
 
     def close(self) -> None:
         if self.engine.pie is not None:
-            self.engine.pie.store.close(5.0)
+            self.engine.pie.close(5.0)
 
 
 def compare(ground: Ground, layers: int, slices: int) -> tuple[Cost, Cost]:

@@ -28,6 +28,7 @@ from bench.live.pie.rounds import (
 )
 from bench.live.pie.sides import (
     AUTO,
+    AUTO_LAYERS,
     BLOCK_TOKENS,
     HOST_MB,
     MOST_SEQUENCES,
@@ -162,6 +163,28 @@ def best(arena: Arena) -> Outcome:
     }
     table = _table(f"best: {length} layers, and found", served, layers_of(arena))
     note = f"best: each turn is the same {pace.best_answers} answers; the fixed queue has {length} layers"
+    return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
+
+
+def forms(arena: Arena) -> Outcome:
+    """Blocks of all layers outside against all blocks of some layers, on the same answers in each turn."""
+    pace = arena.pace
+    with arena.sides([AUTO_LAYERS, AUTO], arena.ground, pace.best_settle_answers) as sides:
+        served = arena.measure(
+            "forms", sides, pace.best_rounds, partial(measure_work, answers=pace.best_answers)
+        )
+        same = same_text_share(*sides)
+    in_layers, in_blocks = served
+    figures = {
+        **spread("blocks_vs_layers", in_blocks, in_layers),
+        "blocks_stall_share": in_blocks.mean(lambda each: each.stall_share),
+        "layers_stall_share": in_layers.mean(lambda each: each.stall_share),
+        "blocks_level": in_blocks.mean(lambda each: each.fifo_layers),
+        "layers_level": in_layers.mean(lambda each: each.fifo_layers),
+        "forms_same_text_share": same,
+    }
+    table = _table("forms: what lies outside", served, layers_of(arena))
+    note = "forms: blocks_vs_layers compares tokens per second of the same answers in each turn"
     return Outcome(figures, _failures(served), [table], [note], headline=list(figures))
 
 

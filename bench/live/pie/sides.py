@@ -2,7 +2,8 @@
 
 `recompute` and `swap` hold what fits and preempt the rest: to be computed again, or with its KV in host
 memory (the prefix cache's host tier, block by block, its copies as fast as the link, in the engine's time).
-`synchronous` is Pie's store without the overlap, as FlexGen copies; `fixed` and `auto` are Pie.
+`synchronous` is Pie's store without the overlap, as FlexGen copies; `fixed` and `auto` are Pie, which swaps
+blocks of all layers, or whole `layers`.
 """
 
 import json
@@ -12,6 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Literal
 
 from bench.kit.models import RANDOM_SHAPES, TINY_CHAT
 from bench.live.pie.loop import Loop, Request
@@ -105,6 +107,7 @@ class Kind:
     fifo_layers: int | None = 0
     is_swapping: bool = False
     overlaps: bool = True
+    form: Literal["blocks", "layers"] = "blocks"
 
     @property
     def has_pie(self) -> bool:
@@ -114,6 +117,7 @@ class Kind:
 RECOMPUTE = Kind("recompute")
 SWAP = Kind("swap", is_swapping=True)
 AUTO = Kind("auto", None)
+AUTO_LAYERS = Kind("auto, layers", None, form="layers")
 
 
 def fixed(fifo_layers: int) -> Kind:
@@ -121,7 +125,7 @@ def fixed(fifo_layers: int) -> Kind:
 
 
 def synchronous(fifo_layers: int) -> Kind:
-    return Kind(f"synchronous {fifo_layers}", fifo_layers, overlaps=False)
+    return Kind(f"synchronous {fifo_layers}", fifo_layers, overlaps=False, form="layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +163,14 @@ class EngineSide:
         """Waited for KV, computed; seconds since the start. Without overlap every copy is a wait."""
         if self.engine.pie is None:
             return 0.0, 0.0
-        meter = self.engine.pie.store.meter
+        meter = self.engine.pie.meter
         if not self.kind.overlaps:
             return meter.copying_s, meter.compute_s - meter.copying_s
         return sum(meter.stall_s), meter.compute_s
 
     @property
     def fifo_layers(self) -> int:
-        return 0 if self.engine.pie is None else self.engine.pie.growth.expansion().fifo_layers
+        return 0 if self.engine.pie is None else self.engine.pie.expansion().fifo_layers
 
     def settle(self, still_s: float, most_s: float, answers: float = 2.0) -> None:
         """Until the queue has kept its length for `still_s`, then for so many mean answers' durations.
@@ -195,12 +199,11 @@ class EngineSide:
     def set_background(self, bytes_s: float) -> None:
         """What others send over the link, in each direction, from now on."""
         if self.engine.pie is not None:
-            for link in self.engine.pie.links.values():
-                link.background_bytes_s = bytes_s
+            self.engine.pie.set_background(bytes_s)
 
     def close(self) -> None:
         if self.engine.pie is not None:
-            self.engine.pie.store.close(5.0)
+            self.engine.pie.close(5.0)
         if self._store is not None:
             self._store.close(5.0)
 
@@ -208,6 +211,7 @@ class EngineSide:
 def _engine(kind: Kind, ground: Ground) -> TorchEngine:
     pie = PieSettings(
         enabled=kind.has_pie,
+        form=kind.form,
         expansion="auto" if kind.fifo_layers is None else "fixed",
         fifo_layers=kind.fifo_layers or 0,
         host_mb=HOST_MB,

@@ -30,12 +30,10 @@ SINGLES: Mapping[str, Settings] = {
     "relief": RELIEF,
     "pie": PIE,
 }
-TOGETHER = ("cache", "lending", "relief")
-"""What `everything` has: all that one worker can have at once, so not Pie (docs/pie.md)."""
 SIDES: Mapping[str, Settings] = {
     NONE: OFF,
     **{name: {**OFF, **own} for name, own in SINGLES.items()},
-    EVERYTHING: {**OFF, **{key: value for name in TOGETHER for key, value in SINGLES[name].items()}},
+    EVERYTHING: {**OFF, **{key: value for own in SINGLES.values() for key, value in own.items()}},
 }
 _COMMON: Settings = {
     **PLAIN,
@@ -147,7 +145,7 @@ def _notes(context: Context) -> list[str]:
     flags = context.arguments
     return [
         f"{WORKERS} workers of {KV_BLOCKS} blocks, a new stack for each side, workload and turn",
-        f"everything: {', '.join(TOGETHER)}; singles: {', '.join(flags.singles)}",
+        f"everything: {', '.join(SINGLES)}; singles: {', '.join(flags.singles)}",
         "tok_s: output tokens of answers that are whole, median over turns; unserved: of `everything`, "
         f"refused, failed or not over after {_UNTIL_S:.0f} s",
         "vs_best_single, vs_none: median ratio within one turn, geometric mean over the workloads where "

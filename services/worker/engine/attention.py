@@ -23,6 +23,7 @@ from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
 from services.worker.engine.partition import Homes, MeteredRemote, RemoteAttention, merge_into, split
+from services.worker.kv.tiers.resident import ResidentKv
 from services.worker.pie.store import LayerStore
 from shared.errors import ConfigError, InternalError
 
@@ -76,7 +77,8 @@ class PagedAttention:
 
     `begin` is called before each forward with the spans of the packed input; the first `decodes` have one
     token each and are sorted by position. `mode`: see `native.library.choose`. With a `store` the pools are
-    its: they change from layer to layer and step to step, and each layer is waited for (`enter`, `leave`).
+    its: they change from layer to layer and step to step. With `resident` some blocks lie outside of the
+    pools. With either each layer is waited for (`enter`, `leave`).
     """
 
     library: ctypes.CDLL | None
@@ -98,6 +100,7 @@ class PagedAttention:
         mode: native.AttentionMode = "auto",
         threads: int = 1,
         store: LayerStore | None = None,
+        resident: ResidentKv | None = None,
     ) -> None:
         self.name = f"kvasir_{next(_numbers)}"
         self._block_tokens = block_tokens
@@ -107,12 +110,18 @@ class PagedAttention:
         self._remote: tuple[Homes, MeteredRemote] | None = None
         self._own: PackedSpans | None = None
         self.store = store
-        if store is None:
-            self.pools = [make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
-        else:
+        self.resident = resident
+        if resident is not None:
+            self.pools = resident.pools()
+        elif store is not None:
             self.pools = [store.memory.views(0) for _ in layers]
+        else:
+            self.pools = [make_pools(shape, kv_blocks, block_tokens, dtype, device) for shape in layers]
         self.library = native.choose(mode, device=device, dtype=dtype)
-        self._native = None if self.library is None else NativeBackend(self.library, self.pools, threads)
+        self._native: NativeBackend | None = None
+        if self.library is not None:
+            in_arena = resident is not None
+            self._native = NativeBackend(self.library, self.pools, threads, in_arena=in_arena)
         self.triton = _make_triton(self.pools, block_tokens, device) if mode != "torch" else None
         self._backend: Backend = (
             self._native or self.triton or TorchBackend(self.pools, block_tokens, dtype, device)
@@ -129,7 +138,8 @@ class PagedAttention:
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
         """Attention over parts of keys in any pools of this shape, for one thread."""
         if self.library is not None:
-            return NativeBackend(self.library, pools, self.threads)
+            in_arena = self.resident is not None and pools is self.pools
+            return NativeBackend(self.library, pools, self.threads, in_arena=in_arena)
         return TorchBackend(pools, self._block_tokens, self._dtype, self._device)
 
     def extend(self, homes: Homes, remote: RemoteAttention) -> None:
@@ -148,9 +158,12 @@ class PagedAttention:
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
         """Raises ValueError for a block that nobody holds, or a table without room for its span."""
         self._own = None
-        packed = pack(spans, self._block_tokens)
+        resident = self.resident
+        packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)
         if self._remote is not None and not self._remote[0].are_own(packed.blocks):
             packed = self._begin_partitioned(packed, *self._remote)
+        if resident is not None:
+            resident.point(packed.blocks)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
         self._backend.begin(spans, decodes, packed)
         if self._native is not None:
@@ -168,15 +181,26 @@ class PagedAttention:
         """The step's last layer is through. Raises CreditorLost."""
         if self._own is not None and self._remote is not None:
             self._remote[1].end()
+        if self.resident is not None:
+            self.resident.end(is_complete=True)
 
     def abandon(self) -> None:
         """The step failed. Whoever holds blocks elsewhere stays of use to the next."""
         if self._own is not None and self._remote is not None:
             self._remote[1].abandon()
+        if self.resident is not None:
+            self.resident.end(is_complete=False)
+
+    @property
+    def stream(self) -> tuple[int | None, float]:
+        """See `native.llama.PagedKv`."""
+        return (None, 0.0) if self.resident is None else self.resident.stream_of_step
 
     def native_pool(self, layer: int) -> native.KvPool:
-        """A layer's pools, valid as long as this object lives."""
-        return native.describe_pool(*self.pools[layer])
+        """A layer's pools, valid as long as this object lives. Raises InternalError without a library."""
+        if self._native is None:
+            raise InternalError("pools are described for the native library, and there is none")
+        return self._native.pool(layer)
 
     def __call__(
         self,
@@ -223,7 +247,9 @@ class PagedAttention:
         return attended
 
     def enter(self, layer: int) -> None:
-        """The layer is next: its pools are there when this returns."""
+        """The layer attends next: its KV is there when this returns."""
+        if self.resident is not None:
+            self.resident.enter(layer)
         if self.store is not None:
             self.pools[layer] = self.store.enter(layer)
             if self._native is not None:
@@ -231,6 +257,8 @@ class PagedAttention:
 
     def leave(self, layer: int) -> None:
         """The layer's KV is done with, for this step."""
+        if self.resident is not None:
+            self.resident.leave(layer)
         if self.store is not None:
             self.store.leave(layer)
 
@@ -268,7 +296,9 @@ class PagedAttention:
             raise InternalError("sequences with borrowed blocks need a model without sliding windows")
         backend.write(layer, keys, values, self.slots)
         self.send(layer, queries, keys, values, shape)
+        self.enter(layer)
         output, lse = backend.attend_part(layer, own, queries, shape)
+        self.leave(layer)
         self.join(layer, output, lse)
         return output.to(queries.dtype)
 

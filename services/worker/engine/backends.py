@@ -60,12 +60,23 @@ class PartialBackend(Protocol):
 class NativeBackend:
     """Attention by the C++ operator, over pools in the CPU's memory."""
 
-    def __init__(self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, pools: Sequence[Pools], threads: int, *, in_arena: bool = False
+    ) -> None:
+        """`in_arena`: the pools are of one size and lie one after the other; each may read in the others."""
         self._library = library
-        self._pools = [native.describe_pool(*each) for each in pools]
+        reach = len(pools[0][0]) if in_arena else 0
+        last = len(pools) - 1
+        self._pools = [
+            native.describe_pool(*each, before=layer * reach, behind=(last - layer) * reach)
+            for layer, each in enumerate(pools)
+        ]
         self._threads = threads
         self._packed = pack((), 1)
         self._spans: dict[int, native.Spans] = {}
+
+    def pool(self, layer: int) -> native.KvPool:
+        return self._pools[layer]
 
     def repoint(self, layer: int, pools: Pools) -> None:
         """The layer's K and V are elsewhere from now on."""

@@ -72,7 +72,13 @@ class ConstrainedEngine(Engine, Protocol):
 class AttendingEngine(Engine, Protocol):
     """An engine with attention of its own over paged pools: what can attend to parts of keys."""
 
-    pie: "Pie | None"
+    @property
+    def pie(self) -> "Pie | None": ...
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether blocks lie in no fixed place, because Pie swaps whole layers."""
+        ...
 
     @property
     def pools(self) -> "LayerPools": ...
@@ -83,6 +89,11 @@ class AttendingEngine(Engine, Protocol):
     @property
     def device_type(self) -> str:
         """`cpu` or `cuda`."""
+        ...
+
+    @property
+    def own_ids(self) -> int:
+        """Blocks of this engine have lower ids."""
         ...
 
     @property

@@ -14,15 +14,19 @@ from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.layout import Span
 from services.worker.engine.loading import LoadedModel, layout_name, model_digest
-from services.worker.engine.native.library import AttentionMode
+from services.worker.engine.native.library import AttentionMode, choose
+from services.worker.engine.native.stream import opener
 from services.worker.engine.sampler import sample
 from services.worker.kv.core.block_pool import BlockPool
-from services.worker.pie.assembly import Pie, assemble
-from services.worker.pie.core.pool import ElasticPool
+from services.worker.kv.tiers.records import Records, records_of
+from services.worker.kv.tiers.resident import ResidentKv
+from services.worker.pie.assembly import LayerPie, assemble
+from services.worker.pie.blocks import BlockPie
 from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint
 from shared.clock import Clock, monotonic_s
+from shared.errors import ConfigError, InternalError
 from shared.messages.sequence import Sampling
 
 
@@ -63,7 +67,8 @@ class TorchEngine:
         )
         self.kv_blocks = kv_blocks
         self.block_tokens = block_tokens
-        self.pie: Pie | None = None
+        library = choose(attention, device=model.device, dtype=model.dtype)
+        self.pie: LayerPie | BlockPie | None = None
         if pie is not None and pie.enabled:
             self.pie = assemble(
                 pie,
@@ -74,8 +79,9 @@ class TorchEngine:
                 lambda blocks: make_pools(model.layers[0], blocks, block_tokens, model.dtype, model.device),
                 device_blocks=kv_blocks,
                 device=model.device,
+                open_stream=None if library is None else opener(library),
             )
-            self.kv_blocks = self.pie.growth.capacity_blocks
+            self.kv_blocks = self.pie.capacity_blocks
         self._attention = PagedAttention(
             model.layers,
             kv_blocks=kv_blocks,
@@ -84,9 +90,14 @@ class TorchEngine:
             device=model.device,
             mode=attention,
             threads=threads,
-            store=None if self.pie is None else self.pie.store,
+            store=self.pie.store if isinstance(self.pie, LayerPie) else None,
+            resident=self.pie.kv if isinstance(self.pie, BlockPie) else None,
         )
         self._forward = make_forward(model, self._attention, threads=threads, release=release)
+
+    @property
+    def _resident(self) -> ResidentKv | None:
+        return self._attention.resident
 
     @property
     def pools(self) -> Sequence[Pools]:
@@ -106,10 +117,27 @@ class TorchEngine:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether other workers may hold some of the keys: on the CPU, without sliding windows or Pie."""
+        """Whether other workers may hold some of the keys: on the CPU, without sliding windows, and where
+        layers stay where they are."""
         config = self._model.module.config.get_text_config()
         has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        return self.device_type == "cpu" and not has_window and self.pie is None
+        return self.device_type == "cpu" and not has_window and not self.moves_layers
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether Pie swaps whole layers."""
+        return isinstance(self.pie, LayerPie)
+
+    @property
+    def own_ids(self) -> int:
+        """Blocks of this engine have lower ids."""
+        return self._resident.residency.ids if self._resident is not None else self.kv_blocks
+
+    def records(self) -> Records:
+        """Its blocks as rows of bytes, for one thread. Raises ConfigError where layers move about."""
+        if self.moves_layers:
+            raise ConfigError("blocks lie in no fixed place: set pie.form blocks", param="pie.form")
+        return records_of(self.pools) if self._resident is None else self._resident.records()
 
     @property
     def attention(self) -> PagedAttention:
@@ -133,22 +161,33 @@ class TorchEngine:
         """A pool of this engine's blocks; under Pie the one whose size follows the expansion."""
         if self.pie is None:
             return BlockPool(self.kv_blocks, self.block_tokens)
-        pool = ElasticPool(self.pie.growth.capacity_blocks, self.block_tokens)
-        self.pie.growth.attach(pool)
-        return pool
+        return self.pie.make_pool(self.block_tokens)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         if self.pie is None:
             return self._step_in_order(rows)
-        self.pie.store.step_begins(
-            (row.blocks for row in rows), (_written(row, self.block_tokens) for row in rows)
-        )
+        room_blocks = None if self._resident is None else self._resident.residency.room_blocks
+        if room_blocks is not None and _written_blocks(rows, self.block_tokens) > room_blocks:
+            return self._step_in_parts(rows, room_blocks)
+        self.pie.step_begins((row.blocks for row in rows), (_written(row, self.block_tokens) for row in rows))
         sampled = self._step_in_order(rows)
         is_decoding = all(len(row.tokens) == 1 for row in rows)
-        self.pie.store.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
-        self.pie.growth.after_step()
+        self.pie.step_ends(sum(each is not None for each in sampled), is_decoding=is_decoding)
         return sampled
+
+    def _step_in_parts(self, rows: Sequence[Row], room_blocks: int) -> list[Sampled | None]:
+        """One after the other, where what all write to does not fit on the device at once."""
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            return [*self.step(rows[:middle]), *self.step(rows[middle:])]
+        row, most_tokens = rows[0], (room_blocks - 1) * self.block_tokens
+        if most_tokens < 1:
+            raise InternalError(f"a step writes to more blocks than the device's {room_blocks}")
+        first = Row(row.tokens[:most_tokens], row.first_position, row.blocks, None)
+        rest = Row(row.tokens[most_tokens:], row.first_position + most_tokens, row.blocks, row.point)
+        self.step([first])
+        return self.step([rest])
 
     def _step_in_order(self, rows: Sequence[Row]) -> list[Sampled | None]:
         if self._attention.library is not None:
@@ -189,6 +228,14 @@ def _written(row: Row, block_tokens: int) -> Sequence[int]:
     """The blocks that the row's keys and values go to."""
     end = row.first_position + len(row.tokens)
     return row.blocks[row.first_position // block_tokens : -(-end // block_tokens)]
+
+
+def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:
+    """So many blocks keys and values go to; no two rows write to the same."""
+    return sum(
+        -(-(row.first_position + len(row.tokens)) // block_tokens) - row.first_position // block_tokens
+        for row in rows
+    )
 
 
 def pack(rows: Sequence[Row], decodes: int, sampled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

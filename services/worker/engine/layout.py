@@ -3,7 +3,7 @@
 Knows positions and block ids; no model, no sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -75,8 +75,12 @@ class PackedSpans:
     """For every packed row the slot (block * block_tokens + offset) that its K and V are written to."""
 
 
-def pack(spans: Sequence[Span], block_tokens: int) -> PackedSpans:
-    """The arrays of packed spans whose tables begin with their sequences.
+Locate = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], npt.NDArray[np.int32]]
+"""Ids in tables, and those that rows stand in → where they are in this step."""
+
+
+def pack(spans: Sequence[Span], block_tokens: int, locate: Locate | None = None) -> PackedSpans:
+    """The arrays of packed spans whose tables begin with their sequences. `locate`: ids are no places.
 
     Raises ValueError for a table without room for all of its span.
     """
@@ -97,6 +101,8 @@ def pack(spans: Sequence[Span], block_tokens: int) -> PackedSpans:
         positions = np.arange(first_row[-1], dtype=np.int32) + np.repeat(shift, counts)
         tables = np.repeat(table_start[:-1], counts)
     block, offset = np.divmod(positions, block_tokens)
+    if locate is not None:
+        blocks = locate(blocks, blocks[tables + block])
     return PackedSpans(
         first_row=first_row,
         first_position=first_position,

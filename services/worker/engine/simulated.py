@@ -23,6 +23,8 @@ from services.worker.core.costs import find_cost
 from services.worker.core.costs.base import CostModel
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import Row
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.tiers.records import Records, records_of
 from shared.blocks import fingerprint
 from shared.errors import ConfigError, InternalError
 from shared.messages.sequence import Sampling
@@ -93,6 +95,14 @@ class SimulatedEngine:
     def pools(self) -> "LayerPools":
         """One layer: the tokens `[kv_blocks, block_tokens]`."""
         return [(self._tokens,)]
+
+    def records(self) -> Records:
+        """Its blocks as rows of bytes, for one thread."""
+        return records_of(self.pools)
+
+    def make_pool(self) -> BlockPool:
+        """A pool of its blocks."""
+        return BlockPool(self.kv_blocks, self.block_tokens)
 
     def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
         """See `Engine`. Raises InternalError for a row whose blocks do not hold its beginning."""

@@ -21,7 +21,7 @@ from services.worker.kv.tiers.copier import Throttles, TierMover
 from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
-from services.worker.kv.tiers.records import LayerPools, records_of
+from services.worker.kv.tiers.records import LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
 from shared.log import canonical, get_logger
 
@@ -45,6 +45,15 @@ class CacheableEngine(Protocol):
     @property
     def fingerprint(self) -> bytes:
         """16 bytes: what must agree for KV to be exchanged."""
+        ...
+
+    def make_pool(self) -> BlockPool:
+        """Of its blocks; to be called once."""
+        ...
+
+    def records(self) -> Records:
+        """Its blocks as rows of bytes, for one thread. Raises ConfigError where they lie in no fixed
+        place."""
         ...
 
 
@@ -98,7 +107,7 @@ def open_store(
 
     A disk tier that cannot be had is warned of and left out. Raises ConfigError for an unknown order.
     """
-    records = records_of(engine.pools)
+    records = engine.records()
     size = records.record_bytes
     host_blocks = config.host_blocks or config.host_mb * _MEGA // size
     disk_blocks = config.disk_mb * _MEGA // size
@@ -119,7 +128,7 @@ def open_store(
     tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks)
     gate = CostGate()
     gate.profile(Tier.HOST, mover.profile(engine.kv_blocks))
-    cache = PrefixCache(BlockPool(engine.kv_blocks, engine.block_tokens), tiers, mover, gate)
+    cache = PrefixCache(engine.make_pool(), tiers, mover, gate)
     restored = 0 if disk is None else cache.restore(disk.stored())
     canonical(
         _log,

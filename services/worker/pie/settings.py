@@ -11,6 +11,11 @@ class PieSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(default=False, description="swap layers of KV to the host")
+    form: Literal["blocks", "layers"] = Field(
+        default="blocks",
+        description="what lies on the host: some blocks of all layers, beside a prefix cache and loans, or "
+        "all blocks of some layers, without them; layers on a GPU, and where there is no native library",
+    )
     expansion: Literal["auto", "fixed"] = Field(
         default="auto", description="how many layers are swapped: found while running, or `fifo_layers`"
     )
@@ -30,7 +35,8 @@ class PieSettings(BaseModel):
         default=0.0, ge=0, description="bytes per second that others send over the link, for experiments"
     )
     overlap: bool = Field(
-        default=True, description="copy behind the computation; false, for experiments: in its way (CPU only)"
+        default=True,
+        description="copy behind the computation; false, for experiments: in its way (layers, on a CPU only)",
     )
     window_iterations: int = Field(
         default=32, ge=4, description="iterations between two looks at the expansion"

@@ -3,9 +3,11 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -41,6 +43,7 @@ from bench.live.pie.sides import (
     fixed,
     synchronous,
 )
+from services.worker.pie.assembly import LayerPie
 from tests.bench.rig import context_of
 
 BLOCKS = 40
@@ -65,8 +68,12 @@ def test_a_side_serves_on_the_bytes_it_has(kind: Kind) -> None:
         if kind == synchronous(6):
             assert waited_s > 0
         if kind.has_pie:
-            assert side.engine.pie is not None
-            arena = side.engine.pie.store.memory.partition.arena_blocks
+            pie = side.engine.pie
+            if isinstance(pie, LayerPie):
+                arena = pie.store.memory.partition.arena_blocks
+            else:
+                assert pie is not None
+                arena = 8 * pie.kv.residency.device_blocks
             assert arena == 8 * BLOCKS
         assert side.engine.kv_blocks == (BLOCKS * 2 if kind.fifo_layers == 6 else BLOCKS)
     finally:
@@ -157,8 +164,16 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, quick: bool 
 
 
 def test_all_parts_or_those_asked_for_in_their_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert run(monkeypatch, tmp_path, quick=False) == ["step", "room", "best", "narrow", "reaction", "stack"]
-    assert run(monkeypatch, tmp_path) == ["step", "room", "best", "narrow", "reaction"]
+    assert run(monkeypatch, tmp_path, quick=False) == [
+        "step",
+        "room",
+        "best",
+        "forms",
+        "narrow",
+        "reaction",
+        "stack",
+    ]
+    assert run(monkeypatch, tmp_path) == ["step", "room", "best", "forms", "narrow", "reaction"]
     assert run(monkeypatch, tmp_path, "--part", "stack", "room") == ["room", "stack"]
 
 
@@ -187,16 +202,15 @@ def test_the_live_parts_on_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "reaction.png").stat().st_size > 1000
 
 
-def test_traffic_slows_the_link_and_goes_away() -> None:
+@pytest.mark.parametrize("form", ["blocks", "layers"])
+def test_traffic_slows_the_link_and_goes_away(form: Literal["blocks", "layers"]) -> None:
     requests = islice(Workload(str(TINY_CHAT), 1).requests(), 500)
-    side = EngineSide(fixed(6), Ground(TINY_CHAT, 24, 4e8, clients=6), requests)
+    side = EngineSide(replace(fixed(6), form=form), Ground(TINY_CHAT, 24, 4e8, clients=6), requests)
     try:
         heard: list[Moment] = []
         found = react(side, [(0.5, 0.0), (1.0, 3.6e8), (0.5, 0.0)], heard.append)
         assert list(found.moments) == heard and [each.at_s for each in heard] == [0.5, 1.0, 1.5, 2.0]
         assert found.traffic == ((0.5, 1.5),)
-        assert side.engine.pie is not None
-        assert all(link.background_bytes_s == 0 for link in side.engine.pie.links.values())
         under = found.during(0.5, 1.5)
         assert max(each.stall_share for each in under) > 0
     finally:

@@ -11,7 +11,7 @@ import pytest
 from bench.kit.load import Answer, LoadResult
 from bench.kit.mechanisms import OFF
 from bench.kit.provenance import ROOT
-from bench.live.together.bench import SIDES, SINGLES, TOGETHER, turn_of
+from bench.live.together.bench import SIDES, SINGLES, turn_of
 from bench.live.together.figures import Turn, figures_of, table_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
 from services.scheduler.config import SchedulerConfig
@@ -35,7 +35,7 @@ def test_a_single_mechanism_changes_nothing_else_and_everything_is_the_sum() -> 
     for name, own in SINGLES.items():
         changed = {key: value for key, value in SIDES[name].items() if OFF.get(key) != value}
         assert changed == dict(own), name
-    everything = {key for name in TOGETHER for key in SINGLES[name]}
+    everything = {key for own in SINGLES.values() for key in own}
     assert {key for key, value in SIDES["everything"].items() if OFF.get(key) != value} == everything
 
 

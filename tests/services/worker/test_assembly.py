@@ -27,9 +27,11 @@ def test_capacity_can_be_given_in_bytes(model_folder: Path) -> None:
         make_engine(config.model_copy(update={"kv_bytes": block_bytes - 1}))
 
 
-def test_pie_and_borrowing_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"pie\.enabled and lending\.borrow exclude each other"):
-        load(WorkerConfig, section="worker", argv=["--pie.enabled", "true", "--lending.borrow", "true"])
+def test_only_whole_layers_and_borrowing_exclude_each_other() -> None:
+    both = ["--pie.enabled", "true", "--lending.borrow", "true"]
+    assert load(WorkerConfig, section="worker", argv=both).pie.form == "blocks"
+    with pytest.raises(ConfigError, match=r'pie\.form "layers" and lending\.borrow exclude each other'):
+        load(WorkerConfig, section="worker", argv=[*both, "--pie.form", "layers"])
 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be bound here")

@@ -392,10 +392,10 @@ async def test_what_is_cached_is_told_and_can_be_asked_for(worker_bus: Bus, peer
     assert answer.added.startswith(told.added) and answer.seq >= 1
 
 
-async def test_under_pie_the_prefix_cache_is_left_out_and_it_says_so(
+async def test_where_layers_are_swapped_the_prefix_cache_is_left_out_and_it_says_so(
     connect_bus: ConnectBus, config: WorkerConfig, peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pie = PieSettings(enabled=True, expansion="fixed")
+    pie = PieSettings(enabled=True, expansion="fixed", form="layers")
     bus = await connect_bus("worker", "worker-0")
     with caplog.at_level("INFO", logger="kvasir"):
         async with serving(bus, config.model_copy(update={"pie": pie}), peers):

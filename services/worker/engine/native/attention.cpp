@@ -341,7 +341,8 @@ struct Operator {
 };
 
 bool well_formed(const KvPool& pool) {
-  return (pool.dtype == KV_FP32 || pool.dtype == KV_BF16) && pool.num_blocks > 0 && pool.block_tokens > 0 &&
+  return (pool.dtype == KV_FP32 || pool.dtype == KV_BF16) && pool.num_blocks > 0 && pool.before >= 0 &&
+         pool.block_tokens > 0 &&
          pool.kv_heads > 0 && pool.head_dim > 0 && pool.value_dim > 0;
 }
 
@@ -355,7 +356,7 @@ bool blocks_exist(const KvPool& pool, const Spans& spans) {
     int first = spans.first_position[s] - spans.window_tokens + 1 - spans.table_position[s];
     first = spans.window_tokens ? std::max(0, first) : 0;
     for (int block = first / pool.block_tokens; block * pool.block_tokens < end; block++)
-      if (table[block] < 0 || table[block] >= pool.num_blocks) return false;
+      if (table[block] < -pool.before || table[block] >= pool.num_blocks) return false;
   }
   return true;
 }

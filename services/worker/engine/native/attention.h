@@ -18,6 +18,7 @@ struct KvPool {
   void* value;
   int32_t dtype;  // KvDtype
   int32_t num_blocks;
+  int32_t before;  // blocks of the same memory that lie before block 0: ids down to -before are good
   int32_t block_tokens;
   int32_t kv_heads;
   int32_t head_dim;
@@ -34,7 +35,7 @@ struct Spans {
   const int32_t* table_start;     // [count]: where the span's block ids begin in `blocks`
   const int32_t* table_position;  // [count]: position of the first slot of the first block, a multiple of block_tokens
   const int32_t* key_end;         // [count]: one past the last position whose key is in the table
-  const int32_t* blocks;          // block ids
+  const int32_t* blocks;          // block ids, from -before to num_blocks - 1
   int32_t window_tokens;          // 0: everything
 };
 

@@ -37,6 +37,7 @@ class KvPool(ctypes.Structure):
         ("value", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("num_blocks", ctypes.c_int32),
+        ("before", ctypes.c_int32),
         ("block_tokens", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
@@ -129,8 +130,12 @@ def choose(mode: AttentionMode, *, device: torch.device, dtype: torch.dtype) -> 
         raise ConfigError(f"{error.message}; or set auto or torch", param="attention") from error
 
 
-def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor) -> KvPool:
-    """K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[…, block_tokens, value_dim]`, contiguous."""
+def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, before: int = 0, behind: int = 0) -> KvPool:
+    """K `[num_blocks, kv_heads, head_dim, block_tokens]` and V `[…, block_tokens, value_dim]`, contiguous.
+
+    `before`, `behind`: so many blocks of the same memory may be read on either side, as ids below 0 and from
+    `num_blocks` on.
+    """
     num_blocks, kv_heads, head_dim, block_tokens = k_pool.shape
     if (num_blocks, kv_heads, block_tokens) != tuple(v_pool.shape[:3]) or k_pool.dtype != v_pool.dtype:
         raise InternalError(f"K {tuple(k_pool.shape)} and V {tuple(v_pool.shape)} are no pools of one layer")
@@ -140,7 +145,8 @@ def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor) -> KvPool:
         key=k_pool.data_ptr(),
         value=v_pool.data_ptr(),
         dtype=_DTYPES[k_pool.dtype],
-        num_blocks=num_blocks,
+        num_blocks=num_blocks + behind,
+        before=before,
         block_tokens=block_tokens,
         kv_heads=kv_heads,
         head_dim=head_dim,

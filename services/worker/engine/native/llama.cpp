@@ -172,11 +172,13 @@ void llama_logits(const LlamaModel* model, const LlamaStep* step) {
         find_likeliest(step->logits + index * vocabulary, model->vocabulary, step->highest + index);
 }
 
-int32_t llama_forward(const LlamaModel* model, const LlamaStep* step) {
+int32_t llama_forward(const LlamaModel* model, const LlamaStep* step, KvStream* stream, double timeout_s) {
   int32_t failed = llama_embed(model, step);
   for (int32_t layer = 0; layer < model->layers && !failed; ++layer) {
     failed = llama_layer_qkv(model, layer, step);
+    if (!failed && stream && stream_enter(stream, layer, timeout_s)) failed = LLAMA_LATE;
     if (!failed) failed = llama_layer_attend(model, layer, step);
+    if (!failed && stream) stream_leave(stream, layer);
     if (!failed) llama_layer_rest(model, layer, step);
   }
   if (failed) return failed;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "stream.h"
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -62,7 +63,7 @@ struct LlamaStep {
   float* highest;      // [kept]: that logit; NaN if any is
 };
 
-enum LlamaError : int32_t { LLAMA_BAD_TOKEN = -101, LLAMA_BAD_POSITION = -102, LLAMA_BAD_KEPT_ROW = -103 };
+enum LlamaError : int32_t { LLAMA_BAD_TOKEN = -101, LLAMA_BAD_POSITION = -102, LLAMA_BAD_KEPT_ROW = -103, LLAMA_LATE = -104 };
 
 // hidden = embedding of the tokens. 0, or a LlamaError for what `step` refers to and there is not.
 int32_t llama_embed(const LlamaModel* model, const LlamaStep* step);
@@ -80,7 +81,8 @@ void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* s
 // logits, likeliest and highest of the kept rows.
 void llama_logits(const LlamaModel* model, const LlamaStep* step);
 
-// All of it. 0, or the first other answer of a part.
-int32_t llama_forward(const LlamaModel* model, const LlamaStep* step);
+// All of it. 0, or the first other answer of a part. With a `stream`, which the step has begun on (or null), layers wait
+// for what lies outside: LLAMA_LATE when that takes longer than `timeout_s`.
+int32_t llama_forward(const LlamaModel* model, const LlamaStep* step, KvStream* stream, double timeout_s);
 }
 #pragma GCC visibility pop

@@ -30,6 +30,20 @@ class PagedKv(Protocol):
     def native_pool(self, layer: int) -> KvPool: ...
 
     @property
+    def stream(self) -> tuple[int | None, float]:
+        """What brings blocks from the host in the present step (`stream.h`), and for how many seconds a layer
+        may wait; None where all are here."""
+        ...
+
+    def enter(self, layer: int) -> None:
+        """The layer attends next: its KV is there when this returns."""
+        ...
+
+    def leave(self, layer: int) -> None:
+        """It has attended."""
+        ...
+
+    @property
     def is_partitioned(self) -> bool:
         """Whether other workers hold keys of the present step: `send` and `join` then have to be called."""
         ...
@@ -116,7 +130,7 @@ _PROTOTYPES = {
     "llama_layer_attend": (ctypes.c_int32, (_MODEL, ctypes.c_int32, _STEP)),
     "llama_layer_rest": (None, (_MODEL, ctypes.c_int32, _STEP)),
     "llama_logits": (None, (_MODEL, _STEP)),
-    "llama_forward": (ctypes.c_int32, (_MODEL, _STEP)),
+    "llama_forward": (ctypes.c_int32, (_MODEL, _STEP, ctypes.c_void_p, ctypes.c_double)),
 }
 
 
@@ -199,7 +213,7 @@ class NativeLlama:
         if self._kv.is_partitioned:
             answer = self._run_partitioned(step)
         else:
-            answer = self._library.llama_forward(self.model, step)
+            answer = self._library.llama_forward(self.model, step, *self._kv.stream)
         if answer:
             raise InternalError(
                 f"the native Llama refused a step of {len(tokens)} rows: {answer} (see llama.h)"
@@ -224,9 +238,11 @@ class NativeLlama:
             if failed:
                 return failed
             kv.send(layer, queries, keys, values, shape)
+            kv.enter(layer)
             failed = library.llama_layer_attend(model, layer, step)
             if failed:
                 return failed
+            kv.leave(layer)
             kv.join(layer, attended, lse)
             library.llama_layer_rest(model, layer, step)
         library.llama_logits(model, step)

@@ -60,27 +60,37 @@ class BlockPool:
             self._is_free[block] = True
             self._free.append(block)
 
-    def withdraw(self, blocks: Iterable[int]) -> None:
-        """These, taken before, leave the pool. Raises ValueError on one that is free, or has left."""
+    @property
+    def lendable_blocks(self) -> int:
+        """More that could be withdrawn, whether they are free or not."""
+        return self.total_blocks
+
+    def withdraw(self, blocks: Iterable[int]) -> list[int]:
+        """These, taken before, leave the pool; where they are in the engine's memory, to stay there. Raises
+        ValueError on one that is free, or has left."""
+        blocks = list(blocks)
         for block in blocks:
             if not 0 <= block < len(self._is_free) or self._is_free[block] or block in self._withdrawn:
                 raise ValueError(f"block {block} is not taken")
             self._withdrawn.add(block)
+        return blocks
 
-    def readmit(self, blocks: Iterable[int]) -> None:
-        """These come back, free. Raises ValueError on one that had not left."""
-        for block in blocks:
+    def readmit(self, places: Iterable[int]) -> None:
+        """What is there comes back, free. Raises ValueError on one that had not left."""
+        for block in places:
             if block not in self._withdrawn:
                 raise ValueError(f"block {block} was not withdrawn")
             self._withdrawn.discard(block)
             self.release([block])
 
-    def rejoin(self, blocks: Iterable[int]) -> None:
-        """These come back, taken: somebody has them already. Raises ValueError on one that had not left."""
+    def rejoin(self, places: Iterable[int]) -> list[int]:
+        """What is there comes back, taken: its ids. Raises ValueError on one that had not left."""
+        blocks = list(places)
         for block in blocks:
             if block not in self._withdrawn:
                 raise ValueError(f"block {block} was not withdrawn")
             self._withdrawn.discard(block)
+        return blocks
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless `held` (all that anybody holds) and the free ones are each block once."""

@@ -50,14 +50,19 @@ class Pool(Protocol):
 class OwnPool(Pool, Protocol):
     """A worker's own blocks, some of which may be withdrawn: lent, or kept to copy into."""
 
-    def withdraw(self, blocks: Iterable[int]) -> None: ...
+    @property
+    def lendable_blocks(self) -> int: ...
 
-    def readmit(self, blocks: Iterable[int]) -> None:
-        """Withdrawn ones come back, free."""
+    def withdraw(self, blocks: Iterable[int]) -> list[int]:
+        """Where they are in the engine's memory, and stay."""
         ...
 
-    def rejoin(self, blocks: Iterable[int]) -> None:
-        """Withdrawn ones come back, taken."""
+    def readmit(self, places: Iterable[int]) -> None:
+        """What was withdrawn comes back, free."""
+        ...
+
+    def rejoin(self, places: Iterable[int]) -> list[int]:
+        """What was withdrawn comes back, taken: its ids."""
         ...
 
 
@@ -180,9 +185,10 @@ class ExtendedPool:
         return [block for block in blocks if block in self._used]
 
     def come_home(self, pairs: Iterable[tuple[int, int]]) -> list[int]:
-        """(Set apart, own and withdrawn): who uses the first has the second from now on, with what is in it.
+        """(Set apart, place of an own, withdrawn one): who uses the first has the second from now on, with
+        what is in it.
 
-        The first are borrowed no more. Returns own ones that are not needed: still withdrawn."""
+        The first are borrowed no more. Returns places that are not needed: still withdrawn."""
         moves: dict[int, int] = {}
         spare: list[int] = []
         for block, own in pairs:
@@ -192,8 +198,7 @@ class ExtendedPool:
                 moves[block] = own
             else:
                 spare.append(own)
-        self.own.rejoin(moves.values())
-        self.on_moved(moves)
+        self.on_moved(dict(zip(moves, self.own.rejoin(moves.values()), strict=True)))
         return spare
 
     def check_integrity(self, held: Iterable[int]) -> None:

@@ -93,20 +93,26 @@ class PrefixCache(LowerTiers):
         """Lent to another worker, and not in `total_blocks`."""
         return self._pool.withdrawn_blocks
 
-    def withdraw(self, blocks: Iterable[int]) -> None:
-        """These, allocated before and without a name, leave the pool. Raises ValueError on others."""
+    @property
+    def lendable_blocks(self) -> int:
+        return self._pool.lendable_blocks
+
+    def withdraw(self, blocks: Iterable[int]) -> list[int]:
+        """These, allocated before and without a name, leave the pool: see there. Raises ValueError on
+        others."""
         blocks = list(blocks)
         if any(self._books.node_of(block) is not None for block in blocks):
             raise ValueError("a block that has a name cannot be withdrawn")
-        self._pool.withdraw(blocks)
+        return self._pool.withdraw(blocks)
 
-    def readmit(self, blocks: Iterable[int]) -> None:
-        """These come back, free. Raises ValueError on one that had not left."""
-        self._pool.readmit(blocks)
+    def readmit(self, places: Iterable[int]) -> None:
+        """What is there comes back, free. Raises ValueError on one that had not left."""
+        self._pool.readmit(places)
 
-    def rejoin(self, blocks: Iterable[int]) -> None:
-        """These come back, taken and without a name. Raises ValueError on one that had not left."""
-        self._pool.rejoin(blocks)
+    def rejoin(self, places: Iterable[int]) -> list[int]:
+        """What is there comes back, taken and without a name: its ids. Raises ValueError on one that had not
+        left."""
+        return self._pool.rejoin(places)
 
     def can_allocate(self, blocks: int) -> bool:
         return blocks <= self._pool.free_blocks + self.evictable_blocks
@@ -123,6 +129,14 @@ class PrefixCache(LowerTiers):
         if stores:
             self.gate.on_filled(Tier.HOST, self._mover.store(stores))
         return self._pool.allocate(blocks)
+
+    def shed(self, blocks: int) -> None:
+        """Up to so many that nobody uses leave the device."""
+        stores: list[Store] = []
+        for _ in range(min(blocks, self.evictable_blocks)):
+            stores += self._evict_from_device()
+        if stores:
+            self.gate.on_filled(Tier.HOST, self._mover.store(stores))
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give blocks back, deepest first where they are named. Raises ValueError on one that is not held."""

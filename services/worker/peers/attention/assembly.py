@@ -31,7 +31,7 @@ def make_borrower(
     debtor = Debtor(
         engine.attention,
         q_heads=engine.q_heads,
-        own_blocks=engine.kv_blocks,
+        own_blocks=engine.own_ids,
         block_tokens=engine.block_tokens,
         staging_blocks=settings.staging_blocks,
         most_creditors=settings.most_creditors,

@@ -22,7 +22,7 @@ from shared.log import get_logger
 from shared.messages.lending import Grant, KvTier
 
 Pair = tuple[int, int]
-"""A borrowed block, and the own one that its KV goes to: withdrawn, nobody else's."""
+"""A borrowed block, and where in the own memory its KV goes: withdrawn, nobody else's."""
 
 
 class Homecoming:
@@ -42,7 +42,7 @@ class Homecoming:
         return len(used)
 
     def swap(self, pairs: Sequence[Pair]) -> list[int]:
-        """Returns own blocks that nobody needs: still withdrawn. Raises CreditorLost, and swaps nothing."""
+        """Returns own places that nobody needs: still withdrawn. Raises CreditorLost, and swaps nothing."""
         used, watch = self._used(pairs), self._debtor.watch
         placed = zip(self._places(used), used, strict=True)
         self._debtor.bring_home([pair for place, pair in placed if not watch.is_copy(place, pair[1])])
@@ -55,12 +55,11 @@ class Homecoming:
         """Brings up to so many of these, in order, that a sequence uses into free own blocks, and leaves
         `keep_blocks` of those. Returns which. Raises CreditorLost: then all are whose they were."""
         own = self._pool.own
-        room = own.free_blocks + own.evictable_blocks - keep_blocks
+        room = min(own.free_blocks + own.evictable_blocks - keep_blocks, own.lendable_blocks)
         chosen = self._pool.set_apart(self._pool.are_used(blocks), min(most_blocks, room))
         if not chosen:
             return []
-        home = own.allocate(len(chosen))
-        own.withdraw(home)
+        home = own.withdraw(own.allocate(len(chosen)))
         self._debtor.watch.restart({})
         try:
             spare = self.swap(list(zip(chosen, home, strict=True)))

@@ -9,7 +9,6 @@ from typing import Any
 
 from services.worker.engine_thread import Runner
 from services.worker.kv.store import CacheableEngine, KvStore
-from services.worker.kv.tiers.records import records_of
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.source import BlockSource
@@ -48,11 +47,11 @@ class Transfers:
         self._fingerprint = store.fingerprint
         self._block_bytes = store.record_bytes
         cache = CacheDoor(runner.door, store.cache)
-        self._source = BlockSource(cache, records_of(engine.pools), store.fingerprint, store.sums)
+        self._source = BlockSource(cache, engine.records(), store.fingerprint, store.sums)
         self._target = Target(
             registry,
             cache,
-            records_of(engine.pools),
+            engine.records(),
             store.fingerprint,
             engine.block_tokens,
             config,

@@ -8,7 +8,7 @@ the same length fails again. Low demand: blocks that nobody uses are given back.
 algorithms.md §6.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
@@ -99,9 +99,16 @@ class ExpansionController:
     """Decides for one worker. `most` bounds the length (the model's layers, the host's memory)."""
 
     def __init__(
-        self, layers: int, most: int, thresholds: Thresholds | None = None, fifo_layers: int = 0
+        self,
+        layers: int,
+        most: int,
+        thresholds: Thresholds | None = None,
+        fifo_layers: int = 0,
+        swaps: Callable[[int], int] = lambda fifo_layers: fifo_layers,
     ) -> None:
+        """`swaps`: how many a step waits for at a length, in time with its computation."""
         self.fifo_layers = fifo_layers
+        self._swaps = swaps
         self.reason = Reason.HELD
         self.most = most
         self._layers = layers
@@ -127,6 +134,17 @@ class ExpansionController:
         self._recent = [*self._recent, window.rates][-self._at.judge_windows :]
         self.reason = self._decide(window)
         return self.fifo_layers
+
+    @property
+    def is_holding(self) -> bool:
+        """After a drop: nothing is raised for some windows."""
+        return self._hold > 0
+
+    def set_level(self, fifo_layers: int) -> None:
+        """Somebody else has decided: what is measured from now on is judged from there."""
+        self.fifo_layers = self._before = fifo_layers
+        self._trial, self._trial_windows, self._stalled, self._idle, self._hold = None, 0, 0, 0, 0
+        self._recent = []
 
     @property
     def heavy_share(self) -> float:
@@ -212,7 +230,7 @@ class ExpansionController:
 
         Steps of few sequences are short, while a swap takes what it takes.
         """
-        turn_s, share = fifo_layers * swap_s, (self._layers - 1) / self._layers
+        turn_s, share = self._swaps(fifo_layers) * swap_s, (self._layers - 1) / self._layers
         waits_s = sum(max(0.0, turn_s - share * each) for each in steps_s)
         is_rare = waits_s <= self._at.foreseen * self._at.stall_share * sum(steps_s)
         return is_rare and turn_s <= share * median(steps_s)

@@ -5,15 +5,26 @@ controller. Pure.
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
+from typing import Protocol
 
 from services.worker.pie.core.expansion import Window
-from services.worker.pie.core.swap import Direction, SwapController
+from services.worker.pie.core.swap import Direction
 from shared.average import averaged
 
 _WEIGHT = 0.1
 """Of the newest step."""
 _ENOUGH_SWAPS, _LATEST_SWAPS, _LATEST_STEPS = 2, 8, 32
 _LATEST_DECODES, _LEAST_DECODES, _LEAST_RANGE = 128, 8, 1.2
+
+
+class SwapCounts(Protocol):
+    """Since the start: see `SwapController`."""
+
+    @property
+    def swap_ins(self) -> int: ...
+
+    @property
+    def early_swap_ins(self) -> int: ...
 
 
 class SwapMeter:
@@ -94,10 +105,10 @@ class SwapMeter:
         self._tokens += tokens
         self._used_blocks = max(self._used_blocks, used_blocks)
 
-    def close_window(self, iterations: int, controller: SwapController, capacity_blocks: int) -> Window:
+    def close_window(self, iterations: int, counts: SwapCounts, capacity_blocks: int) -> Window:
         """What was since the last call. Time without steps, in which nobody asked, does not count."""
         stall_s, compute_s, ins, early = self._before
-        self._before = (sum(self.stall_s), self.compute_s, controller.swap_ins, controller.early_swap_ins)
+        self._before = (sum(self.stall_s), self.compute_s, counts.swap_ins, counts.early_swap_ins)
         window = Window(
             iterations=iterations,
             tokens=self._tokens,

@@ -102,3 +102,23 @@ def most_within_host(layers: int, device_blocks: int, host_blocks: int) -> int:
         if fifo_layers * slot_blocks(layers, fifo_layers, device_blocks) <= host_blocks:
             fits = fifo_layers
     return fits
+
+
+def spare_blocks(layers: int, fifo_layers: int, device_blocks: int) -> int:
+    """Of the device's blocks, those given up to buffers so that as many blocks fit as with a FIFO of layers.
+
+    A block is swapped through two buffers of one layer each, so one block given up has room for `layers` / 2:
+    of 8 layers, 20 of 420 blocks bring 80 from outside, and 480 - 60 are there.
+    """
+    extra = slot_blocks(layers, fifo_layers, device_blocks) - device_blocks
+    return -(-2 * extra // (layers - 2)) if extra > 0 else 0
+
+
+def most_in_blocks(layers: int, device_blocks: int, host_blocks: int) -> int:
+    """The highest level at which each block has a place on the host, within `host_blocks` blocks of one
+    layer."""
+    fits = 0
+    for fifo_layers in range(LEAST_FIFO_LAYERS, most_fifo_layers(layers) + 1):
+        if layers * slot_blocks(layers, fifo_layers, device_blocks) <= host_blocks:
+            fits = fifo_layers
+    return fits

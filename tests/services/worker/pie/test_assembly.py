@@ -15,7 +15,11 @@ from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine.native.library import AttentionMode
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.grown_pool import GrownPool
+from services.worker.pie.assembly import LayerPie
+from services.worker.pie.blocks import BlockPie
 from services.worker.pie.core.pool import ElasticPool
+from services.worker.pie.core.sizes import slot_blocks
 from services.worker.pie.core.swap import Direction
 from services.worker.pie.settings import PieSettings
 from shared.errors import ConfigError, InternalError
@@ -25,6 +29,7 @@ from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY, Sequences
 LAYERS = 6
 BANDWIDTH = 40e6
 MODES: tuple[AttentionMode, ...] = ("native", "torch")
+FORMS: list[tuple[str, AttentionMode]] = [("blocks", "native"), ("layers", "native"), ("layers", "torch")]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,14 @@ def engine_of(model: Any, mode: AttentionMode, kv_blocks: int, **settings: Any) 
         yield engine
     finally:
         if engine.pie is not None:
-            assert engine.pie.store.close(5.0)
+            assert engine.pie.close(5.0)
+
+
+def check_integrity(engine: TorchEngine) -> None:
+    if isinstance(engine.pie, LayerPie):
+        engine.pie.store.check_integrity()
+    elif isinstance(engine.pie, BlockPie):
+        engine.pie.kv.residency.check_integrity()
 
 
 def prompts() -> list[list[int]]:
@@ -71,8 +83,7 @@ def answers(engine: TorchEngine, pool: BlockPool, steps: int) -> list[list[int]]
         if step in (9, 21):
             sequences.preempt(step % 3)
         sequences.step([0, 1, 2, 3], most_tokens=dice.choice((5, 11, 64)))
-        if engine.pie is not None:
-            engine.pie.store.check_integrity()
+        check_integrity(engine)
     return [sequences.answer(index, 16) for index in range(4)]
 
 
@@ -82,16 +93,20 @@ def plainly(model: Any, mode: AttentionMode, kv_blocks: int, steps: int) -> list
         return answers(plain, plain.make_pool(), steps)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("form", "mode"), FORMS)
 @pytest.mark.parametrize("fifo_layers", [0, 3, 5])
-def test_the_text_is_the_same_with_a_fixed_queue(llama: Any, mode: AttentionMode, fifo_layers: int) -> None:
+def test_the_text_is_the_same_with_a_fixed_queue(
+    llama: Any, form: str, mode: AttentionMode, fifo_layers: int
+) -> None:
     expected = plainly(llama, mode, 64, 34)
-    settings = {"expansion": "fixed", "fifo_layers": fifo_layers, "bandwidth_limit": BANDWIDTH}
-    with engine_of(llama, mode, 64, **settings) as swapped:
+    settings = {"expansion": "fixed", "fifo_layers": fifo_layers, "bandwidth_limit": BANDWIDTH, "form": form}
+    fewest = {0: 64, 3: 44, 5: 27}  # Blocks are swapped only where there are too few.
+    device_blocks = 64 if form == "layers" else fewest[fifo_layers]
+    with engine_of(llama, mode, device_blocks, **settings) as swapped:
         assert swapped.pie is not None
-        assert swapped.kv_blocks == {0: 64, 3: 76, 5: 128}[fifo_layers]
+        assert swapped.kv_blocks == int({0: 1, 3: 1.2, 5: 2}[fifo_layers] * device_blocks)
         assert answers(swapped, swapped.make_pool(), 34) == expected
-        meter = swapped.pie.store.meter
+        meter = swapped.pie.meter
         assert (min(meter.moved_bytes.values()) > 0) == (fifo_layers > 0)
         assert (sum(meter.stall_s) > 0) or fifo_layers < 5
 
@@ -102,8 +117,10 @@ def test_the_text_is_the_same_where_the_host_has_room_for_the_queue_alone(
 ) -> None:
     expected = plainly(llama, "native", 256, 34)
     settings = {"expansion": "fixed", "fifo_layers": 3, "bandwidth_limit": BANDWIDTH, "host_mb": host_mb}
+    settings["form"] = "layers"
     with engine_of(llama, "native", 256, **settings) as swapped:
         assert swapped.pie is not None
+        assert isinstance(swapped.pie, LayerPie)
         store = swapped.pie.store
         assert store.controller.table.kept_layers == kept_layers
         assert answers(swapped, swapped.make_pool(), 34) == expected
@@ -114,9 +131,9 @@ def test_the_text_is_the_same_where_the_host_has_room_for_the_queue_alone(
 @pytest.mark.parametrize("mode", MODES)
 def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: AttentionMode) -> None:
     expected = plainly(llama, mode, 64, 40)
-    with engine_of(llama, mode, 64, expansion="fixed") as engine:
+    with engine_of(llama, mode, 64, expansion="fixed", form="layers") as engine:
         pie = engine.pie
-        assert pie is not None
+        assert isinstance(pie, LayerPie)
         pool = engine.make_pool()
         assert isinstance(pool, ElasticPool)
         sequences = Sequences(engine, pool, prompts(), GREEDY)
@@ -135,10 +152,72 @@ def test_the_text_is_the_same_while_slots_grow_and_shrink(llama: Any, mode: Atte
         assert sizes == {64, 76, 96, 128}
 
 
-def test_a_link_that_is_too_slow_is_found_out_before_blocks_are_given_out(llama: Any) -> None:
-    with engine_of(llama, "native", 40, window_iterations=4, bandwidth_limit=2e6) as engine:
+def test_the_text_is_the_same_while_blocks_leave_and_come_back(llama: Any) -> None:
+    expected = plainly(llama, "native", 64, 40)
+    with engine_of(llama, "native", 34, expansion="auto", window_iterations=1000) as engine:
         pie = engine.pie
-        assert pie is not None
+        assert isinstance(pie, BlockPie)
+        pool = engine.make_pool()
+        assert isinstance(pool, GrownPool)
+        sequences = Sequences(engine, pool, prompts(), GREEDY)
+        dice, sizes = random.Random(2), set()
+        for _ in range(60):
+            if not pie.growth.is_resizing:
+                held = sum(map(len, sequences.blocks))
+                fitting = [level for level in (0, 3, 4, 5) if slot_blocks(LAYERS, level, 34) > held + 8]
+                pie.growth.want(dice.choice(fitting or [5]))
+            running = [at for at in range(4) if pool.free_blocks > 20 or sequences.computed[at]]
+            if len(running) < 4 or pool.free_blocks < 6:
+                sequences.preempt(max(range(4), key=lambda at: len(sequences.blocks[at])))
+            sequences.step(running or [0], most_tokens=16)
+            pie.kv.residency.check_integrity()
+            pool.check_integrity([block for blocks in sequences.blocks for block in blocks])
+            assert pool.lasting_blocks == pie.capacity_blocks
+            sizes.add(pool.lasting_blocks)
+        answered = [sequences.answer(index, 16) for index in range(4)]
+        assert all(text == full[: len(text)] for text, full in zip(answered, expected, strict=True))
+        assert sum(map(len, answered)) > 48
+        assert sizes == {34, 40, 51, 68}
+
+
+def test_a_step_that_writes_to_more_than_the_device_holds_is_made_in_parts(llama: Any) -> None:
+    expected = plainly(llama, "native", 64, 34)
+    with engine_of(llama, "native", 27, expansion="fixed", fifo_layers=5) as engine:
+        sequences = Sequences(engine, engine.make_pool(), prompts(), GREEDY)
+        for _ in range(4):
+            sequences.step([0, 1, 2, 3], most_tokens=64)
+            sequences.preempt(3)
+            sequences.preempt(2)
+        for _ in range(17):
+            sequences.step([0, 1, 2, 3], most_tokens=64)
+        assert [sequences.answer(index, 16) for index in range(4)] == expected
+
+
+@pytest.mark.parametrize(("bandwidth", "is_raised"), [(1e5, False), (0.0, True)])
+def test_blocks_leave_only_where_the_link_is_fast_enough(
+    llama: Any, bandwidth: float, is_raised: bool
+) -> None:
+    with engine_of(llama, "native", 24, window_iterations=4, bandwidth_limit=bandwidth) as engine:
+        pie = engine.pie
+        assert isinstance(pie, BlockPie)
+        pool, sizes = engine.make_pool(), set()
+        pool.allocate(pool.free_blocks - 8)
+        for _ in range(6):
+            sequences = Sequences(engine, pool, [[1, 2, 3]] * 4, GREEDY)
+            for _ in range(5):
+                sequences.step([0, 1, 2, 3], most_tokens=64)
+                sizes.add(pool.total_blocks)
+                assert is_raised or pie.kv.residency.is_plain
+            for index in range(4):
+                sequences.preempt(index)
+        assert (max(sizes) > 24) == is_raised
+
+
+def test_a_link_that_is_too_slow_is_found_out_before_blocks_are_given_out(llama: Any) -> None:
+    settings = {"window_iterations": 4, "bandwidth_limit": 2e6, "form": "layers"}
+    with engine_of(llama, "native", 40, **settings) as engine:
+        pie = engine.pie
+        assert isinstance(pie, LayerPie)
         pool, tried = engine.make_pool(), []
         pool.allocate(pool.free_blocks - 8)
         for _ in range(6):
@@ -154,6 +233,7 @@ def test_a_link_that_is_too_slow_is_found_out_before_blocks_are_given_out(llama:
 
 def test_a_layer_that_does_not_arrive_is_an_error(llama: Any) -> None:
     settings = {"expansion": "fixed", "fifo_layers": 5, "bandwidth_limit": 2e4, "wait_timeout_s": 0.05}
+    settings["form"] = "layers"
     with (
         engine_of(llama, "native", 64, **settings) as engine,
         pytest.raises(InternalError, match="did not arrive within"),

@@ -56,9 +56,12 @@ class LendablePool(Protocol):
 
     def allocate(self, blocks: int) -> list[int]: ...
 
-    def withdraw(self, blocks: Iterable[int]) -> None: ...
+    @property
+    def lendable_blocks(self) -> int: ...
 
-    def readmit(self, blocks: Iterable[int]) -> None: ...
+    def withdraw(self, blocks: Iterable[int]) -> list[int]: ...
+
+    def readmit(self, places: Iterable[int]) -> None: ...
 
 
 def spare_blocks(pool: LendablePool, keep_blocks: int) -> int:
@@ -67,10 +70,9 @@ def spare_blocks(pool: LendablePool, keep_blocks: int) -> int:
 
 
 def lend(pool: LendablePool, most_blocks: int, least_blocks: int, keep_blocks: int) -> list[int]:
-    """Up to `most_blocks` leave the pool, none where fewer than `least_blocks` could; `keep_blocks` stay."""
-    blocks = min(most_blocks, spare_blocks(pool, keep_blocks))
+    """Up to `most_blocks` leave the pool, none where fewer than `least_blocks` could; `keep_blocks` stay.
+    Where they are in the engine's memory."""
+    blocks = min(most_blocks, spare_blocks(pool, keep_blocks), pool.lendable_blocks)
     if blocks < max(1, least_blocks):
         return []
-    taken = pool.allocate(blocks)
-    pool.withdraw(taken)
-    return taken
+    return pool.withdraw(pool.allocate(blocks))

@@ -97,8 +97,10 @@ class Balance:
         self.wanted_blocks = max(0, wanted) if self.needed_blocks else 0
 
     def lacks(self, handed_blocks: int, idle_blocks: int) -> int:
-        """To be borrowed now; of what is borrowed `handed_blocks` are the pool's, `idle_blocks` nobody's."""
-        if not self.may_borrow_ahead and not self.wanted_blocks:
+        """To be borrowed now, ahead of need only where the own memory cannot grow; of what is borrowed
+        `handed_blocks` are the pool's, `idle_blocks` nobody's."""
+        may_wait = not self.may_borrow_ahead or self.capacity.growable_blocks > 0
+        if may_wait and not self.wanted_blocks:
             return 0
         return blocks_to_borrow(self._memory(handed_blocks, idle_blocks), self.marks)
 

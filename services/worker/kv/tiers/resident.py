@@ -1,0 +1,301 @@
+"""A worker's KV on the device and in its own host memory, in one: what steps and copies find wherever it is.
+
+The shell around `residency`: it holds the bytes, has whole blocks moved between steps, and hands what each
+step reads from outside to a `BlockStream`, which brings it in behind the computation. The engine's thread
+calls all of it but `records`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.kv.core.grown_pool import GrownPool
+from services.worker.kv.core.residency import Blocks, Residency, StepPlan
+from services.worker.kv.tiers.records import RecordRow, Records
+from shared.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWork:
+    """What one step reads from outside, and what is saved there meanwhile: see `native/stream.h`. int32
+    all."""
+
+    fetched: Blocks
+    """Rows of host memory."""
+    kept: int
+    """The first so many of them were in the same buffers for the step before."""
+    place: Blocks
+    """The device's block where each stays, -1: it goes through its buffers."""
+    even: Blocks
+    odd: Blocks
+    """Where the two buffers of each are, counted through the device's blocks layer by layer."""
+    at: Blocks
+    """Entries of `tables` that are for what goes through buffers."""
+    which: Blocks
+    """Of the fetched, for each such entry."""
+    tables: Blocks
+    """Of the step. Their entries are set before each layer attends."""
+    save_from: Blocks
+    """The device's blocks."""
+    save_to: Blocks
+    """Rows of host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFigures:
+    """Sums since the start."""
+
+    stall_s: float
+    """The computation waited."""
+    fetch_s: float
+    save_s: float
+    """Copies in, and out, took."""
+    layers: int
+    """That were brought in."""
+    early: int
+    """Of them, those that were there before the layer before had attended."""
+    fetched: int
+    """Blocks of one layer."""
+    saved: int
+    """Blocks of all layers."""
+
+
+class BlockStream(Protocol):
+    """Who copies blocks between the device and host memory, behind the computation."""
+
+    @property
+    def address(self) -> int:
+        """For native code."""
+        ...
+
+    def pace(self, bytes_s: float) -> None:
+        """In each direction; 0: as fast as memory."""
+        ...
+
+    def begin(self, work: StreamWork) -> None:
+        """A step: its first layers are brought in."""
+        ...
+
+    def enter(self, layer: int, timeout_s: float) -> bool:
+        """The layer is to attend: True when its blocks are there and the tables say where."""
+        ...
+
+    def leave(self, layer: int) -> None:
+        """It has attended."""
+        ...
+
+    def end(self) -> int:
+        """The step is over, or has failed; how many of its saves, from the first on, were made."""
+        ...
+
+    def halt(self) -> None:
+        """Nothing is under way on return."""
+        ...
+
+    def figures(self) -> StreamFigures: ...
+
+    def load(self, rows: Blocks, blocks: Blocks) -> None:
+        """Whole blocks, at once: rows of host memory to blocks of the device."""
+        ...
+
+    def save(self, blocks: Blocks, rows: Blocks) -> None:
+        """Whole blocks, at once: blocks of the device to rows of host memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+OpenStream = Callable[[torch.Tensor, torch.Tensor, npt.NDArray[np.uint8], int], BlockStream]
+"""K and V of all layers, host memory `[rows, bytes]`, layers → who copies between them."""
+
+
+class ResidentKv:
+    """`keys` `[layers * device_blocks, …]` and `values` likewise, contiguous, of the CPU: the device's blocks
+    layer by layer. `ids` blocks there may be. What a step waits for longer than `timeout_s` is an
+    InternalError."""
+
+    def __init__(
+        self,
+        open_stream: OpenStream,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layers: int,
+        ids: int,
+        *,
+        timeout_s: float,
+    ) -> None:
+        device_blocks = len(keys) // layers
+        self.residency = Residency(device_blocks, ids, layers, self._move)
+        self.layers = layers
+        self._timeout_s = timeout_s
+        self._keys, self._values = keys, values
+        key_bytes, value_bytes = (pool[0].nbytes for pool in (keys, values))
+        self.layer_block_bytes = key_bytes + value_bytes
+        self.rows: npt.NDArray[np.uint8] = np.zeros((ids, layers * self.layer_block_bytes), dtype=np.uint8)
+        """Of host memory, by id; touched when first used."""
+        self._stream = open_stream(keys, values, self.rows, layers)
+        self._plan: StepPlan | None = None
+        """Of the present step, where it has one."""
+        self._is_streaming = False
+        """Anything of it lies outside, or is saved meanwhile."""
+        self._has_pool = False
+        self._unpooled: tuple[int, ...] = ()
+        """Blocks that steps used before there was a pool, to warm up."""
+
+    @property
+    def stream_of_step(self) -> tuple[int | None, float]:
+        """The address of what native code waits for in the present step, None where there is nothing, and the
+        time that a layer may wait."""
+        return (self._stream.address if self._is_streaming else None), self._timeout_s
+
+    def pace(self, bytes_s: float, background_bytes_s: float = 0.0) -> None:
+        """What the link carries in each direction, 0: as fast as memory, and what others send over it."""
+        left_s = max(bytes_s - background_bytes_s, bytes_s / 50)
+        self._stream.pace(left_s)
+
+    def profile(self) -> float:
+        """Seconds that one layer's block takes from the host, at the start, when nothing is in any; not
+        paced."""
+        self.rows[0] = 0  # Pages are there before the clock runs.
+        none, took_s = np.zeros(1, dtype=np.int32), []
+        for _ in range(3):
+            began_s = perf_counter()
+            self._stream.load(none, none)
+            took_s.append(perf_counter() - began_s)
+        return min(took_s) / self.layers
+
+    def make_pool(self, total_blocks: int, block_tokens: int) -> GrownPool:
+        """The only one, with so many blocks to begin with. What steps used before is free in it."""
+        self.residency.give(self._unpooled)
+        self._has_pool, self._unpooled = True, ()
+        return GrownPool(total_blocks, block_tokens, self.residency)
+
+    def locate(self, blocks: Blocks, written: Blocks) -> Blocks:
+        """A step begins, which reads `blocks` and writes to some of them: where they are for it.
+
+        Ids that are not this worker's own are left as they are. What lies outside has a number above the
+        device's until `point`. Raises ValueError as `Residency.plan` does.
+        """
+        residency = self.residency
+        if residency.is_plain:
+            return blocks
+        own = blocks[blocks < residency.ids] if blocks.size and int(blocks.max()) >= residency.ids else blocks
+        if not self._has_pool:
+            self._unpooled = (*self._unpooled, *residency.take_new(np.unique(own).tolist()))
+        plan = residency.plan(own, written[written < residency.ids])
+        self._plan = plan
+        if own is blocks:
+            return residency.codes[blocks]
+        return np.where(blocks < residency.ids, residency.codes.take(blocks, mode="clip"), blocks)
+
+    def point(self, tables: Blocks) -> None:
+        """The tables that the step attends with: they are made to point at what was brought in, by layer."""
+        residency, plan = self.residency, self._plan
+        if plan is None or not (len(plan.fetched) or len(plan.saves)):
+            return
+        first = residency.device_blocks
+        at = np.flatnonzero((tables >= first) & (tables < first + len(plan.fetched))).astype(np.int32)
+        even, odd = (residency.arena(plan.buffer, parity) for parity in (0, 1))
+        which = tables[at] - first
+        self._stream.begin(
+            StreamWork(
+                plan.fetched, plan.kept, plan.place, even, odd, at, which, tables, plan.save_from, plan.saves
+            )
+        )
+        self._is_streaming = True
+
+    def enter(self, layer: int) -> None:
+        """The layer is to attend: the tables say where its blocks are. Raises InternalError."""
+        if self._is_streaming and not self._stream.enter(layer, self._timeout_s):
+            raise InternalError(
+                f"KV of layer {layer} did not arrive from the host within {self._timeout_s:g} s"
+            )
+
+    def leave(self, layer: int) -> None:
+        """The layer has attended."""
+        if self._is_streaming:
+            self._stream.leave(layer)
+
+    def end(self, *, is_complete: bool) -> None:
+        """The step is over; unless it `is_complete` it has failed, wherever that was."""
+        if self._plan is None:
+            return
+        saved = self._stream.end() if self._is_streaming else 0
+        self.residency.end(saved, is_complete=is_complete)
+        self._plan, self._is_streaming = None, False
+
+    def figures(self) -> StreamFigures:
+        return self._stream.figures()
+
+    def set_buffers(self, device_blocks: int, *, at_once: bool = False) -> bool:
+        """Use so many of the device's blocks for buffers, between two steps. False while it cannot have them:
+        `at_once` copies of what makes room for them are waited for."""
+        if device_blocks > self.residency.spare_blocks:
+            return self.residency.reserve(device_blocks, at_once=at_once)
+        if device_blocks < self.residency.spare_blocks:
+            self._stream.halt()
+            self.residency.release(device_blocks)
+        return True
+
+    def records(self) -> "ResidentRecords":
+        """Whole blocks as rows of bytes, wherever they are, for one thread."""
+        return ResidentRecords(self)
+
+    def pools(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By layer: the device's blocks."""
+        blocks = self.residency.device_blocks
+        return [
+            (
+                self._keys[layer * blocks : (layer + 1) * blocks],
+                self._values[layer * blocks : (layer + 1) * blocks],
+            )
+            for layer in range(self.layers)
+        ]
+
+    def close(self) -> None:
+        """Ends the thread; nothing may be called any more."""
+        self._stream.close()
+
+    def _move(self, plan: StepPlan) -> None:
+        """What has to be done before a step, in this thread: out first, for it makes room."""
+        if len(plan.saved_now):
+            self._stream.save(plan.saved_from, plan.saved_now)
+        if len(plan.loaded_now):
+            self._stream.load(plan.loaded_now, plan.loaded_to)
+
+
+class ResidentRecords(Records):
+    """`Records` of blocks that may be outside. Each block is copied while no place changes."""
+
+    def __init__(self, kv: ResidentKv) -> None:
+        super().__init__(kv.pools())
+        self._kv = kv
+
+    def twin(self) -> "ResidentRecords":
+        return ResidentRecords(self._kv)
+
+    def read(self, blocks: Sequence[int], rows: Sequence[RecordRow]) -> None:
+        residency = self._kv.residency
+        for block, row in zip(blocks, rows, strict=True):
+            with residency.lock:
+                slot = residency.slot_of(block)
+                if slot is None:
+                    row[:] = self._kv.rows[block]
+                else:
+                    super().read([slot], [row])
+
+    def write(self, rows: Sequence[RecordRow], blocks: Sequence[int]) -> None:
+        residency = self._kv.residency
+        for block, row in zip(blocks, rows, strict=True):
+            with residency.lock:
+                slot = residency.slot_of(block)
+                if slot is None:
+                    self._kv.rows[block] = row
+                else:
+                    super().write([row], [slot])
+                residency.on_written(block)

@@ -1,0 +1,321 @@
+"""Pie in blocks: how many blocks of all layers lie outside, found while running.
+
+As with whole layers a *level* is the length of the paper's queue: 0, or 3 and more. At each the device's
+bytes hold as many blocks, and a step brings in no more bytes (docs/decisions/0021). Called by the engine's
+thread between two steps. Growing: buffers first, of blocks that are free or that the host has as well, then
+the pool. Shrinking: the pool at once, buffers when no more blocks are taken than stay. Source: papers/004
+§3.4, §4.1.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.kv.core.grown_pool import GrownPool
+from services.worker.kv.tiers.resident import OpenStream, ResidentKv, StreamFigures
+from services.worker.pie.core.expansion import ExpansionController
+from services.worker.pie.core.meter import SwapMeter
+from services.worker.pie.core.sizes import higher, lower, slot_blocks, spare_blocks
+from services.worker.pie.core.swap import Direction
+from services.worker.pie.resize import Expansion
+from services.worker.pie.settings import PieSettings
+
+_log = logging.getLogger("kvasir.worker.pie")
+_DEMAND_S = 2.0
+"""The scheduler repeats what it wants several times within this."""
+_WEIGHT = 0.2
+"""Of the newest step in what bringing in a block takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCounts:
+    """Layers that were brought in, and those of them that were there early."""
+
+    swap_ins: int
+    early_swap_ins: int
+
+
+def swaps_of(fifo_layers: int) -> int:
+    """What a step brings in grows with a level's buffers, which are in proportion to this."""
+    return max(0, fifo_layers - 2)
+
+
+class BlockGrowth:
+    """Drives the level towards what the controller wants; without one it stays as it is."""
+
+    def __init__(
+        self,
+        kv: ResidentKv,
+        device_blocks: int,
+        controller: ExpansionController | None,
+        fifo_layers: int,
+        window_iterations: int,
+        clock: Callable[[], float],
+        *,
+        notice_s: float = 0.0,
+        block_s: float = 0.0,
+    ) -> None:
+        """`notice_s`: between the announcement that blocks will go and their going, so that plans follow.
+        `block_s`: what bringing in one layer's block takes, as first known."""
+        self.meter = SwapMeter(kv.layers)
+        self._kv, self._controller, self._clock = kv, controller, clock
+        self._device_blocks = device_blocks
+        self._window_iterations = window_iterations
+        self._wanted = self._granted = fifo_layers
+        self._iterations = 0
+        self._notice_s, self._announced_s = notice_s, 0.0
+        self._block_s = block_s
+        self._before = kv.figures()
+        self._began_s = 0.0
+        self._pool: GrownPool | None = None
+        self._needed_blocks = 0
+        """By somebody who could not be served with less: no drop goes below, until they are used no more."""
+        self._needed_until_s = 0.0
+        self._used: Callable[[], int] = lambda: 0
+        self._shed: Callable[[int], None] = lambda _: None
+        if not kv.set_buffers(self._spare(fifo_layers)):
+            raise ValueError(f"no room for the buffers of level {fifo_layers}")
+
+    @property
+    def capacity_blocks(self) -> int:
+        """What plans may count on from the next one on."""
+        return self._blocks(self._granted)
+
+    @property
+    def is_resizing(self) -> bool:
+        return self._granted != self._wanted or self._kv.residency.spare_blocks != self._spare(self._wanted)
+
+    def make_pool(self, block_tokens: int) -> GrownPool:
+        """The pool whose size follows."""
+        pool = self._pool = self._kv.make_pool(self.capacity_blocks, block_tokens)
+        pool.growable_blocks = self.expansion().growable_blocks
+        self._used = lambda: pool.taken_blocks
+        return pool
+
+    def watch(self, used_blocks: Callable[[], int], shed: Callable[[int], None]) -> None:
+        """Who has blocks that nobody uses: how many are in use, and who lets go of others."""
+        self._used, self._shed = used_blocks, shed
+
+    @property
+    def most_blocks(self) -> int:
+        """What a sequence may count on, if it is alone."""
+        return self.capacity_blocks if self._controller is None else self._blocks(self._controller.most)
+
+    def expansion(self) -> Expansion:
+        controller, now = self._controller, self._wanted
+        most = now if controller is None or controller.is_holding else controller.most
+        following = self._blocks(max(3, now + 1)) if now < most else self._blocks(now)
+        return Expansion(now, self.capacity_blocks, following - self._blocks(now), self.meter.stall_share)
+
+    def before_step(self) -> None:
+        self._began_s = self._clock()
+
+    def after_step(self, tokens: int, *, is_decoding: bool) -> None:
+        """A step that sampled so many tokens is over: judge the window if it is complete, go on with a
+        change."""
+        before, now = self._before, self._kv.figures()
+        self._before = now
+        stall_s = now.stall_s - before.stall_s
+        compute_s = max(0.0, self._clock() - self._began_s - stall_s)
+        if stall_s:
+            self.meter.on_stall(0, stall_s)
+        self._note_copies(before, now)
+        self.meter.on_step(tokens, compute_s, stall_s, self._used(), is_decoding=is_decoding)
+        self._iterations += 1
+        if self._controller is not None and self._is_window_over(self._controller):
+            self._judge(self._controller, now)
+        if self.is_resizing and self._pool is not None:
+            self._go_on(self._pool)
+
+    def demand(self, blocks: int) -> None:
+        """A sequence needs so many, all in all, and cannot begin with fewer: raised to it as far as that can
+        be, whether steps will wait for copies or not. To be repeated while it waits."""
+        controller, pool = self._controller, self._pool
+        if controller is None or pool is None:
+            return
+        self._needed_blocks, self._needed_until_s = blocks, self._clock() + _DEMAND_S
+        if pool.doomed_blocks:  # On its way down.
+            return
+        level = self._wanted
+        while level < controller.most and self._blocks(level) < blocks:
+            level = higher(level)
+        if level > self._wanted:
+            controller.set_level(level)
+            _log.info("level %d of blocks outside for a sequence of %d, was %d", level, blocks, self._wanted)
+            self._wanted = level
+        if self.is_resizing and self._kv.set_buffers(self._spare(self._wanted), at_once=True):
+            self._grant(pool)
+
+    def want(self, fifo_layers: int) -> None:
+        """Begin to change the level; one change at a time."""
+        if fifo_layers < self._wanted:
+            fifo_layers = self._not_below_need(fifo_layers)
+        if fifo_layers == self._wanted or self.is_resizing or self._pool is None:
+            return
+        _log.info("level %d of blocks outside, was %d", fifo_layers, self._wanted)
+        self._wanted = fifo_layers
+        if self._blocks(fifo_layers) < self.capacity_blocks:
+            self._grant(self._pool)
+
+    def _note_copies(self, before: StreamFigures, now: StreamFigures) -> None:
+        """A swap is what a level of 3 brings in for each step."""
+        fetched, layer_bytes = now.fetched - before.fetched, self._kv.layer_block_bytes
+        if fetched:
+            block_s = (now.fetch_s - before.fetch_s) / fetched
+            self._block_s += (block_s - self._block_s) * (_WEIGHT if self._block_s else 1.0)
+            self.meter.on_copied(Direction.IN, fetched * layer_bytes, self._swap_s(self._granted))
+        saved = now.saved - before.saved
+        if saved:
+            took_s = now.save_s - before.save_s
+            self.meter.on_copied(Direction.OUT, saved * layer_bytes * self._kv.layers, took_s)
+
+    def _swap_s(self, fifo_layers: int) -> float:
+        """Of one of the `swaps_of` a level."""
+        buffers = self._spare(fifo_layers) * self._kv.layers // 2
+        return self._block_s * buffers * self._kv.layers / max(1, swaps_of(fifo_layers))
+
+    def _is_window_over(self, controller: ExpansionController) -> bool:
+        """Also once it has waited so long that the rest cannot change what will be said of it."""
+        iterations = self._window_iterations
+        if self._iterations >= iterations:
+            return True
+        allowed_s = controller.heavy_share * iterations * self.meter.step_s
+        return self._iterations >= 4 and self.meter.window_stall_s() > allowed_s > 0
+
+    def _judge(self, controller: ExpansionController, now: StreamFigures) -> None:
+        counts = FetchCounts(now.layers, now.early)
+        window = self.meter.close_window(self._iterations, counts, self.capacity_blocks)
+        self._iterations = 0
+        wanted = controller.on_window(window, is_resizing=self.is_resizing)
+        if wanted > self._wanted and not controller.fits(self._swap_s(wanted), window.steps_s, 1.0):
+            wanted = controller.refuse()
+        self.want(wanted)
+
+    def _not_below_need(self, fifo_layers: int) -> int:
+        """A level for what was asked for, while it is used or still asked for."""
+        is_used = self._used() > self._blocks(lower(self._wanted))
+        if not self._needed_blocks or (self._clock() > self._needed_until_s and not is_used):
+            self._needed_blocks = 0
+            return fifo_layers
+        while self._blocks(fifo_layers) < self._needed_blocks and fifo_layers < self._wanted:
+            fifo_layers = higher(fifo_layers)
+        if self._controller is not None and self._controller.fifo_layers != fifo_layers:
+            self._controller.set_level(fifo_layers)
+        return fifo_layers
+
+    def _go_on(self, pool: GrownPool) -> None:
+        if pool.doomed_blocks and not self._is_drained(pool):
+            return
+        if self._kv.set_buffers(self._spare(self._wanted)) and self._granted != self._wanted:
+            self._grant(pool)
+
+    def _is_drained(self, pool: GrownPool) -> bool:
+        if self._clock() - self._announced_s < self._notice_s:
+            return False
+        self._shed(pool.excess_blocks)
+        if pool.excess_blocks:
+            return False
+        pool.cut()
+        return True
+
+    def _grant(self, pool: GrownPool) -> None:
+        self._granted, self._announced_s = self._wanted, self._clock()
+        pool.resize(self.capacity_blocks)
+        pool.growable_blocks = self.expansion().growable_blocks
+
+    def _spare(self, fifo_layers: int) -> int:
+        return spare_blocks(self._kv.layers, fifo_layers, self._device_blocks)
+
+    def _blocks(self, fifo_layers: int) -> int:
+        return slot_blocks(self._kv.layers, fifo_layers, self._device_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPie:
+    """Implements `Pie`: `kv` has the bytes, wherever they are."""
+
+    kv: ResidentKv
+    growth: BlockGrowth
+    bandwidth_limit: float
+
+    @property
+    def meter(self) -> SwapMeter:
+        return self.growth.meter
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self.growth.capacity_blocks
+
+    @property
+    def most_blocks(self) -> int:
+        """See `Pie`."""
+        return self.growth.most_blocks
+
+    def demand(self, blocks: int) -> None:
+        """See `Pie`."""
+        self.growth.demand(blocks)
+
+    def make_pool(self, block_tokens: int) -> GrownPool:
+        """See `Pie`."""
+        return self.growth.make_pool(block_tokens)
+
+    def watch(self, used_blocks: Callable[[], int], shed: Callable[[int], None]) -> None:
+        """See `Pie`."""
+        self.growth.watch(used_blocks, shed)
+
+    def expansion(self) -> Expansion:
+        return self.growth.expansion()
+
+    def step_begins(self, blocks: Iterable[Sequence[int]], written: Iterable[Sequence[int]]) -> None:
+        """See `Pie`. Which blocks they are is told by the step's tables."""
+        self.growth.before_step()
+
+    def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
+        """See `Pie`."""
+        self.growth.after_step(tokens, is_decoding=is_decoding)
+
+    def set_background(self, bytes_s: float) -> None:
+        """See `Pie`."""
+        self.kv.pace(self.bandwidth_limit, bytes_s)
+
+    def close(self, deadline_s: float) -> bool:
+        self.kv.close()
+        return True
+
+
+def block_pie(
+    settings: PieSettings,
+    open_stream: OpenStream,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    layers: int,
+    device_blocks: int,
+    most: int,
+    clock: Callable[[], float],
+) -> BlockPie:
+    """`pools` are K and V `[layers * device_blocks, …]`; `most`: the highest level, 0: `settings.fifo_layers`
+    is kept to."""
+    highest = max(most, settings.fifo_layers)
+    ids = slot_blocks(layers, highest, device_blocks) + spare_blocks(layers, highest, device_blocks)
+    kv = ResidentKv(open_stream, *pools, layers, ids, timeout_s=settings.wait_timeout_s)
+    pie = BlockPie(
+        kv,
+        BlockGrowth(
+            kv,
+            device_blocks,
+            ExpansionController(layers, most, fifo_layers=settings.fifo_layers, swaps=swaps_of)
+            if most
+            else None,
+            settings.fifo_layers,
+            settings.window_iterations,
+            clock,
+            notice_s=settings.notice_s,
+            block_s=kv.layer_block_bytes / settings.bandwidth_limit
+            if settings.bandwidth_limit
+            else kv.profile(),
+        ),
+        settings.bandwidth_limit,
+    )
+    pie.set_background(settings.background_traffic)
+    return pie

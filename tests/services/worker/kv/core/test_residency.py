@@ -1,0 +1,205 @@
+"""Whatever is taken, written, read, lent and given back, each block is found with what was last written to
+it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.kv.core.grown_pool import GrownPool
+from services.worker.kv.core.residency import Residency, StepPlan
+
+BLOCK_TOKENS = 4
+
+
+class Machine:
+    """A device, its host memory and a pool over both; contents are numbers, a step's copies are made at
+    once."""
+
+    def __init__(self, device_blocks: int, ids: int, layers: int) -> None:
+        self.residency = Residency(device_blocks, ids, layers, self._move)
+        self.pool = GrownPool(device_blocks, BLOCK_TOKENS, self.residency)
+        self.device: dict[int, int] = {}
+        self.host: dict[int, int] = {}
+        self.written: dict[int, int] = {}
+        """By id in use: what it ought to have."""
+        self.lent: dict[int, int] = {}
+        """By place of the device: likewise, of what somebody else writes to."""
+        self.clock = 0
+
+    def _move(self, plan: StepPlan) -> None:
+        for block, slot in zip(plan.saved_now.tolist(), plan.saved_from.tolist(), strict=True):
+            self.host[block] = self.device.get(slot, -1)
+        for block, slot in zip(plan.loaded_now.tolist(), plan.loaded_to.tolist(), strict=True):
+            self.device[slot] = self.host[block]
+
+    def step(
+        self,
+        read: list[int],
+        written: list[int],
+        saved_share: float,
+        *,
+        fails: bool,
+        filled: Sequence[int] = (),
+    ) -> None:
+        """Reads are checked where the plan says they are; then the writes are made. `filled`: by others
+        meanwhile, after they were saved."""
+        residency = self.residency
+        blocks = np.array([*read, *written], dtype=np.int32)
+        assert len(residency.codes) > max(blocks, default=0)
+        plan = residency.plan(blocks, np.array(written, dtype=np.int32))
+        passing = [int(plan.place[at]) < 0 for at in range(len(plan.fetched))]
+        buffers = [int(number) for number, is_passing in zip(plan.buffer, passing, strict=True) if is_passing]
+        assert len(set(buffers)) == len(buffers) and max(buffers, default=-1) < residency.buffers
+        for block in read:
+            code = int(residency.codes[block])
+            assert code >= 0
+            if code >= residency.device_blocks:
+                assert int(plan.fetched[code - residency.device_blocks]) == block
+                found = self.host[block]
+            elif block in plan.fetched:
+                found = self.host[block]  # Brought to where it stays.
+                if not fails:
+                    self.device[code] = found
+            else:
+                found = self.device[code]
+            assert found == self.written[block]
+        saved = int(saved_share * len(plan.saves))
+        for block, slot in zip(plan.saves[:saved].tolist(), plan.save_from[:saved].tolist(), strict=True):
+            self.host[block] = self.device.get(slot, -1)
+        for block in written:
+            self.clock += 1
+            slot = int(residency.codes[block])
+            assert slot < residency.device_blocks
+            self.device[slot] = self.written[block] = self.clock
+        for block in filled:
+            self.fill(block)
+        residency.end(saved, is_complete=not fails)
+        self.check_integrity()
+
+    def fill(self, block: int) -> None:
+        """As a load does it, beside steps."""
+        self.clock += 1
+        slot = self.residency.slot_of(block)
+        if slot is None:
+            self.host[block] = self.clock
+        else:
+            self.device[slot] = self.clock
+        self.residency.on_written(block)
+        self.written[block] = self.clock
+
+    def check_integrity(self) -> None:
+        self.residency.check_integrity()
+        for block, value in self.written.items():
+            slot = self.residency.slot_of(block)
+            if slot is not None:
+                assert self.device[slot] == value
+            else:
+                assert self.residency.is_outside(block) and self.host[block] == value
+        for place, value in self.lent.items():
+            assert self.device[place] == value
+
+
+@given(st.data(), st.integers(3, 8), st.integers(4, 12))
+def test_every_block_is_found_wherever_it_is(data: st.DataObject, layers: int, device_blocks: int) -> None:
+    machine = Machine(device_blocks, 3 * device_blocks, layers)
+    pool, residency = machine.pool, machine.residency
+    for _ in range(data.draw(st.integers(1, 40))):
+        held = sorted(machine.written)
+        match data.draw(
+            st.sampled_from(
+                ["take", "give", "step", "step", "step", "lend", "return", "size", "fill", "fill"]
+            )
+        ):
+            case "take" if pool.free_blocks:
+                room = residency.room_blocks
+                for block in pool.allocate(data.draw(st.integers(1, pool.free_blocks))):
+                    if room is None or room > 0:
+                        machine.step([], [block], 1.0, fails=False)
+            case "give" if held:
+                given_back = data.draw(st.lists(st.sampled_from(held), unique=True))
+                pool.release(given_back)
+                for block in given_back:
+                    del machine.written[block]
+            case "step" if held:
+                read = data.draw(st.lists(st.sampled_from(held), unique=True))
+                room = device_blocks if residency.room_blocks is None else residency.room_blocks
+                most = max(0, room - 1)
+                wanted = data.draw(st.lists(st.sampled_from(held), unique=True, max_size=most))
+                read = [block for block in read if block not in wanted]
+                rest = [block for block in held if block not in read and block not in wanted]
+                filled = data.draw(st.lists(st.sampled_from(rest), unique=True)) if rest else []
+                share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+                machine.step(read, wanted, share, fails=data.draw(st.booleans()), filled=filled)
+            case "lend":
+                most = min(pool.lendable_blocks - 1, pool.free_blocks)
+                if most > 0:
+                    for place in pool.withdraw(pool.allocate(data.draw(st.integers(1, most)))):
+                        machine.clock += 1
+                        machine.lent[place] = machine.device[place] = machine.clock
+            case "return" if machine.lent:
+                back = data.draw(st.lists(st.sampled_from(sorted(machine.lent)), unique=True))
+                if data.draw(st.booleans()):
+                    pool.readmit(back)
+                    for place in back:
+                        del machine.lent[place]
+                else:
+                    for place, block in zip(back, pool.rejoin(back), strict=True):
+                        machine.written[block] = machine.lent.pop(place)
+            case "size" if not residency.spare_blocks:
+                spare = data.draw(st.integers(1, device_blocks // 3))
+                while not residency.reserve(spare):  # What is missing is copied out with each step.
+                    machine.step([], [], 1.0, fails=False)
+                pool.resize(min(residency.ids, device_blocks - spare + residency.buffers))
+            case "size":
+                pool.resize(device_blocks)
+                if pool.excess_blocks:
+                    continue
+                pool.cut()
+                residency.release(0)
+            case "fill" if held:
+                machine.fill(data.draw(st.sampled_from(held)))
+        machine.check_integrity()
+
+
+def test_nothing_is_kept_track_of_while_all_fit() -> None:
+    machine = Machine(8, 24, 4)
+    blocks = machine.pool.allocate(8)
+    assert machine.residency.is_plain and machine.residency.room_blocks is None
+    assert machine.residency.codes[blocks].tolist() == blocks
+
+
+def test_what_is_read_in_each_step_comes_back_as_soon_as_there_is_room() -> None:
+    machine = Machine(8, 24, 8)
+    machine.pool.allocate(8)
+    for block in range(8):
+        machine.step([], [block], 1.0, fails=False)
+    for _ in range(3):
+        machine.step([], [], 1.0, fails=False)
+    assert machine.residency.reserve(2) and machine.residency.buffers == 8
+    machine.pool.resize(14)
+    for block in machine.pool.allocate(6):
+        machine.step([], [block], 1.0, fails=False)
+    assert machine.residency.outside_blocks == 14 - 6
+    machine.step(list(range(6)), [], 1.0, fails=False)
+    machine.pool.release([13, 12])
+    for block in (12, 13):
+        del machine.written[block]
+    machine.step(list(range(6)), [], 1.0, fails=False)
+    assert machine.residency.outside_blocks == 12 - 6
+
+
+def test_more_than_the_device_has_room_for_is_refused_and_nothing_changes() -> None:
+    machine = Machine(6, 18, 6)
+    machine.pool.allocate(6)
+    for block in range(6):
+        machine.step([], [block], 1.0, fails=False)
+    for _ in range(2):
+        machine.step([], [], 1.0, fails=False)
+    assert machine.residency.reserve(2)
+    machine.pool.resize(8)
+    with pytest.raises(ValueError, match="may leave"):
+        machine.step([], [0, 1, 2, 3, 4], 1.0, fails=False)
+    machine.check_integrity()
