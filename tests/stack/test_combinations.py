@@ -31,10 +31,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 PIE, SCALE = ("pie", True), ("scale", True)
 FEW: list[tuple[Element, ...]] = [
     (("placement", "mell"), ("lends", True)),
-    (("lends", True), ("relief", True)),
+    (("lends", True), ("relief", True), PIE),
 ]
-WITH_PIE = [(PIE, one) for one in OFF_DEFAULT if one[0] in ("policy", "placement", "order", "relief")]
-"""It goes with neither cache nor lending."""
+WITH_PIE = [(PIE, one) for one in OFF_DEFAULT]
 WITH_SCALE = [(SCALE, one) for one in OFF_DEFAULT if one[0] != "placement"]
 
 

@@ -67,7 +67,7 @@ class BlockGrowth:
         self._iterations = 0
         self._notice_s, self._announced_s = notice_s, 0.0
         self._block_s = block_s
-        self._before = kv.figures()
+        self._before, self._saved_late = kv.figures(), 0
         self._began_s = 0.0
         self._pool: GrownPool | None = None
         self._needed_blocks = 0
@@ -170,6 +170,8 @@ class BlockGrowth:
         if saved:
             took_s = now.save_s - before.save_s
             self.meter.on_copied(Direction.OUT, saved * layer_bytes * self._kv.layers, took_s)
+        late, self._saved_late = self._saved_late, self._kv.residency.saved_late
+        self.meter.moved_bytes[Direction.OUT] += (self._saved_late - late) * layer_bytes * self._kv.layers
 
     def _swap_s(self, fifo_layers: int) -> float:
         """Of one of the `swaps_of` a level."""

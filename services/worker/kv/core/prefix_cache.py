@@ -123,20 +123,14 @@ class PrefixCache(LowerTiers):
             raise ValueError(
                 f"{blocks} asked for, {self.free_blocks} free, {self.evictable_blocks} evictable"
             )
-        stores: list[Store] = []
         while self._pool.free_blocks < blocks:
-            stores += self._evict_from_device()
-        if stores:
-            self.gate.on_filled(Tier.HOST, self._mover.store(stores))
+            self._evict_from_device()
         return self._pool.allocate(blocks)
 
     def shed(self, blocks: int) -> None:
         """Up to so many that nobody uses leave the device."""
-        stores: list[Store] = []
         for _ in range(min(blocks, self.evictable_blocks)):
-            stores += self._evict_from_device()
-        if stores:
-            self.gate.on_filled(Tier.HOST, self._mover.store(stores))
+            self._evict_from_device()
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give blocks back, deepest first where they are named. Raises ValueError on one that is not held."""
@@ -314,21 +308,20 @@ class PrefixCache(LowerTiers):
             self.gate.on_wasted(tiers[loaded.done], loaded.wasted_s, abandoned=not loaded.failed)
             self.counts["loads_abandoned"] += not loaded.failed
 
-    def _evict_from_device(self) -> list[Store]:
-        """Frees a block; what has to be copied before it is used."""
+    def _evict_from_device(self) -> None:
+        """Frees a block. What nobody has copied yet is copied before: the pool may forget what is free."""
         node = self._books.pop_device()
         assert node is not None, "nothing to evict although blocks were counted as evictable"
         self._ahead.finish(node)
-        stores: list[Store] = []
         if node.places[Tier.HOST] is None:
             place = self._books.host_slot(node)
             if place is not None:
-                stores = [Store(node.name, _block_of(node), place)]
+                took_s = self._mover.store([Store(node.name, _block_of(node), place)])
+                self.gate.on_filled(Tier.HOST, took_s)
                 self._books.put(node, Tier.HOST, place)
                 self.counts["saved_late"] += 1
         self._books.remove(node, Tier.DEVICE)
         self.counts["evicted_device"] += 1
-        return stores
 
 
 def _is_near(node: Node) -> bool:
