@@ -1,4 +1,4 @@
-"""Pie beside the prefix cache in a real stack: prompts longer than the device's KV, texts of a large worker."""
+"""Pie beside the prefix cache in a real stack: long prompts, and the texts of a large worker."""
 
 import asyncio
 from pathlib import Path
