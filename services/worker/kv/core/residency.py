@@ -14,8 +14,8 @@ fetches anyway, as far as the device has room. Source: papers/004, with some blo
 all blocks of some layers; algorithms.md §6.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,12 +60,19 @@ class Residency:
     places change.
     """
 
-    def __init__(self, device_blocks: int, ids: int, layers: int, move: Callable[["StepPlan"], None]) -> None:
+    def __init__(
+        self,
+        device_blocks: int,
+        ids: int,
+        layers: int,
+        move: Callable[["StepPlan"], None],
+        lock: AbstractContextManager[object],
+    ) -> None:
         """`move` does at once what a plan wants done now; `lock` is held meanwhile."""
         self._move = move
         self.device_blocks = device_blocks
         self.ids = ids
-        self.lock = threading.Lock()
+        self.lock = lock
         self.codes: Blocks = np.full(ids, _NOWHERE, dtype=np.int32)
         """By id, for the present step: the device's block, or `device_blocks` and more: which of the
         fetched."""

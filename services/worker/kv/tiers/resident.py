@@ -5,6 +5,7 @@ step reads from outside to a `BlockStream`, which brings it in behind the comput
 calls all of it but `records`.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -130,7 +131,7 @@ class ResidentKv:
         timeout_s: float,
     ) -> None:
         device_blocks = len(keys) // layers
-        self.residency = Residency(device_blocks, ids, layers, self._move)
+        self.residency = Residency(device_blocks, ids, layers, self._move, threading.Lock())
         self.layers = layers
         self._timeout_s = timeout_s
         self._keys, self._values = keys, values

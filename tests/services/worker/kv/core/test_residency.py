@@ -2,6 +2,7 @@
 it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ class Machine:
     once."""
 
     def __init__(self, device_blocks: int, ids: int, layers: int) -> None:
-        self.residency = Residency(device_blocks, ids, layers, self._move)
+        self.residency = Residency(device_blocks, ids, layers, self._move, nullcontext())
         self.pool = GrownPool(device_blocks, BLOCK_TOKENS, self.residency)
         self.device: dict[int, int] = {}
         self.host: dict[int, int] = {}
