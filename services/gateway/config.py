@@ -1,7 +1,7 @@
 """The gateway's settings."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -61,6 +61,13 @@ class GatewayConfig(ModelServiceConfig):
         "process ends 2 s later at the latest, which fits into the 10 s that docker stop gives",
     )
 
+    cors_origins: tuple[str, ...] = Field(
+        (), description="origins whose pages in a browser may call this API; * is all of them"
+    )
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="what becomes of a request with a field that nobody knows, such as a misspelt one",
+    )
     max_messages: int = Field(
         4096, ge=1, description="messages in one chat; of a content in parts each part counts as one"
     )

@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from typing import Any
 
+from starlette.types import ASGIApp
+
 from services.gateway.config import GatewayConfig
+from services.gateway.http.browser import with_cors
 from services.gateway.http.middleware import OPERATOR_PATHS, Edge, KeyRing
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
@@ -148,7 +151,8 @@ async def run(config: GatewayConfig) -> None:
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick()):
                 tasks.create_task(loop)
             keys = KeyRing(config.api_key_sha256)
-            app = Edge(make_app(sessions, acceptance, config), keys, sessions.counters)
+            app: ASGIApp = Edge(make_app(sessions, acceptance, config), keys, sessions.counters)
+            app = with_cors(app, config.cors_origins)
             operator_app = Edge(make_operator_app(sessions), keys, sessions.counters, OPERATOR_PATHS)
             log.canonical(
                 _logger,

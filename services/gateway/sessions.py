@@ -19,7 +19,7 @@ from services.gateway.dispatch import Dispatch
 from services.gateway.errors import ShuttingDown
 from services.gateway.exchange import NONE, Deadline, Exchange, OpenChoice
 from services.gateway.openai.admission import AdmittedRequest
-from services.gateway.text.choice_text import ChoiceText
+from services.gateway.text.choice_text import ChoiceText, Given
 from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared import log, subjects
 from shared.bus import Bus
@@ -121,10 +121,9 @@ class Sessions:
                 index,
                 sequence.stream,
                 self._codec.tokenizer,
-                job.stops,
-                sequence.sampling.end_token_ids,
-                with_logprobs=job.top_logprobs is not None,
-                shows_special=job.shows_special,
+                sequence.sampling.end_token_ids if not job.rules.includes_stop else self._codec.end_token_ids,
+                job.rules,
+                job.given[index // job.n] if job.given else Given(),
             )
             for index, sequence in enumerate(exchange.sequences)
         ]

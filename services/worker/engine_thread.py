@@ -181,5 +181,7 @@ def row_of(item: WorkItem) -> Row:
     tokens = sequence.tokens
     point = None
     if item.samples:
-        point = SamplePoint(sequence.sampling, sequence.ref.choice, end - sequence.prompt_tokens, tokens)
+        sampling = sequence.sampling
+        index = end - sequence.prompt_tokens - sampling.forced_tokens
+        point = SamplePoint(sampling, sequence.ref.choice, index, tokens)
     return Row(tokens[first:end], first, sequence.blocks, point)

@@ -16,6 +16,7 @@ from shared.messages.values import (
     Digest,
     GrammarText,
     Id,
+    LogitBias,
     Number,
     Penalty,
     Probability,
@@ -94,6 +95,22 @@ class Sampling(Message, frozen=True, kw_only=True):
     """None: no log-probabilities. Else those of the chosen token and of so many likeliest ones."""
     grammar: GrammarText = ""
     """What the answer's text keeps to, as `shared.grammars` writes it; empty: nothing."""
+    forced: bytes = b""
+    """Packed tokens with which the answer begins, whatever the model says, for their log-probabilities.
+    They count in `max_tokens`, but neither in `min_tokens` nor in penalties, and draw no random numbers."""
+    logit_bias: tuple[tuple[TokenId, LogitBias], ...] = ()
+    """Added to the logits of tokens."""
+    allowed_token_ids: tuple[TokenId, ...] = ()
+    """No others are chosen; empty: all may be."""
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
+    """Runs of tokens: the last of one is not chosen where the answer ends with the others."""
+
+    def __post_init__(self) -> None:
+        check_packed(self.forced)
+
+    @property
+    def forced_tokens(self) -> int:
+        return len(self.forced) // TOKEN_BYTES
 
 
 class SequenceSpec(Message, frozen=True, kw_only=True):

@@ -63,6 +63,7 @@ Penalty = Annotated[float, Meta(ge=-1e3, le=1e3)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=100)]
 
+LogitBias = Annotated[float, Meta(ge=-1e3, le=1e3)]
 GrammarText = Annotated[str, Meta(max_length=65_536)]
 
 Digest = Annotated[bytes, Meta(max_length=64)]

@@ -26,6 +26,7 @@ from services.gateway.openai.replies import (
     Usage,
     chat_logprobs,
     error_event,
+    prompt_logprobs,
     text_logprobs,
 )
 from services.gateway.parts.items import CallBegun, Content, Message, Part, PartReader
@@ -188,6 +189,7 @@ class CompletionResponse(Response):
                 messages[answer.index],
                 self._reason(answer.finish_reason, answer) or "",
                 self._logprobs(tokens[answer.index]),
+                self._prompt_logprobs(answer),
             )
             for answer in answers
         ]
@@ -280,14 +282,20 @@ class CompletionResponse(Response):
         write = chat_logprobs if self._job.kind == "chat" else text_logprobs
         return write(tokens, self._sessions.vocabulary, top)
 
+    def _prompt_logprobs(self, answer: ChoiceText) -> list[dict[str, Any] | None] | None:
+        top = self._job.prompt_logprobs
+        if top is None:
+            return None
+        prompt = self._job.given[answer.index // self._job.n].prompt
+        return prompt_logprobs(prompt, answer.echo.logprobs, self._sessions.vocabulary, top)
+
     def _usage(self, answers: list[ChoiceText]) -> Usage:
-        prompt_tokens = sum(len(prompt) for prompt in self._job.prompts)
         firsts = answers[:: self._job.n]
         cached = sum(
             min(answer.stream.cached_tokens, len(prompt))
             for answer, prompt in zip(firsts, self._job.prompts, strict=True)
         )
-        return Usage(prompt_tokens, sum(answer.completion_tokens for answer in answers), cached)
+        return Usage(self._job.prompt_tokens, sum(answer.completion_tokens for answer in answers), cached)
 
 
 def _pending(answers: list[ChoiceText]) -> bool:

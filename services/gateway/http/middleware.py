@@ -67,7 +67,7 @@ class RequestRecord:
         """The request is valid and tokenized."""
         self.accepted_s = monotonic_s()
         self.stream = job.stream
-        self.prompt_tokens = sum(map(len, job.prompts))
+        self.prompt_tokens = job.prompt_tokens
         self.unknown_fields = job.unknown_fields
 
     def note_answers(self, answers: Sequence[ChoiceText]) -> None:
@@ -106,8 +106,8 @@ class RequestRecord:
         }
 
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Probes: no key needed, nothing secret in the answer."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/openapi.json", "/docs"})
+"""Probes, and what the API is: no key needed, nothing secret in the answer."""
 OPERATOR_PATHS = OPEN_PATHS | {"/metrics"}
 """The same on the operator's listener."""
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone, HttpError, error_response, unknown_model
 from services.gateway.exchange import HEADER, deadline_of
+from services.gateway.http.browser import HeadAsGet, written
 from services.gateway.http.completion_response import CompletionResponse
 from services.gateway.http.connection import MAX_DISCARDED_BYTES
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord
@@ -95,7 +96,7 @@ VERSION = "0.1.0"
 
 
 def make_app(sessions: Sessions, acceptance: Acceptance, config: GatewayConfig) -> ASGIApp:
-    """The application behind `Edge`. It has no pages of its own: no schema, no docs."""
+    """The application behind `Edge`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     completions = _completions(sessions, acceptance, config)
     for path, handler in completions.items():
@@ -108,8 +109,9 @@ def make_app(sessions: Sessions, acceptance: Acceptance, config: GatewayConfig) 
     async def version() -> Response:
         return _json({"version": VERSION})
 
+    _add_description(app)
     _handle_errors(app)
-    return Shortcut(app, completions)
+    return HeadAsGet(Shortcut(app, completions))
 
 
 def make_operator_app(sessions: Sessions) -> ASGIApp:
@@ -142,7 +144,8 @@ def _completions(
             job = await accept(body, lambda: sessions.context_tokens(config.admit_timeout_s))
         record.note_accepted(job)
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        answer_id = f"{prefix}-{record.request_id.removeprefix('req_')}"
+        own_id = job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
+        answer_id = f"{prefix}-{own_id}"
         letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
         return CompletionResponse(sessions, job, letterhead, record, deadline, config)
 
@@ -164,10 +167,26 @@ def _add_models(app: FastAPI, sessions: Sessions, config: GatewayConfig) -> None
         return _json(model_body(config.served_name, began_s, sessions.workers.context_tokens))
 
 
+def _add_description(app: FastAPI) -> None:
+    schema, page = written(VERSION)
+
+    @app.get("/openapi.json")
+    async def show_schema() -> Response:
+        return _written(schema)
+
+    @app.get("/docs")
+    async def show_docs() -> Response:
+        return Response(page, media_type="text/html")
+
+
 def _add_probes(app: FastAPI, sessions: Sessions) -> None:
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return _json({})
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.gateway.errors import UnsupportedFeature, unknown_model
-from services.gateway.openai import schemas
+from services.gateway.openai import fields, schemas
 from services.gateway.openai.replies import ReplyKind
 from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.openai.structured import GUIDED, grammar_of
@@ -19,17 +19,23 @@ from services.gateway.openai.tools import Tools, chat_text, tools_of
 from services.gateway.parts.formats import HARMONY, MOST_CALLS
 from services.gateway.parts.items import PartReader
 from services.gateway.parts.readers import THINK, PlainReader, ThinkingReader
+from services.gateway.text.choice_text import Given, TextRules, decode
 from services.gateway.text.tokenizer import AT_ONCE_BYTES, Codec, TokenizerThreads
 from shared.errors import ContextOverflow, InvalidRequest
 from shared.grammars import Grammars
-from shared.messages.sequence import Sampling
+from shared.messages.sequence import Sampling, pack_tokens
 
 LEAST_TEMPERATURE = 1e-5
 LEAST_TOP_P = 1e-6
 
 
 def sampling_of(
-    request: schemas.CompletionRequest, codec: Codec, seed: int, max_tokens: int, grammar: str = ""
+    request: schemas.CompletionRequest,
+    codec: Codec,
+    seed: int,
+    max_tokens: int,
+    grammar: str = "",
+    forced: Sequence[int] = (),
 ) -> Sampling:
     """What a sampler could trip over is moved to where it means the same.
 
@@ -46,7 +52,7 @@ def sampling_of(
         )
     return Sampling(
         seed=seed,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens + len(forced),
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=max(top_p, LEAST_TOP_P),
         top_k=min(max(request.top_k or 0, 0), codec.vocab_size),
@@ -56,16 +62,45 @@ def sampling_of(
         presence_penalty=float(request.presence_penalty or 0.0),
         frequency_penalty=float(request.frequency_penalty or 0.0),
         repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
-        top_logprobs=request.logprobs_wanted,
+        top_logprobs=_top_logprobs(request),
         grammar=grammar,
+        forced=pack_tokens(forced),
+        logit_bias=_logit_bias(request, codec),
+        allowed_token_ids=_checked(request.allowed_token_ids or (), codec, "allowed_token_ids"),
+        bad_words=bad_word_tokens(request.bad_words or (), codec),
     )
+
+
+def _top_logprobs(request: schemas.CompletionRequest) -> int | None:
+    asked = [top for top in (request.logprobs_wanted, request.prompt_logprobs) if top is not None]
+    return max(asked) if asked else None
+
+
+def _logit_bias(request: schemas.CompletionFields, codec: Codec) -> tuple[tuple[int, float], ...]:
+    biases = request.logit_bias or {}
+    if not all(token.isdecimal() and len(token) < 10 for token in biases):
+        raise InvalidRequest("logit_bias is by token ids", param="logit_bias")
+    tokens = _checked([int(token) for token in biases], codec, "logit_bias")
+    return tuple(zip(tokens, map(float, biases.values()), strict=True))
+
+
+def bad_word_tokens(words: Sequence[str], codec: Codec) -> tuple[tuple[int, ...], ...]:
+    """As vLLM has it: each word as it begins a text, and as it follows a space."""
+    runs = (
+        codec.encode_text(text, add_special_tokens=False) for word in words for text in (word, f" {word}")
+    )
+    return tuple(dict.fromkeys(tuple(run) for run in runs if run))
+
+
+def _checked(tokens: Sequence[int], codec: Codec, param: str) -> tuple[int, ...]:
+    if any(token >= codec.vocab_size for token in tokens):
+        raise InvalidRequest(f"token ids are from 0 to {codec.vocab_size - 1}", param=param)
+    return tuple(tokens)
 
 
 def _end_token_ids(request: schemas.CompletionFields, codec: Codec) -> tuple[int, ...]:
     """The model's, unless they are ignored, and the client's own in any case."""
-    own = request.stop_token_ids or []
-    if any(token >= codec.vocab_size for token in own):
-        raise InvalidRequest(f"token ids are from 0 to {codec.vocab_size - 1}", param="stop_token_ids")
+    own = _checked(request.stop_token_ids or (), codec, "stop_token_ids")
     return tuple(dict.fromkeys((*(() if request.ignore_eos else codec.end_token_ids), *own)))
 
 
@@ -90,21 +125,30 @@ class AdmittedRequest:
     samplings: tuple[Sampling, ...]
     """One per prompt; they differ in what the context leaves to the answer."""
     n: int
-    stops: tuple[str, ...]
+    rules: TextRules
     stream: bool
     include_usage: bool
     unknown_fields: tuple[str, ...]
+    answer_logprobs: int | None = None
     cache_salt: str = ""
     """From the client: what it wants to share stored prefixes within."""
     reader: Callable[[], PartReader] | None = None
     """Takes an answer apart; None: all of it is content."""
-    shows_special: bool = False
-    """The reader looks for special tokens."""
+    given: tuple[Given, ...] = ()
+    """Of each prompt, the end that is not in `prompts`: the answer is made to begin with it."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens are wanted for each token of a prompt."""
+    client_id: str | None = None
+    """What the client wants the answer to be called."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts)) + sum(each.tokens for each in self.given)
 
     @property
     def top_logprobs(self) -> int | None:
         """How many of the likeliest tokens go with each token; None: no log-probabilities."""
-        return self.samplings[0].top_logprobs
+        return self.answer_logprobs
 
 
 @dataclass(frozen=True)
@@ -150,6 +194,7 @@ class Acceptance:
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
         self._config = config
         self.codec = codec
+        self.ignores_unknown = config.unknown_fields == "ignore"
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
         self.checks = GrammarChecks(codec.grammars, self.threads)
 
@@ -158,16 +203,20 @@ class Acceptance:
         chat = await self.threads.read(lambda: self._chat(body), len(body))
         grammar = await self._grammar(chat.request, chat.tools)
         prompt, is_thinking = await self.threads.encode(lambda: self._prompt(chat, grammar), len(body))
-        limit = chat.request.max_completion_tokens or chat.request.max_tokens
+        limit = chat.request.max_completion_tokens
+        limit = chat.request.max_tokens if limit is None else limit
         job = self._job("chat", chat.request, [prompt], limit, await context(), grammar)
         reader = self._reader(chat.tools, is_held=bool(grammar), is_thinking=is_thinking)
         marks = self.codec.special_tokens.intersection(self.codec.call_format.marks)
-        return replace(job, reader=reader, shows_special=reader is not None and bool(marks))
+        rules = replace(
+            job.rules, shows_special=job.rules.shows_special or (reader is not None and bool(marks))
+        )
+        return replace(job, reader=reader, rules=rules)
 
     async def text(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one or several prompts. Raises as `chat` does."""
         request = await self.threads.read(lambda: self._text(body), len(body))
-        prompts = await self.threads.encode(lambda: [self._encode(p) for p in request.prompts], len(body))
+        prompts = await self.threads.encode(lambda: self._prompts(request), len(body))
         grammar = await self._grammar(request)
         return self._job("text", request, prompts, request.max_tokens, await context(), grammar)
 
@@ -185,7 +234,7 @@ class Acceptance:
             grammar = writer.form(form, added) if isinstance(request, schemas.ChatRequest) else form
         else:
             return ""
-        for name in ("ignore_eos", "min_tokens"):
+        for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
             if getattr(request, name):
                 text = f"{name} does not go with {param}: the answer ends where its form does"
                 raise InvalidRequest(text, param=name)
@@ -234,13 +283,21 @@ class Acceptance:
     def _check(self, request: schemas.CompletionFields) -> None:
         if request.model != self._config.served_name:
             raise unknown_model(request.model, self._config.served_name)
-        schemas.refuse_unsupported(request.model_extra or {})
+        fields.refuse_unsupported(request.model_extra or {})
+        if not self.ignores_unknown:
+            fields.refuse_unknown(request)
+        if request.stream and request.prompt_logprobs is not None:
+            raise UnsupportedFeature("prompt_logprobs is not streamed", param="prompt_logprobs")
         if (request.n or 1) > self._config.max_n:
             raise InvalidRequest(f"n may be at most {self._config.max_n}", param="n")
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
+    def _prompts(self, request: schemas.TextRequest) -> list[list[int]]:
+        adds_special = request.add_special_tokens is not False
+        return [self._encode(prompt, adds_special=adds_special) for prompt in request.prompts]
+
+    def _encode(self, prompt: str | list[int], *, adds_special: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            return self.codec.encode_text(prompt)
+            return self.codec.encode_text(prompt, add_special_tokens=adds_special)
         if any(not 0 <= token < self.codec.vocab_size for token in prompt):
             raise InvalidRequest(f"token ids are from 0 to {self.codec.vocab_size - 1}", param="prompt")
         return prompt
@@ -255,20 +312,66 @@ class Acceptance:
         grammar: str,
     ) -> AdmittedRequest:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
+        prompts = [self._truncated(request, prompt, limit, context_tokens) for prompt in prompts]
         limits = [self._limit(kind, len(prompt), limit, context_tokens) for prompt in prompts]
+        given = [self._given(request, prompt, limit, at) for at, prompt in enumerate(prompts)]
         return AdmittedRequest(
             kind=kind,
-            prompts=tuple(tuple(prompt) for prompt in prompts),
+            prompts=tuple(
+                tuple(prompt[: len(prompt) - end.tokens]) for prompt, end in zip(prompts, given, strict=True)
+            ),
             samplings=tuple(
-                sampling_of(request, self.codec, seed, max_tokens, grammar) for max_tokens in limits
+                sampling_of(
+                    request, self.codec, seed, max_tokens, grammar, prompt[len(prompt) - end.tokens :]
+                )
+                for prompt, end, max_tokens in zip(prompts, given, limits, strict=True)
             ),
             n=request.n or 1,
-            stops=tuple(request.stop or ()),
+            rules=TextRules(
+                stops=tuple(request.stop or ()),
+                includes_stop=bool(request.include_stop_str_in_output),
+                shows_special=request.skip_special_tokens is False,
+                with_logprobs=request.logprobs_wanted is not None,
+            ),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            unknown_fields=tuple(schemas.unknown_fields(request.model_extra or {})),
+            unknown_fields=tuple(fields.unknown_fields(request.model_extra or {})),
             cache_salt=request.cache_salt or "",
+            answer_logprobs=request.logprobs_wanted,
+            given=tuple(given) if any(end.prompt for end in given) else (),
+            prompt_logprobs=request.prompt_logprobs,
+            client_id=request.request_id,
         )
+
+    def _truncated(
+        self, request: schemas.CompletionFields, prompt: Sequence[int], limit: int | None, context_tokens: int
+    ) -> Sequence[int]:
+        """The prompt's end, where that is asked for; -1: as much as fits."""
+        most = request.truncate_prompt_tokens
+        if most == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens should be at least 1, or -1", param="truncate_prompt_tokens"
+            )
+        if most == -1:
+            most = max(1, context_tokens - (DEFAULT_TEXT_MAX_TOKENS if limit is None else limit))
+        return prompt if most is None else prompt[-most:]
+
+    def _given(
+        self, request: schemas.CompletionRequest, prompt: Sequence[int], limit: int | None, at: int
+    ) -> Given:
+        """How much of the prompt is gone through token by token: all but its first for log-probabilities, its
+        last where nothing is to follow it."""
+        echoes = isinstance(request, schemas.TextRequest) and bool(request.echo)
+        wants_all = request.prompt_logprobs is not None or (echoes and request.logprobs_wanted is not None)
+        if limit == 0 and len(prompt) < 2:
+            raise InvalidRequest("max_tokens: 0 needs a prompt of two tokens at least", param="max_tokens")
+        count = len(prompt) - 1 if wants_all else int(limit == 0)
+        text = None
+        if echoes and isinstance(request, schemas.TextRequest):
+            asked = request.prompts[at]
+            is_whole = isinstance(asked, str) and request.truncate_prompt_tokens is None
+            text = str(asked) if is_whole else decode(self.codec.tokenizer, prompt)
+        return Given(count, tuple(prompt) if count or echoes else (), text)
 
     def _limit(self, kind: ReplyKind, prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
         """Longest answer. Raises ContextOverflow, in the words that clients look for."""
@@ -276,7 +379,7 @@ class Acceptance:
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt has no tokens", param=param)
         left = context_tokens - prompt_tokens
-        wanted = limit or 1
+        wanted = 1 if limit is None else limit
         if wanted > left:
             requested = f"{prompt_tokens} in the {param}, {wanted} in the completion"
             raise ContextOverflow(

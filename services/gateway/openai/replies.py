@@ -17,6 +17,7 @@ from services.gateway.parts.items import CallBegun, Content, Message, Part, Reas
 from services.gateway.text.choice_text import PlacedToken
 from services.gateway.text.tokenizer import Vocabulary
 from shared.errors import KvasirError
+from shared.messages.tokens import TokenLogprobs
 
 LOWEST = -9999.0
 """What OpenAI and vLLM write for a token that is next to impossible."""
@@ -26,6 +27,8 @@ def chat_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: in
     """`choices[].logprobs` of a chat: each token with its `top` likeliest alternatives."""
     content = []
     for item in placed:
+        if item.logprobs is None:
+            continue
         likeliest = [_entry(token, value, vocabulary) for token, value in item.logprobs.top[:top]]
         chosen = _entry(item.token, item.logprobs.chosen, vocabulary)
         content.append({**chosen, "top_logprobs": likeliest})
@@ -36,7 +39,7 @@ def text_logprobs(placed: Sequence[PlacedToken], vocabulary: Vocabulary, top: in
     """`choices[].logprobs` of a completion: parallel lists; the chosen token is always in `top_logprobs`."""
     return {
         "tokens": [vocabulary.text(item.token) for item in placed],
-        "token_logprobs": [finite(item.logprobs.chosen) for item in placed],
+        "token_logprobs": [item.logprobs and finite(item.logprobs.chosen) for item in placed],
         "top_logprobs": [_by_text(item, vocabulary, top) for item in placed],
         "text_offset": [item.offset for item in placed],
     }
@@ -52,8 +55,30 @@ def _entry(token: int, value: float, vocabulary: Vocabulary) -> dict[str, Any]:
     return {"token": vocabulary.text(token), "logprob": finite(value), "bytes": list(data)}
 
 
-def _by_text(item: PlacedToken, vocabulary: Vocabulary, top: int) -> dict[str, float]:
+def prompt_logprobs(
+    prompt: Sequence[int], logprobs: Sequence[TokenLogprobs | None], vocabulary: Vocabulary, top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as in vLLM: by id, the token's own and the likeliest; the first token has none."""
+    return [
+        None if found is None else _by_id(token, found, vocabulary, top)
+        for token, found in zip(prompt, logprobs, strict=False)
+    ]
+
+
+def _by_id(token: int, found: TokenLogprobs, vocabulary: Vocabulary, top: int) -> dict[str, Any]:
+    ranked = [(each, value, rank + 1) for rank, (each, value) in enumerate(found.top)]
+    rank = next((rank for each, _, rank in ranked if each == token), None)
+    shown = [each for each in ranked[:top] if each[0] != token] + [(token, found.chosen, rank)]
+    return {
+        str(each): {"logprob": finite(value), "rank": at, "decoded_token": vocabulary.text(each)}
+        for each, value, at in shown
+    }
+
+
+def _by_text(item: PlacedToken, vocabulary: Vocabulary, top: int) -> dict[str, float] | None:
     """By text, the likeliest first. Of two ids with one text the likelier counts, or the chosen one."""
+    if item.logprobs is None:
+        return None
     found: dict[str, float] = {}
     for token, value in item.logprobs.top[:top]:
         found.setdefault(vocabulary.text(token), finite(value))
@@ -91,6 +116,7 @@ class FinishedChoice:
     message: Message
     finish_reason: str
     logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +205,8 @@ class Letterhead:
             body["text"] = choice.message.content
         else:
             body["message"] = self._message(choice)
-        return body | {"logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+        body |= {"logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+        return body if choice.prompt_logprobs is None else {**body, "prompt_logprobs": choice.prompt_logprobs}
 
     def _message(self, choice: FinishedChoice) -> dict[str, Any]:
         message = choice.message

@@ -1,11 +1,10 @@
-"""Request bodies as OpenAI's clients send them: JSON, types and ranges, and what is not supported here.
+"""Request bodies as OpenAI's clients send them: JSON, types and ranges.
 
-What this server does not do is refused by name, unless the value asks for nothing. Unknown fields are kept in
-`model_extra`.
+Fields that these have not are kept in `model_extra`; `fields.py` says what becomes of them.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import orjson
@@ -14,66 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Pl
 from services.gateway.errors import UnsupportedFeature
 from services.gateway.openai.tools import template_calls
 from shared.errors import InvalidRequest
-
-Neutral = Callable[[Any], bool]
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or value is False or value in ("", "none", [], {})
-
-
-def _is(*values: Any) -> Neutral:
-    return lambda value: value is None or value in values
-
-
-UNSUPPORTED: Mapping[str, Neutral] = {
-    "functions": _is_empty,
-    "function_call": _is("none", "auto"),
-    "top_logprobs": _is(0),  # of completions; chats have it
-    "prompt_logprobs": _is_empty,
-    "logit_bias": _is_empty,
-    "length_penalty": _is(1),
-    "audio": _is_empty,
-    "modalities": lambda value: value is None or value == ["text"],
-    "web_search_options": _is_empty,
-    "suffix": _is_empty,
-    "echo": _is_empty,
-    "use_beam_search": _is_empty,
-    "continue_final_message": _is_empty,
-    "add_generation_prompt": _is(True),
-    "guided_whitespace_pattern": _is_empty,
-}
-
-INSTEAD: Mapping[str, str] = {
-    "functions": "send them as tools",
-    "function_call": "send it as tool_choice",
-    "guided_whitespace_pattern": "JSON is written with single spaces and indented lines at most",
-    "top_logprobs": "here the number goes into logprobs, from 0 to 5",
-    "prompt_logprobs": "logprobs gives those of the answer",
-}
-"""What to do about a refusal, where something can be done."""
-
-IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
-    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-    | {"guided_decoding_backend"}
-    | {"verbosity"}
-)
-"""Hints and bookkeeping of OpenAI's own service: accepted without effect."""
-
-
-def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    """Raises UnsupportedFeature naming the first field that asks for something this server does not do."""
-    for name, is_neutral in UNSUPPORTED.items():
-        if name in fields and not is_neutral(fields[name]):
-            advice = f": {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
-            raise UnsupportedFeature(f"{name} is not supported by this server{advice}", param=name)
-
-
-def unknown_fields(extra: Mapping[str, Any]) -> list[str]:
-    """Names in `extra` that neither OpenAI's API nor this server knows."""
-    return [name for name in extra if name not in UNSUPPORTED and name not in IGNORED]
-
 
 MAX_FIELDS = 1024
 """On the outermost level of a body; OpenAI's API has some forty."""
@@ -145,12 +84,15 @@ def _count(data: bytes, signs: bytes) -> int:
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
+MAX_TOKEN_CHOICES = 1024
+MAX_BAD_WORDS = 128
 MAX_CACHE_SALT_CHARS = 1024
 MAX_REPETITION_PENALTY = 100.0
 """And its inverse is the least: beyond, logits in half precision become infinite."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
 
 TokenId = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -196,13 +138,15 @@ class CompletionFields(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[StopString] | None, BeforeValidator(_stops)] = None
+    stop: Annotated[
+        list[StopString] | None, BeforeValidator(_stops, json_schema_input_type=str | list[str] | None)
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -213,6 +157,14 @@ class CompletionFields(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS), FailFast()] = None
+    logit_bias: Annotated[dict[str, Bias] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_TOKEN_CHOICES), FailFast()] = None
+    bad_words: Annotated[list[StopString] | None, Field(max_length=MAX_BAD_WORDS), FailFast()] = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -241,7 +193,7 @@ class ChatRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[RequestMessage], FailFast()] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Any = None
@@ -263,6 +215,8 @@ class TextRequest(CompletionFields):
     """A list of texts or of lists of token ids, whichever of the four forms the client used."""
     best_of: int | None = Field(None, ge=0, le=20)
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:

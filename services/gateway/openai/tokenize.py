@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from services.gateway.errors import UnsupportedFeature, unknown_model
 from services.gateway.openai import schemas
-from services.gateway.openai.schemas import parse_chat, parse_object, refuse_unsupported
+from services.gateway.openai.fields import refuse_unsupported
+from services.gateway.openai.schemas import parse_chat, parse_object
 from services.gateway.openai.tools import chat_text, tools_of
 from services.gateway.text.tokenizer import Codec, TokenizerThreads, Vocabulary
 from shared.errors import InvalidRequest

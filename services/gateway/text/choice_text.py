@@ -21,7 +21,8 @@ class PlacedToken:
     """A token of the shown answer."""
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None: of the first token of a prompt."""
     offset: int
     """Characters of the answer before the first one of this token."""
 
@@ -32,12 +33,12 @@ class Alignment:
     Tokens that are parts of one character share its place; a token that shows nothing shares the next one's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chars: int = 0) -> None:
+        """`chars`: so many come before the first token."""
         self._unplaced: list[tuple[int, TokenLogprobs]] = []
         self._placed: deque[tuple[PlacedToken, int]] = deque()
         """With the offset of the character after it."""
-        self._read_chars = 0
-        self._shown_chars = 0
+        self._read_chars = self._shown_chars = chars
 
     def on_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """The next token; one without log-probabilities will not be listed."""
@@ -81,10 +82,11 @@ class Alignment:
 
 class StopMatcher:
     """Cuts a growing text before the first occurrence of any of `stops`; holds back only what may become
-    one.
+    one. With `includes` it cuts after it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
+        self._includes = includes
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
         self.matched: str | None = None
@@ -102,7 +104,7 @@ class StopMatcher:
         if found:
             at, self.matched = min(found)
             self._held = ""
-            return window[:at]
+            return window[: at + (len(self.matched) if self._includes else 0)]
         keep = self._undecided(window)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]
@@ -162,6 +164,47 @@ class TextPiece:
     """With log-probabilities, if they are asked for: those whose text ends in this piece."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How the tokens of an answer become its text."""
+
+    stops: tuple[str, ...] = ()
+    includes_stop: bool = False
+    """The stop string, or the token of the client's that ended the answer, belongs to the text."""
+    shows_special: bool = False
+    with_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A prompt, or its end, that an answer was made to begin with: for its log-probabilities, or to be
+    shown."""
+
+    tokens: int = 0
+    """At the beginning of what comes from the worker."""
+    prompt: tuple[int, ...] = ()
+    """The whole prompt."""
+    text: str | None = None
+    """Of the prompt, where the answer is to begin with it."""
+
+
+class PromptEcho:
+    """What is known of a prompt's tokens: of all but the first, once the worker has gone through them."""
+
+    def __init__(self, tokenizer: Tokenizer, given: Given) -> None:
+        self._given = given
+        self._tokenizer = tokenizer
+        self.logprobs: list[TokenLogprobs | None] = [None]
+
+    def placed(self) -> tuple[PlacedToken, ...]:
+        """Each token of the prompt at its place in the text."""
+        detokenizer, found, offset = Detokenizer(self._tokenizer), [], 0
+        for token, logprobs in zip(self._given.prompt, self.logprobs, strict=False):
+            found.append(PlacedToken(token, logprobs, offset))
+            offset += len(detokenizer.feed(token))
+        return tuple(found)
+
+
 class ChoiceText:
     """Reads a stream's tokens as they come.
 
@@ -173,21 +216,23 @@ class ChoiceText:
         index: int,
         stream: Stream,
         tokenizer: Tokenizer,
-        stops: Sequence[str],
         end_token_ids: Sequence[int],
-        *,
-        with_logprobs: bool = False,
-        shows_special: bool = False,
+        rules: TextRules = TextRules(),
+        given: Given = Given(),
     ) -> None:
         self.index = index
         self.stream = stream
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
         """Tokens read, up to and including the one that ended the answer."""
-        self._detokenizer = Detokenizer(tokenizer, shows_special=shows_special)
-        self._stops = StopMatcher(stops)
+        self.echo = PromptEcho(tokenizer, given)
+        self._given = given
+        self._read_tokens = 0
+        self._detokenizer = Detokenizer(tokenizer, shows_special=rules.shows_special)
+        self._stops = StopMatcher(rules.stops, includes=rules.includes_stop)
         self._end_token_ids = frozenset(end_token_ids)
-        self._alignment = Alignment() if with_logprobs else None
+        self._alignment = Alignment(len(given.text or "")) if rules.with_logprobs else None
+        self._shows_prompt = given.text is not None
 
     @property
     def is_cut(self) -> bool:
@@ -204,16 +249,25 @@ class ChoiceText:
         elif self.stream.finish_reason is not None:
             text += self._feed(self._detokenizer.flush()) + self._stops.flush()
             self.finish_reason = FinishReason.STOP if self.is_cut else self.stream.finish_reason
+        tokens = self._shown(text)
+        if self._shows_prompt and (self._read_tokens > self._given.tokens or self.finish_reason is not None):
+            self._shows_prompt = False
+            text = (self._given.text or "") + text
+            tokens = (self.echo.placed() if self._alignment is not None else ()) + tokens
         if not text and self.finish_reason is None:
             return None
-        return TextPiece(text, self.finish_reason, self._shown(text))
+        return TextPiece(text, self.finish_reason, tokens)
 
     def _texts(self) -> list[str]:
         texts: list[str] = []
         tokens = self.stream.tokens
-        while self.completion_tokens < len(tokens) and not self.is_cut:
-            token = tokens[self.completion_tokens]
-            logprobs = self.stream.logprobs.pop(self.completion_tokens, None)
+        while self._read_tokens < len(tokens) and not self.is_cut:
+            token = tokens[self._read_tokens]
+            logprobs = self.stream.logprobs.pop(self._read_tokens, None)
+            self._read_tokens += 1
+            if self._read_tokens <= self._given.tokens:
+                self.echo.logprobs.append(logprobs)
+                continue
             self.completion_tokens += 1
             if token not in self._end_token_ids:
                 if self._alignment is not None:

@@ -5,18 +5,26 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.messages.sequence import Sampling
+from shared.messages.sequence import TOKEN_BYTES, Sampling
 from shared.messages.tokens import TokenLogprobs
 
 
 class SamplePoint(msgspec.Struct, frozen=True, gc=False):
-    """One token to choose: the `index`-th of an answer."""
+    """One token to choose: the `index`-th of an answer, counted after those that are forced on it."""
 
     sampling: Sampling
     choice: int
     index: int
     tokens: Sequence[int] = ()
     """Prompt and answer so far (its last `index`); read only where penalties ask for it."""
+
+    @property
+    def forced(self) -> int | None:
+        """The token that it has to be; None: it is the model's to choose."""
+        if self.index >= 0:
+            return None
+        at = len(self.sampling.forced) + self.index * TOKEN_BYTES
+        return int.from_bytes(self.sampling.forced[at : at + TOKEN_BYTES], "little")
 
 
 class Sampled(NamedTuple):

@@ -157,7 +157,10 @@ class HeldSequence:
     def due_reason(self) -> FinishReason | None:
         """Why the answer is complete as it stands, or None."""
         held_tokens = len(self.tokens)
-        if held_tokens > self.prompt_tokens and self.tokens[-1] in self.sampling.end_token_ids:
+        if (
+            held_tokens > self.prompt_tokens + self.sampling.forced_tokens
+            and self.tokens[-1] in self.sampling.end_token_ids
+        ):
             return FinishReason.STOP
         if held_tokens >= self.limit_tokens:
             return FinishReason.LENGTH

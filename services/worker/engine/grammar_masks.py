@@ -89,7 +89,7 @@ class GrammarMasks:
 
     def begin(self, points: Sequence[SamplePoint]) -> RowMasks | None:
         """Start to find the masks of the points that have a grammar; None where none has."""
-        rows = [row for row, point in enumerate(points) if point.sampling.grammar]
+        rows = [row for row, point in enumerate(points) if point.sampling.grammar and point.index >= 0]
         if not rows:
             return None
         masks = RowMasks(rows, words_of(self._vocabulary.result(_DEADLINE_S)[0].vocabulary))
@@ -136,7 +136,7 @@ class GrammarMasks:
 
     def _answer(self, point: SamplePoint) -> _Answer | None:
         """With everything accepted that has been generated."""
-        key = id(point.tokens)
+        key, limit = id(point.tokens), point.sampling.max_tokens - point.sampling.forced_tokens
         answer = self._answers.get(key)
         if answer is None or answer.tokens is not point.tokens or answer.accepted > point.index:
             try:
@@ -146,7 +146,7 @@ class GrammarMasks:
                 return None
             answer = _Answer(point.tokens, compiled.matcher.copy(), compiled.unit_tokens)
             self._answers[key] = answer
-            self._look(answer, point.sampling.max_tokens)
+            self._look(answer, limit)
         self._answers.move_to_end(key)
         while len(self._answers) > _MOST_MATCHERS:
             self._answers.popitem(last=False)
@@ -154,7 +154,7 @@ class GrammarMasks:
         for token in point.tokens[first:]:
             answer.is_broken = answer.is_broken or not answer.matcher.accept(token)
             answer.accepted += 1
-            self._look(answer, point.sampling.max_tokens)
+            self._look(answer, limit)
         return answer
 
     def _look(self, answer: _Answer, max_tokens: int) -> None:

@@ -35,19 +35,25 @@ _INFINITY = float("inf")
 
 
 def penalize(logits: torch.Tensor, points: Sequence[SamplePoint]) -> None:
-    """Repetition, then frequency and presence penalty, then ends masked; in place, `[rows, vocabulary]` fp32.
+    """Biases, repetition, then frequency and presence penalty, then ends and other tokens masked; in place.
 
-    A logit that is not finite stays as it is.
+    `logits` `[rows, vocabulary]` fp32. One that is not finite stays as it is.
     """
+    biased = [row for row, point in enumerate(points) if point.sampling.logit_bias]
+    if biased:
+        _add_biases(logits, points, biased)
     repeated = [row for row, point in enumerate(points) if point.sampling.repetition_penalty != 1]
     if repeated:
         _penalize_repetition(logits, points, repeated)
-    counted = [row for row, point in enumerate(points) if point.index and _is_counted(point)]
+    counted = [row for row, point in enumerate(points) if point.index > 0 and _is_counted(point)]
     if counted:
         _penalize_counts(logits, points, counted)
     short = [row for row, point in enumerate(points) if point.index < point.sampling.min_tokens]
     if short:
         _mask_ends(logits, points, short)
+    for row, point in enumerate(points):
+        if point.sampling.allowed_token_ids or point.sampling.bad_words:
+            _mask_tokens(logits[row], point)
 
 
 def _is_counted(point: SamplePoint) -> bool:
@@ -80,6 +86,29 @@ def _mask_ends(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequen
     row, token = _occurrences(rows, ends, logits.device)
     before = logits[row, token]
     logits[row, token] = torch.where(before < _INFINITY, -_INFINITY, before)
+
+
+def _add_biases(logits: torch.Tensor, points: Sequence[SamplePoint], rows: Sequence[int]) -> None:
+    biases = [points[row].sampling.logit_bias for row in rows]
+    row, token = _occurrences(rows, [[token for token, _ in bias] for bias in biases], logits.device)
+    added = _by_row([value for bias in biases for _, value in bias], logits)
+    before = logits[row, token]
+    _write(logits, row, token, before, before + added)
+
+
+def _mask_tokens(logits: torch.Tensor, point: SamplePoint) -> None:
+    """Of one row `[vocabulary]`: what is not allowed, and what would complete a bad word."""
+    allowed = point.sampling.allowed_token_ids
+    if allowed:
+        kept = torch.tensor(allowed, device=logits.device)
+        values = logits[kept]
+        logits.fill_(-_INFINITY)
+        logits[kept] = values
+    answer = point.tokens[len(point.tokens) - max(point.index, 0) :]
+    for word in filter(None, point.sampling.bad_words):
+        *before, last = word
+        if not before or list(answer[-len(before) :]) == before:
+            logits[last] = -_INFINITY
 
 
 def _occurrences(
@@ -225,6 +254,7 @@ def _takes_likeliest(point: SamplePoint) -> bool:
         and sampling.frequency_penalty == 0
         and sampling.presence_penalty == 0
         and sampling.min_tokens <= point.index
+        and not (sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words)
     )
 
 
@@ -243,13 +273,16 @@ def _sample(
     if masks is not None:
         mask_rows(logits, masks.rows, masks.wait(), library)
     highest, tokens = logits.max(-1)
-    drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0]
+    drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0 and point.index >= 0]
     if drawn and library is not None:
         wishes = [_wish(row, points[row]) for row in drawn]
         tokens[drawn] = torch.tensor(draw_tokens(library, logits.contiguous(), highest, wishes))
     elif drawn:
         rows = torch.tensor(drawn, device=logits.device)
         tokens[rows] = _draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
+    for row, point in enumerate(points):
+        if (forced := point.forced) is not None:
+            tokens[row] = forced
     found = measure(raw, tokens[measured], list(tops.values())) if tops else []
     logprobs = dict(zip(tops, found, strict=True))
     chosen = enumerate(zip(tokens.tolist(), highest.isfinite().tolist(), strict=True))

@@ -133,7 +133,8 @@ class SimulatedEngine:
 
     def _sampled(self, point: SamplePoint) -> Sampled:
         sampling = point.sampling
-        token = token_at(sampling, point.choice, point.index, self.vocabulary)
+        forced = point.forced
+        token = token_at(sampling, point.choice, point.index, self.vocabulary) if forced is None else forced
         if sampling.top_logprobs is None:
             return Sampled(token)
         return Sampled(token, TokenLogprobs(chosen=0.0, top=((token, 0.0),) if sampling.top_logprobs else ()))
@@ -167,4 +168,4 @@ def _hash(seed: int, choice: int, index: int) -> int:
 
 def _is_chunk(row: Row) -> bool:
     """A part of a prompt; else one token of an answer."""
-    return len(row.tokens) > 1 or row.point is None or row.point.index == 0
+    return len(row.tokens) > 1 or row.point is None or row.point.index == -row.point.sampling.forced_tokens

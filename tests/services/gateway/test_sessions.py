@@ -12,6 +12,7 @@ from services.gateway.core.stream import StreamPhase
 from services.gateway.exchange import Exchange
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.sessions import Sessions
+from services.gateway.text.choice_text import TextRules
 from services.gateway.text.tokenizer import Codec
 from shared import subjects
 from shared.bus import Bus, Listener
@@ -49,7 +50,7 @@ class Learner:
 
 def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
     sampling = Sampling(seed=1, max_tokens=10, end_token_ids=(2,))
-    defaults: dict[str, Any] = {"kind": "chat", "stops": (), "stream": False, "include_usage": False}
+    defaults: dict[str, Any] = {"kind": "chat", "rules": TextRules(), "stream": False, "include_usage": False}
     return AdmittedRequest(
         prompts=((5, 6, 7),) * prompts,
         samplings=(sampling,) * prompts,

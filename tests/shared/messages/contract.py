@@ -19,7 +19,7 @@ from shared.messages.commands import PredictLength
 from shared.messages.moves import PullBlocks
 from shared.messages.prefixes import PrefixChain, WorkerPrefixes
 from shared.messages.reports import SequenceFinished
-from shared.messages.sequence import TOKEN_BYTES, SequenceSpec
+from shared.messages.sequence import TOKEN_BYTES, Sampling, SequenceSpec
 
 
 def message_types(module: types.ModuleType) -> list[type[msgspec.Struct]]:
@@ -81,6 +81,7 @@ def _strategy(kind: inspect.Type) -> st.SearchStrategy[Any]:
 
 
 _PACKED: dict[type[Any], dict[str, int]] = {
+    Sampling: {"forced": TOKEN_BYTES},
     SequenceSpec: {"prompt": TOKEN_BYTES, "generated": TOKEN_BYTES},
     PredictLength: {"prompt": TOKEN_BYTES},
     PullBlocks: {"tokens": TOKEN_BYTES},

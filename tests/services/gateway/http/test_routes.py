@@ -110,8 +110,7 @@ BAD_BODIES: list[tuple[bytes, int, str | None]] = [
 OTHER_ADDRESSES = [
     ("GET", "/nothing", 404, "unknown_url"),
     ("GET", "/v1/models/", 404, "model_not_found"),
-    ("GET", "/docs", 404, "unknown_url"),
-    ("GET", "/openapi.json", 404, "unknown_url"),
+    ("GET", "/redoc", 404, "unknown_url"),
     ("GET", CHAT, 405, "method_not_allowed"),
     ("DELETE", "/v1/models", 405, "method_not_allowed"),
     ("GET", "/v1/models/other/model", 404, "model_not_found"),

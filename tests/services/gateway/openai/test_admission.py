@@ -49,7 +49,7 @@ async def test_a_chat_becomes_one_prompt(acceptance: Acceptance, codec: Codec) -
     assert sampling.max_tokens == CONTEXT - len(job.prompts[0]), "what is left of the context"
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 1.0, 5)
     assert sampling.end_token_ids == (2,)
-    assert (job.n, job.stops, job.stream, job.include_usage) == (2, ("END",), False, False)
+    assert (job.n, job.rules.stops, job.stream, job.include_usage) == (2, ("END",), False, False)
 
 
 async def test_texts_and_tokens(acceptance: Acceptance, codec: Codec) -> None:
@@ -133,9 +133,16 @@ async def test_another_model_is_unknown(acceptance: Acceptance) -> None:
     assert caught.value.param == "model"
 
 
-async def test_unknown_fields_are_noted(acceptance: Acceptance) -> None:
-    job = await acceptance.chat(orjson.dumps({**CHAT, "frobnicate": 1, "user": "u"}), context)
+async def test_unknown_fields_are_refused_or_noted(acceptance: Acceptance, codec: Codec) -> None:
+    with pytest.raises(InvalidRequest, match="is temperature meant") as caught:
+        await acceptance.chat(orjson.dumps({**CHAT, "tempature": 1, "user": "u"}), context)
+    assert caught.value.param == "tempature"
+    with pytest.raises(InvalidRequest, match="leave it out"):
+        await acceptance.chat(orjson.dumps({**CHAT, "zzz": 1}), context)
+    ignoring = make(codec, unknown_fields="ignore")
+    job = await ignoring.chat(orjson.dumps({**CHAT, "frobnicate": 1, "user": "u"}), context)
     assert job.unknown_fields == ("frobnicate",)
+    ignoring.close()
 
 
 LONG = {"model": "m", "prompt": "x" * (AT_ONCE_BYTES)}
@@ -145,7 +152,7 @@ async def test_too_many_waiting_are_refused(codec: Codec, monkeypatch: pytest.Mo
     accept = make(codec, max_waiting_tokenizations=2, tokenizer_threads=1)
     release = threading.Event()
 
-    def slow(_: Codec, text: str) -> list[int]:
+    def slow(_: Codec, text: str, *, add_special_tokens: bool) -> list[int]:
         release.wait(10)
         return [5]
 
@@ -181,12 +188,13 @@ async def test_whatever_costs_time_is_off_the_event_loop(
     def note(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        def noting(*arguments: Any) -> Any:
+        def noting(*arguments: Any, **named: Any) -> Any:
             threads.append(threading.current_thread().name)
-            return real(*arguments)
+            return real(*arguments, **named)
 
         monkeypatch.setattr(owner, name, noting)
 
+    acceptance.ignores_unknown = True
     note(schemas, "parse")
     note(Codec, "encode_rendered")
     note(Acceptance, "_encode")

@@ -48,7 +48,7 @@ def test_prompts_of_no_form(prompt: Any) -> None:
         ({"temperature": "1"}, "temperature"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"seed": "x"}, "seed"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.gateway.errors import UnsupportedFeature
-from services.gateway.openai.schemas import (
+from services.gateway.openai.fields import (
     IGNORED,
     INSTEAD,
     UNSUPPORTED,
@@ -17,8 +17,14 @@ ASKED: dict[str, Any] = {
     "functions": [{}],
     "function_call": {"name": "f"},
     "top_logprobs": 3,
-    "prompt_logprobs": 0.5,
-    "logit_bias": {"5": 100},
+    "best_of": 2,
+    "grammar": "root ::= x",
+    "logits_processors": ["x"],
+    "chat_template": "x",
+    "documents": [{}],
+    "tools": [{}],
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
     "length_penalty": 0.8,
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
@@ -32,7 +38,6 @@ ASKED: dict[str, Any] = {
 }
 NOTHING: dict[str, list[Any]] = {
     "top_logprobs": [0],
-    "logit_bias": [{}],
     "modalities": [["text"]],
     "suffix": [""],
     "echo": [False],
@@ -62,7 +67,7 @@ def test_asking_for_nothing_is_fine(name: str) -> None:
     ("name", "said"),
     [
         ("functions", "send them as tools"),
-        ("echo", "leave it out"),
+        ("suffix", "leave it out"),
     ],
 )
 def test_a_refusal_says_what_to_do(name: str, said: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.core.retries import StreamTiming
 from services.gateway.core.stream import Stream
-from services.gateway.text.choice_text import ChoiceText, Detokenizer, TextPiece, decode
+from services.gateway.text.choice_text import ChoiceText, Detokenizer, TextPiece, TextRules, decode
 from services.gateway.text.tokenizer import Codec, Vocabulary
 from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta
@@ -32,7 +32,7 @@ def make(
     codec: Codec, stops: tuple[str, ...] = (), ends: tuple[int, ...] = (END,), with_logprobs: bool = False
 ) -> ChoiceText:
     stream = Stream(("req", 0), StreamTiming(), 0.0)
-    return ChoiceText(0, stream, codec.tokenizer, stops, ends, with_logprobs=with_logprobs)
+    return ChoiceText(0, stream, codec.tokenizer, ends, TextRules(stops, with_logprobs=with_logprobs))
 
 
 def ids(codec: Codec, text: str = ANSWER) -> list[int]:

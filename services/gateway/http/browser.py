@@ -1,0 +1,174 @@
+"""What browsers and load balancers want besides: CORS, HEAD, and a description of the API to read.
+
+`/openapi.json` is made from the schemas that requests are checked with; `/docs` shows it without scripts.
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.openai.fields import DESCRIPTIONS
+from services.gateway.openai.schemas import ChatRequest, TextRequest
+from services.gateway.openai.tokenize import DetokenizeTokens, TokenizeChat, TokenizeText
+
+EXPOSED = ["x-request-id", "x-kvasir-request-id", "retry-after"]
+_PREFLIGHT_S = 600
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Pages of these origins may call it; without any it is left as it is."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED,
+        max_age=_PREFLIGHT_S,
+    )
+
+
+class HeadAsGet:
+    """A HEAD is answered as a GET; the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
+
+
+POSTS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
+    "/v1/chat/completions": ("An answer to a chat, whole or as events", (ChatRequest,)),
+    "/v1/completions": ("A text that goes on, whole or as events", (TextRequest,)),
+    "/tokenize": ("The tokens of a text or a chat", (TokenizeText, TokenizeChat)),
+    "/detokenize": ("The text of tokens", (DetokenizeTokens,)),
+}
+GETS: Mapping[str, str] = {
+    "/v1/models": "The models that are served",
+    "/v1/models/{model}": "One of them",
+    "/version": "Of this server",
+    "/health": "This process answers",
+    "/ping": "The same",
+    "/ready": "A request would be answered now",
+}
+_OPEN = frozenset({"/health", "/ping", "/ready"})
+
+
+def description(version: str) -> dict[str, Any]:
+    """The API in OpenAPI 3.1."""
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    paths: dict[str, Any] = {}
+    for path, (summary, models) in POSTS.items():
+        names = [_add(model, schemas) for model in models]
+        wanted: dict[str, Any] = (
+            {"$ref": names[0]} if len(names) == 1 else {"anyOf": [{"$ref": n} for n in names]}
+        )
+        body = {"required": True, "content": {"application/json": {"schema": wanted}}}
+        kinds = (
+            ("application/json", "text/event-stream") if path.startswith("/v1/") else ("application/json",)
+        )
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(kinds)}}
+    for path, summary in GETS.items():
+        operation: dict[str, Any] = {"summary": summary, "responses": _responses(("application/json",))}
+        if path in _OPEN:
+            operation["security"] = []
+        if "{model}" in path:
+            name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [name]
+        paths[path] = {"get": operation}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Kvasir", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}],
+    }
+
+
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _add(model: type[BaseModel], schemas: dict[str, Any]) -> str:
+    """Its schema among the others; a reference to it."""
+    found = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= found.pop("$defs", {})
+    for name, each in found.get("properties", {}).items():
+        each.pop("title", None)
+        if name in DESCRIPTIONS:
+            each["description"] = DESCRIPTIONS[name]
+    schemas[model.__name__] = found
+    return f"#/components/schemas/{model.__name__}"
+
+
+def _responses(kinds: Sequence[str]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "The answer", "content": {kind: {} for kind in kinds}},
+        "default": {"description": "Why there is none", "content": error},
+    }
+
+
+def page(version: str) -> bytes:
+    """The description for people."""
+    described = description(version)
+    parts = [
+        f"<h1>Kvasir {html.escape(version)}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"
+    ]
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            parts.append(
+                f"<h2><code>{method.upper()} {path}</code></h2><p>{html.escape(operation['summary'])}.</p>"
+            )
+            parts += [_fields(described, reference) for reference in _references(operation)]
+    return _PAGE.replace("{body}", "".join(parts)).encode()
+
+
+def _references(operation: Mapping[str, Any]) -> list[str]:
+    if "requestBody" not in operation:
+        return []
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    return [each["$ref"] for each in schema.get("anyOf", [schema])]
+
+
+def _fields(described: Mapping[str, Any], reference: str) -> str:
+    schema = described["components"]["schemas"][reference.rsplit("/", 1)[1]]
+    rows = [
+        f"<tr><td><code>{name}</code>{'*' if name in schema.get('required', ()) else ''}</td>"
+        f"<td>{html.escape(each.get('description', ''))}</td></tr>"
+        for name, each in schema["properties"].items()
+    ]
+    return f"<table>{''.join(rows)}</table>"
+
+
+_PAGE = (
+    "<!doctype html><html lang=en><meta charset=utf-8><title>Kvasir</title>"
+    "<style>body{font-family:sans-serif;max-width:60em;margin:2em auto}td{padding:.2em .6em}</style>"
+    "{body}</html>"
+)
+
+
+def written(version: str) -> tuple[bytes, bytes]:
+    """`/openapi.json` and `/docs`."""
+    return orjson.dumps(description(version)), page(version)

@@ -1,0 +1,171 @@
+"""Which fields a request may have, and what becomes of each: honoured, ignored, or refused by name.
+
+What this server does not do is refused, unless the value asks for nothing; so is a field that nobody knows.
+`python -m services.gateway.openai.fields` prints the table that docs/fields.md holds.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.openai.schemas import ChatRequest, TextRequest
+from shared.errors import InvalidRequest
+
+DESCRIPTIONS: Mapping[str, str] = {
+    "model": "the name that `/v1/models` lists",
+    "messages": "of `system`, `developer`, `user`, `assistant` and `tool`; content is a text, or text parts",
+    "prompt": "a text, a list of token ids, or a list of either",
+    "max_tokens": "longest answer; 0: none, only the prompt is computed",
+    "max_completion_tokens": "the same, and first",
+    "n": "answers to each prompt",
+    "temperature": "0 is greedy",
+    "top_p": "nucleus sampling",
+    "top_k": "0 or -1 is off",
+    "seed": "the same seed gives the same answer",
+    "stop": "up to four texts that end the answer",
+    "stream": "send events",
+    "stream_options": "`include_usage`",
+    "ignore_eos": "go on past the end token",
+    "cache_salt": "share stored prefixes with the same salt only",
+    "presence_penalty": "off the logit of each token that the answer has",
+    "frequency_penalty": "the same, each time it has it",
+    "repetition_penalty": "divides logits of tokens in prompt and answer",
+    "min_p": "least share of the likeliest token's probability",
+    "min_tokens": "the answer does not end before",
+    "stop_token_ids": "tokens that end the answer",
+    "logit_bias": "added to logits, by token id",
+    "allowed_token_ids": "no others are chosen",
+    "bad_words": "texts that the answer does not have",
+    "include_stop_str_in_output": "show the stop text, or the stop token of yours, that ended the answer",
+    "skip_special_tokens": "false: show special tokens in the text",
+    "truncate_prompt_tokens": "keep only so many at the prompt's end; -1: as many as fit",
+    "prompt_logprobs": "log-probabilities of the prompt's tokens and so many likeliest ones; slow",
+    "request_id": "the answer's id; as the header `X-Request-Id`",
+    "response_format": "[a form](structured-output.md)",
+    "structured_outputs": "[a form](structured-output.md)",
+    "guided_json": "[a form](structured-output.md)",
+    "guided_regex": "[a form](structured-output.md)",
+    "guided_choice": "[a form](structured-output.md)",
+    "guided_grammar": "[a form](structured-output.md)",
+    "guided_json_object": "[a form](structured-output.md)",
+    "logprobs": "of chats: true; of completions: how many of the likeliest tokens, too",
+    "top_logprobs": "how many of the likeliest tokens",
+    "tools": "[functions](tool-calls.md)",
+    "tool_choice": "[which must be called](tool-calls.md)",
+    "parallel_tool_calls": "false: one call at most, where calls are required",
+    "reasoning_effort": "goes to the chat template",
+    "chat_template_kwargs": "go to the chat template",
+    "best_of": "at most `n`",
+    "echo": "begin with the prompt",
+    "add_special_tokens": "false: the prompt as it is, without a begin token",
+}
+"""What each field that is honoured does, for the table in the docs and /openapi.json."""
+
+
+Neutral = Callable[[Any], bool]
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ("", "none", [], {})
+
+
+def _is(*values: Any) -> Neutral:
+    return lambda value: value is None or value in values
+
+
+UNSUPPORTED: Mapping[str, Neutral] = {
+    "functions": _is_empty,
+    "function_call": _is("none", "auto"),
+    "top_logprobs": _is(0),  # of completions; chats have it
+    "best_of": _is(1),  # of chats; completions have it
+    "grammar": _is_empty,
+    "logits_processors": _is_empty,
+    "chat_template": _is_empty,
+    "documents": _is_empty,
+    "length_penalty": _is(1),
+    "audio": _is_empty,
+    "modalities": lambda value: value is None or value == ["text"],
+    "web_search_options": _is_empty,
+    "suffix": _is_empty,
+    "echo": _is_empty,  # of chats; completions have it
+    "tools": _is_empty,  # of completions; chats have them
+    "return_token_ids": _is_empty,
+    "return_tokens_as_token_ids": _is_empty,
+    "use_beam_search": _is_empty,
+    "continue_final_message": _is_empty,
+    "add_generation_prompt": _is(True),
+    "guided_whitespace_pattern": _is_empty,
+}
+
+INSTEAD: Mapping[str, str] = {
+    "chat_template": "the model's own is used; chat_template_kwargs go to it",
+    "documents": "put them into a message",
+    "echo": "it goes with /v1/completions",
+    "functions": "send them as tools",
+    "function_call": "send it as tool_choice",
+    "guided_whitespace_pattern": "JSON is written with single spaces and indented lines at most",
+    "top_logprobs": "here the number goes into logprobs, from 0 to 5",
+    "grammar": "send it as structured_outputs.grammar",
+    "tools": "they go with /v1/chat/completions",
+}
+"""What to do about a refusal, where something can be done."""
+
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
+    | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    | {"guided_decoding_backend", "spaces_between_special_tokens", "include_reasoning"}
+    | {"priority", "keep_alive", "cache_prompt"}
+    | {"verbosity"}
+)
+"""Hints and bookkeeping of OpenAI's own service: accepted without effect."""
+
+
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Raises UnsupportedFeature naming the first field that asks for something this server does not do."""
+    for name, is_neutral in UNSUPPORTED.items():
+        if name in fields and not is_neutral(fields[name]):
+            advice = f": {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
+            raise UnsupportedFeature(f"{name} is not supported by this server{advice}", param=name)
+
+
+def unknown_fields(extra: Mapping[str, Any]) -> list[str]:
+    """Names in `extra` that neither OpenAI's API nor this server knows."""
+    return [name for name in extra if name not in UNSUPPORTED and name not in IGNORED]
+
+
+def refuse_unknown(request: BaseModel) -> None:
+    """Raises InvalidRequest naming the first field that nobody knows, and the one that may be meant."""
+    unknown = unknown_fields(request.model_extra or {})
+    if not unknown:
+        return
+    name = unknown[0]
+    known = [*type(request).model_fields, *IGNORED]
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    meant = f": is {close[0]} meant?" if close else "; leave it out"
+    raise InvalidRequest(f"there is no field {shown(name, 64)!r}{meant}", param=shown(name, 64))
+
+
+def table() -> str:
+    """Every field in Markdown."""
+    lines = [_HEAD, "| field | chat | completions | |", "|---|---|---|---|"]
+    for name in sorted({*ChatRequest.model_fields, *TextRequest.model_fields}):
+        places = ["yes" if name in each.model_fields else "" for each in (ChatRequest, TextRequest)]
+        lines.append(f"| `{name}` | {' | '.join(places)} | {DESCRIPTIONS[name]} |")
+    lines += ["", "Taken without effect: " + ", ".join(f"`{name}`" for name in sorted(IGNORED)) + ".", ""]
+    lines += ["Refused, unless the value asks for nothing:", "", "| field | instead |", "|---|---|"]
+    lines += [f"| `{name}` | {INSTEAD.get(name, '')} |" for name in sorted(UNSUPPORTED)]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """# Fields of a request
+
+Of `POST /v1/chat/completions` and `POST /v1/completions`. A field that is in none of these tables is
+refused with 400 and the name of the one that may be meant; `gateway.unknown_fields: ignore` lets it pass.
+This file is made by `python -m services.gateway.openai.fields > docs/fields.md`.
+"""
+
+if __name__ == "__main__":
+    print(table(), end="")
