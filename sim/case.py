@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.scheduler.policy.contract import PolicySettings, WorkerShape
+from services.scheduler.policy.contract import PolicySettings, QueueOrder, WorkerShape
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES
 from services.worker.core.costs import find_cost
 from shared.errors import ConfigError
 from sim.predictors import find_predictor
@@ -56,6 +57,9 @@ class Case:
     """The policy's own."""
     workers: int = 1
     placement: str = "least_work"
+    queue: QueueOrder | None = None
+    """Overrides the policy's."""
+    places: int = FEED_SEQUENCES
     outstanding_steps: int = 2
     prediction_delay_s: float = 0.0
 
@@ -101,6 +105,8 @@ def run_case(
         predictor=find_predictor(case.predictor, seed=case.seed, train=train),
         workers=case.workers,
         router=find_router(case.placement),
+        queue=case.queue,
+        places=case.places,
         outstanding_steps=case.outstanding_steps,
         prediction_delay_s=case.prediction_delay_s,
         is_checked=is_checked,

@@ -8,16 +8,30 @@ rules: algorithms.md §1; `sim/worker.py` on plans made ahead.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.placement.policy.contract import Room
+from msgspec import structs
+
+from services.placement.core.fleet import Opening, seat
+from services.placement.policy.contract import PlacementPolicy
+from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
-from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
+from services.scheduler.policy.contract import (
+    PlannedBatch,
+    PolicySettings,
+    QueueOrder,
+    Task,
+    WorkerShape,
+    queue_order,
+)
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue, Rank
 from services.worker.core.costs.base import CostModel
+from shared.messages.commands import PlacementItem
+from shared.messages.sequence import SequenceKey, SequenceRef
 from sim.books import Held, WorkerBooks
 from sim.events import EventQueue, Priority
 from sim.meters import WorkerMeter
 from sim.predictors import SimPredictor
 from sim.requests import ServedRecord, SimRequest
-from sim.routers import LeastWork, Router
+from sim.routers import LeastWork
 from sim.worker import SimWorker
 
 
@@ -35,7 +49,11 @@ class Setup:
     cost: CostModel
     predictor: SimPredictor
     workers: int = 1
-    router: Router = field(default_factory=LeastWork)
+    router: PlacementPolicy = field(default_factory=LeastWork)
+    queue: QueueOrder | None = None
+    """In which order requests wait for a worker; None: as the policy wants it."""
+    places: int = FEED_SEQUENCES
+    """So many may wait at a worker without memory for them; 0: a request is placed where memory is free."""
     outstanding_steps: int = 2
     ahead_s: float = 0.0
     """Where steps are short, plans reach so far ahead; the live scheduler's value is 0.008."""
@@ -80,7 +98,14 @@ class Simulation:
             )
             for _ in range(setup.workers)
         ]
+        self._queue = FleetQueue(setup.queue or queue_order(factory))
+        self._feed = Feed(setup.places)
+        self._names = [f"{index:05d}" for index in range(setup.workers)]
         self._is_plan_due = [False] * setup.workers
+        self._tasks: dict[SequenceKey, Task] = {}
+        """Of those in the queue."""
+        self._ranks: dict[SequenceKey, Rank] = {}
+        """Of those at workers, as of when they got there."""
         self._arrived = self._ended = 0
         self._on_end = on_end
 
@@ -114,46 +139,84 @@ class Simulation:
             self._arrived += 1
 
     def _on_arrival(self, request: SimRequest) -> None:
-        now_s = self._events.now_s
-        index = 0 if len(self._workers) == 1 else self._setup.router.choose(request, self._rooms())
-        worker = self._workers[index]
-        record = self._records[request.key]
-        record.worker = index
-        worker.books.held[request.key] = Held(record)
         is_known = self._setup.prediction_delay_s == 0.0
         told = self._setup.predictor.predict(request, 0) if is_known else None
         task = Task(
             request.key, request.prompt_tokens, request.max_tokens, request.arrival_s, prediction=told
         )
-        worker.policy.on_arrival(task, now_s)
-        worker.is_urgent = True
+        self._queue.add(task)
+        self._tasks[request.key] = task
         if not is_known:
-            self._push_answer(index, request, 0)
-        self._push_plan(index)
+            self._push_answer(request, 0)
+        self._hand_out()
         self._push_arrival()
 
-    def _rooms(self) -> list[Room]:
-        block_tokens = self._setup.shape.block_tokens
-        total_tokens = self._setup.shape.capacity_blocks * block_tokens
+    def _hand_out(self) -> None:
+        """From the queue to the workers, as long as some get one: the live scheduler's questions, and their
+        answers at once."""
+        is_over = False
+        while not is_over and (keys := self._queue.next(PLACEMENT_BATCH)):
+            openings = self._openings(keys[0])
+            if all(one.sequences and one.places <= 0 >= one.free_blocks for one in openings):
+                return
+            items = [self._item(key) for key in keys]
+            answers = seat(items, openings, self._setup.router)
+            for key, chosen in zip(keys, answers, strict=True):
+                if chosen is not None:
+                    self._give(key, int(chosen))
+            is_over = not any(answers) or not len(self._queue)
+
+    def _give(self, key: SequenceKey, index: int) -> None:
+        worker, record, task = self._workers[index], self._records[key], self._tasks.pop(key)
+        rank = self._ranks[key] = self._queue.start(key)
+        record.worker = index
+        worker.books.held[key] = Held(record)
+        self._feed.add(self._names[index], key, rank, task.prompt_tokens)
+        worker.policy.on_arrival(task, self._events.now_s)
+        worker.is_urgent = True
+        self._push_plan(index)
+
+    def _item(self, key: SequenceKey) -> PlacementItem:
+        task = self._tasks[key]
+        ref = SequenceRef(request_id=key[0], choice=key[1], attempt=1)
+        return PlacementItem(
+            ref=ref,
+            size_tokens=task.prompt_tokens,
+            limit_tokens=task.prompt_tokens + task.max_tokens,
+            waited_s=self._events.now_s - task.arrival_s,
+        )
+
+    def _openings(self, key: SequenceKey) -> list[Opening]:
+        shape, ahead = self._setup.shape, self._feed.ahead(self._queue.rank(key))
+        crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
         return [
-            Room(
-                str(index),
-                total_tokens - _spoken_for(worker, block_tokens),
-                total_tokens,
-                len(worker.books.held),
+            Opening(
+                worker_id=name,
+                block_tokens=shape.block_tokens,
+                total_blocks=shape.capacity_blocks,
+                most_tokens=1 << 62,
+                free_blocks=shape.capacity_blocks - _spoken_for(worker, shape.block_tokens),
+                sequences=len(worker.books.held),
+                places=crowds.get(name, ahead.places),
             )
-            for index, worker in enumerate(self._workers)
+            for name, worker in zip(self._names, self._workers, strict=True)
         ]
 
-    def _push_answer(self, index: int, request: SimRequest, generated_tokens: int) -> None:
+    def _push_answer(self, request: SimRequest, generated_tokens: int) -> None:
         at_s = self._events.now_s + self._setup.prediction_delay_s
-        self._events.push(at_s, Priority.ANSWER, (self._on_answer, (index, request, generated_tokens)))
+        self._events.push(at_s, Priority.ANSWER, (self._on_answer, (request, generated_tokens)))
 
-    def _on_answer(self, index: int, request: SimRequest, generated_tokens: int) -> None:
-        worker = self._workers[index]
+    def _on_answer(self, request: SimRequest, generated_tokens: int) -> None:
         told = self._setup.predictor.predict(request, generated_tokens)
-        if told is not None and request.key in worker.books.held:
-            worker.policy.on_predicted(request.key, told, self._events.now_s)
+        if told is None:
+            return
+        if request.key in self._tasks:
+            self._tasks[request.key] = structs.replace(self._tasks[request.key], prediction=told)
+            self._queue.on_predicted(request.key, told)
+            return
+        index = self._records[request.key].worker
+        if request.key in self._workers[index].books.held:
+            self._workers[index].policy.on_predicted(request.key, told, self._events.now_s)
             self._push_plan(index)
 
     def _push_plan(self, index: int) -> None:
@@ -165,29 +228,45 @@ class Simulation:
         worker, now_s = self._workers[index], self._events.now_s
         self._is_plan_due[index] = False
         before = worker.stretch_end()
-        self._ask(index, worker.next_plans(now_s))
+        self._note_plans(index, worker.next_plans(now_s))
         self._check(worker)
+        self._hand_out()
         after = worker.stretch_end()
         if after is not None and after != before:
             self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
 
-    def _ask(self, index: int, batches: Iterable[PlannedBatch]) -> None:
-        """What policies want predicted anew."""
+    def _note_plans(self, index: int, batches: Iterable[PlannedBatch]) -> None:
+        """Who does not wait any more, who does again, and what policies want predicted anew."""
         for batch in batches:
+            for preemption in batch.preemptions:
+                if preemption.key in self._workers[index].books.held:
+                    held = self._workers[index].books.held[preemption.key]
+                    rank = self._ranks[preemption.key]
+                    self._feed.add(self._names[index], preemption.key, rank, held.prefill_tokens)
+            for prefill in batch.prefills:
+                self._feed.discard(self._names[index], prefill.key)
             for question in batch.questions:
-                self._push_answer(index, self._records[question.key].request, question.generated_tokens)
+                self._push_answer(self._records[question.key].request, question.generated_tokens)
 
     def _on_stretch_end(self, index: int, serial: int) -> None:
         worker = self._workers[index]
         if not worker.is_current(serial):
             return
         for held in worker.advance(self._events.now_s):
+            self._feed.discard(self._names[index], held.record.request.key)
             self._note_end(held.record)
+        self._note_speeds(worker)
         self._check(worker)
         after = worker.stretch_end()
         if after is not None:
             self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
         self._push_plan(index)
+
+    def _note_speeds(self, worker: SimWorker) -> None:
+        meter, shape = worker.meter, self._setup.shape
+        if meter.told_s == self._events.now_s:
+            memory_tokens = shape.capacity_blocks * shape.block_tokens
+            self._queue.on_measured(meter.prefill_tokens_per_s, meter.decode_step_s, memory_tokens)
 
     def _note_end(self, record: ServedRecord) -> None:
         self._ended += 1
@@ -202,7 +281,8 @@ class Simulation:
 
 
 def _spoken_for(worker: SimWorker, block_tokens: int) -> int:
-    """Tokens allocated, and prompts of those that hold nothing yet."""
+    """Blocks that its sequences have, or need at least."""
     return sum(
-        held.allocated_blocks * block_tokens or held.prefill_tokens for held in worker.books.held.values()
+        max(held.allocated_blocks, -(-held.prefill_tokens // block_tokens))
+        for held in worker.books.held.values()
     )

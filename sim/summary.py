@@ -58,6 +58,7 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
     span_s = max(record.end_s for record in records) - first_s
     ttft_s = np.array([record.first_token_s - record.request.arrival_s for record in records])
     jct_s = np.array([record.jct_s for record in records])
+    queue_s = np.array([record.queue_s for record in records])
     tokens = sum(record.request.output_tokens for record in records)
     figures = {
         "requests": float(len(records)),
@@ -68,6 +69,8 @@ def summarize(outcome: Outcome, level: ServiceLevel | None = None) -> dict[str, 
         "jct_s_p95": float(np.percentile(jct_s, 95)),
         "ttft_s_p50": float(np.percentile(ttft_s, 50)),
         "ttft_s_p99": float(np.percentile(ttft_s, 99)),
+        "wait_s_p99": float(np.percentile(queue_s, 99)),
+        "wait_s_p999": float(np.percentile(queue_s, 99.9)),
         "tbt_s": _mean_token_gap_s(records),
         "alloc_failures": sum(r.evictions + r.pauses > 0 for r in records) / len(records),
         "evictions": float(sum(record.evictions for record in records)),

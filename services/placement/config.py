@@ -19,7 +19,9 @@ class PlacementConfig(ServiceConfig):
         " migration: mell, mell_eager, load_balance",
     )
     order: str = Field(
-        default="fcfs", description="of waiting prompts: fcfs, fpf (nearest cached prefix first), relaxed_fpf"
+        default="policy",
+        description="of waiting prompts: policy (as the scheduler ranks them), fcfs, fpf (nearest cached"
+        " prefix first), relaxed_fpf",
     )
     worker_timeout_s: float = Field(default=2.0, gt=0, description="a worker silent for longer gets nothing")
     reservation_s: float = Field(

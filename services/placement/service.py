@@ -86,7 +86,7 @@ class Placement:
             assert self.relocation is not None
             worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())
         else:
-            worker_ids = self.fleet.place(asked.items, excluded, self._policy, self._clock())
+            worker_ids = self.fleet.place(asked.items, excluded, self._policy, self._clock(), asked.ahead)
         waits = sum(worker_id is None for worker_id in worker_ids)
         self._placed += len(worker_ids) - waits
         self._waits += waits

@@ -2,13 +2,13 @@
 
 import json
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.scheduler.core.rules import MoveRules, ReliefRules, Rules
 from services.scheduler.policy import check_policy, policy_names
-from services.scheduler.policy.contract import PolicySettings
+from services.scheduler.policy.contract import PolicySettings, QueueOrder
 from services.scheduler.policy.relief import Rung
 from shared.config import ServiceConfig
 
@@ -19,6 +19,10 @@ class SchedulerConfig(ServiceConfig):
     policy: str = Field(default="kvasir", description=f"batching policy: {', '.join(policy_names())}")
     policy_options: dict[str, Any] = Field(
         default={}, description="settings that only this policy understands"
+    )
+    queue: Literal["policy", "arrival", "work"] = Field(
+        default="policy",
+        description="how sequences wait for a worker: as the policy wants it, by arrival, or by work",
     )
     chunked_prefill: bool = Field(
         default=True, description="cut prompts to the token budget; else prefill them whole"
@@ -100,6 +104,7 @@ class SchedulerConfig(ServiceConfig):
                 start_tokens=self.max_start_bytes // 4,
                 options=self.policy_options,
             ),
+            queue=None if self.queue == "policy" else QueueOrder(self.queue),
             outstanding_steps=self.outstanding_steps,
             ahead_s=self.ahead_s,
             valid_for_s=self.valid_for_s,

@@ -71,6 +71,7 @@ class Questions:
             items=question.items,
             excluded_workers=question.excluded_workers,
             withdrawn=question.withdrawn,
+            ahead=question.ahead,
         )
         worker_ids: tuple[str | None, ...] | None = None
         try:

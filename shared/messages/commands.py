@@ -78,6 +78,32 @@ class PlacementItem(Message, frozen=True, kw_only=True):
     """Since the gateway accepted the request."""
 
 
+class Crowd(Message, frozen=True, kw_only=True):
+    """What waits at one worker, having been placed there and not started."""
+
+    worker_id: Id
+    places: Count
+    """So many more may wait there."""
+    tokens: Count
+    """Prompts of those that do."""
+
+
+class WaitingAhead(Message, frozen=True, kw_only=True):
+    """How many sequences may be placed where there is no memory for them yet, so that no worker runs dry."""
+
+    places: Count = 0
+    """At each worker that is not named; 0: none, a place takes memory that is free now."""
+    crowds: tuple[Crowd, ...] = ()
+    """Workers where somebody waits."""
+
+    def at(self, worker_id: str) -> Crowd | None:
+        """Who waits there; None: nobody."""
+        return next((crowd for crowd in self.crowds if crowd.worker_id == worker_id), None)
+
+
+NOBODY_AHEAD = WaitingAhead()
+
+
 class PlaceSequences(Message, frozen=True, kw_only=True):
     """Scheduler → placement, in order of precedence."""
 
@@ -86,6 +112,7 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     """Workers the scheduler knows to be gone or not in step yet."""
     withdrawn: tuple[SequenceRef, ...] = ()
     """Asked for before, and left before a worker began with them: no place is to be kept for them."""
+    ahead: WaitingAhead = NOBODY_AHEAD
 
 
 class Placements(Message, frozen=True, kw_only=True):

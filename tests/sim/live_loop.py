@@ -7,6 +7,8 @@ are not measured, and predictions are there at once.
 from collections import deque
 from collections.abc import Sequence
 
+from services.placement.core.fleet import FleetCapacity
+from services.placement.policy.fit import WorstFit
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.effects import (
     AskPlacement,
@@ -55,6 +57,7 @@ class LiveLoop:
         self._worker = worker_of("worker-0", shape.capacity_blocks, shape.block_tokens)
         self._idle = worker_of("worker-1", 1, shape.block_tokens)
         """Never chosen; there so that placement is asked, and predictions are known by then."""
+        self._placement = FleetCapacity(silence_s=_EVER_S, reservation_s=_EVER_S)
         self._core = SchedulerCore(rules, policy, 1, 0.0)
         self._predictor = predictor
         self._requests: dict[SequenceKey, SimRequest] = {}
@@ -118,6 +121,10 @@ class LiveLoop:
         for event in stepped:
             self._carry_out(self._core.on_stepped(event, now_s), now_s)
 
+    def _place(self, asked: AskPlacement, now_s: float) -> tuple[str | None, ...]:
+        self._placement.on_reported(self._worker.numbered(self._worker.core.report(now_s)), now_s)
+        return self._placement.place(asked.items, frozenset(), WorstFit(), now_s, asked.ahead)
+
     def _carry_out(self, effects: list[Effect], now_s: float) -> None:
         self._core.check_integrity()
         for effect in effects:
@@ -125,8 +132,9 @@ class LiveLoop:
                 case SendPlan(plan=plan):
                     self._on_the_way.append(plan)
                 case AskPlacement():
-                    places = ("worker-0",) * len(effect.items)
-                    self._carry_out(self._core.on_placed(effect.question, places, now_s), now_s)
+                    self._carry_out(
+                        self._core.on_placed(effect.question, self._place(effect, now_s), now_s), now_s
+                    )
                 case AskPrediction():
                     asked = self._requests[effect.ref.key]
                     told = self._predictor.predict(asked, effect.generated_tokens)

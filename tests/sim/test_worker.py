@@ -12,7 +12,9 @@ from services.scheduler.policy.contract import (
     PolicyFactory,
     PolicySettings,
     WorkerShape,
+    queue_order,
 )
+from services.scheduler.policy.fleet_queue import FleetQueue
 from sim.books import Held
 from sim.meters import WorkerMeter
 from sim.predictors import find_predictor
@@ -120,7 +122,12 @@ class Witness:
 
 def witnessed(policy: str, plans: list[PlannedBatch]) -> PolicyFactory:
     factory = find_policy(policy)
-    return lambda shape, settings: cast(BatchPolicy, Witness(factory(shape, settings), plans))
+
+    def made(shape: WorkerShape, settings: PolicySettings) -> BatchPolicy:
+        return cast(BatchPolicy, Witness(factory(shape, settings), plans))
+
+    made.queue_order = queue_order(factory)  # type: ignore[attr-defined]
+    return made
 
 
 def crowd(seed: int) -> list[SimRequest]:
@@ -140,6 +147,7 @@ def test_it_plans_what_the_live_scheduler_plans(
     policy: str, max_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same requests at the same times to the live core and to the simulator: the same plans, in order."""
+    monkeypatch.setattr(FleetQueue, "on_measured", lambda *_: None)
     simulated: list[PlannedBatch] = []
     live: list[PlannedBatch] = []
     settings = PolicySettings(

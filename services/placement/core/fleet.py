@@ -5,7 +5,7 @@ a step report says it ended, when the scheduler says it left before, or after `r
 and no clock; `now_s` is passed in.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.placement.core.move_mode import MoveCosts
@@ -13,7 +13,7 @@ from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrang
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
 from services.placement.policy.contract import PlacementPolicy, Room
 from shared.liveness import Liveness
-from shared.messages.commands import PlacementItem
+from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
@@ -87,37 +87,93 @@ class WorkerRoom:
 class Opening:
     """What is left of a worker while one question is answered: summed up once, then counted down per item."""
 
-    worker: WorkerRoom
+    worker_id: str
+    block_tokens: int
+    total_blocks: int
+    most_tokens: int
+    """Of one sequence, prompt and longest answer."""
     free_blocks: int
+    sequences: int
+    places: int = 0
+    """So many may go there although it has no memory for them yet, and wait there."""
+
+    def admits(self, item: PlacementItem) -> bool:
+        """Whether it could ever hold the whole answer."""
+        return item.limit_tokens <= self.most_tokens
 
     def fits(self, item: PlacementItem) -> bool:
         """Whether it has room now. An empty worker takes whatever it admits."""
-        worker = self.worker
-        if not worker.admits(item):
-            return False
-        return not worker.sequences or worker.blocks(item.size_tokens) + GROWTH_BLOCKS <= self.free_blocks
+        has_room = not self.sequences or self._blocks(item) + GROWTH_BLOCKS <= self.free_blocks
+        return has_room and self.admits(item)
 
-    def reserve(self, item: PlacementItem, now_s: float) -> None:
-        blocks = self.worker.blocks(item.size_tokens)
-        self.worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s)
-        self.free_blocks -= blocks
+    def takes(self, item: PlacementItem) -> bool:
+        """Whether it has room, or lets one more wait there."""
+        return self.fits(item) or (self.places > 0 and self.admits(item))
+
+    def reserve(self, item: PlacementItem) -> None:
+        """It goes there."""
+        self.free_blocks -= self._blocks(item)
+        self.sequences += 1
+        self.places -= 1
 
     def room(self, cached_tokens: CachedTokens = NOTHING) -> Room:
-        worker = self.worker
         return Room(
-            worker_id=worker.worker_id,
-            free_tokens=self.free_blocks * worker.block_tokens,
-            total_tokens=worker.total_blocks * worker.block_tokens,
-            sequences=worker.sequences,
+            worker_id=self.worker_id,
+            free_tokens=self.free_blocks * self.block_tokens,
+            total_tokens=self.total_blocks * self.block_tokens,
+            sequences=self.sequences,
             cached_tokens=cached_tokens,
         )
+
+    def _blocks(self, item: PlacementItem) -> int:
+        return -(-item.size_tokens // self.block_tokens)
+
+
+def seat(
+    items: Iterable[PlacementItem],
+    openings: Iterable[Opening],
+    policy: PlacementPolicy,
+    cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
+) -> list[str | None]:
+    """A worker for each item, or None: it waits. Taken one after the other.
+
+    Where some have room the policy chooses among them; where none has, it goes to the least crowded of those
+    that let it wait there. Those that find a place pass one that finds none, until that has waited for
+    `PASSED_S`: then all after it wait as well. An item larger than every worker waits alone: room for it can
+    only come with another worker. `cached`: what a worker has of an item.
+    """
+    openings = list(openings)
+    answers: list[str | None] = []
+    is_held_up = False
+    for item in items:
+        chosen = None if is_held_up else _seat_one(item, openings, policy, cached)
+        if chosen is not None:
+            chosen.reserve(item)
+        elif item.waited_s >= PASSED_S:
+            is_held_up = is_held_up or any(opening.admits(item) for opening in openings)
+        answers.append(None if chosen is None else chosen.worker_id)
+    return answers
+
+
+def _seat_one(
+    item: PlacementItem,
+    openings: list[Opening],
+    policy: PlacementPolicy,
+    cached: Callable[[PlacementItem, str], CachedTokens],
+) -> Opening | None:
+    able = [opening for opening in openings if opening.fits(item)]
+    if able:
+        chosen = policy.choose(item.size_tokens, [one.room(cached(item, one.worker_id)) for one in able])
+        return next(one for one in able if one.worker_id == chosen)
+    able = [opening for opening in openings if opening.takes(item)]
+    return max(able, key=lambda one: (one.places, one.free_blocks), default=None)
 
 
 class FleetCapacity:
     """Every worker that was heard within `silence_s`, with its room, and which of them an item goes to."""
 
     def __init__(
-        self, *, silence_s: float = 2.0, reservation_s: float = 5.0, order: PlacementRank = ORDERS["fcfs"]
+        self, *, silence_s: float = 2.0, reservation_s: float = 5.0, order: PlacementRank = ORDERS["policy"]
     ) -> None:
         self.reservation_s = reservation_s
         self.workers: dict[str, WorkerRoom] = {}
@@ -187,31 +243,36 @@ class FleetCapacity:
         excluded: frozenset[str],
         policy: PlacementPolicy,
         now_s: float,
+        ahead: WaitingAhead = NOBODY_AHEAD,
     ) -> tuple[str | None, ...]:
-        """A worker for each item, or None: wait. Taken by `order`. Those that have room pass one that has
-        none, until it has waited for `PASSED_S`: then all after it wait as well.
-
-        An item larger than every worker waits alone: room for it can only come with another worker.
-        """
+        """A worker for each item, or None: wait (`seat`), taken by `order`. Where `ahead` has places an item
+        may go to a worker without memory for it, to wait there."""
         self.on_tick(now_s)
         self._release(items)
-        openings = {w.worker_id: Opening(w, w.free_blocks) for w in self.workers.values()}
-        for worker_id in excluded:
-            openings.pop(worker_id, None)
+        openings = {name: self._opening(w, ahead) for name, w in self.workers.items() if name not in excluded}
+        order = self._arranged(items, openings, now_s)
+
+        def cached(item: PlacementItem, worker_id: str) -> CachedTokens:
+            return self.prefixes.cached(worker_id, item.prefixes, now_s) if item.prefixes else NOTHING
+
         answers: list[str | None] = [None] * len(items)
-        is_held_up = False
-        for at in self._arranged(items, openings, now_s):
-            item = items[at]
-            chosen = None if is_held_up else self._place_one(item, openings, policy, now_s)
-            has_waited = chosen is None and item.waited_s >= PASSED_S
-            is_held_up |= has_waited and any(w.admits(item) for w in self.workers.values())
+        seats = seat((items[at] for at in order), openings.values(), policy, cached)
+        for at, chosen in zip(order, seats, strict=True):
             answers[at] = chosen
+            if chosen is not None:
+                self._reserve(items[at], self.workers[chosen], now_s)
         return tuple(answers)
+
+    def _reserve(self, item: PlacementItem, worker: WorkerRoom, now_s: float) -> None:
+        blocks = worker.blocks(item.size_tokens)
+        worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s)
+        if item.prefixes:
+            self.prefixes.expect(worker.worker_id, item.prefixes, now_s)
 
     def _arranged(
         self, items: tuple[PlacementItem, ...], openings: dict[str, Opening], now_s: float
     ) -> Sequence[int]:
-        if self._rank is ORDERS["fcfs"]:
+        if self._rank is ORDERS["policy"]:
             return range(len(items))
         cached = self.prefixes.cached
         waiting = [
@@ -220,21 +281,20 @@ class FleetCapacity:
         ]
         return arrange(waiting, self._rank)
 
-    def _place_one(
-        self, item: PlacementItem, openings: dict[str, Opening], policy: PlacementPolicy, now_s: float
-    ) -> str | None:
-        able = [
-            opening.room(self.prefixes.cached(worker_id, item.prefixes, now_s) if item.prefixes else NOTHING)
-            for worker_id, opening in openings.items()
-            if opening.fits(item)
-        ]
-        if not able:
-            return None
-        chosen = policy.choose(item.size_tokens, able)
-        openings[chosen].reserve(item, now_s)
-        if item.prefixes:
-            self.prefixes.expect(chosen, item.prefixes, now_s)
-        return chosen
+    def _opening(self, worker: WorkerRoom, ahead: WaitingAhead) -> Opening:
+        """What waits there counts as the scheduler says, or as it was promised: whichever is more."""
+        crowd = ahead.at(worker.worker_id)
+        promised = sum(reservation.blocks for reservation in worker.reservations.values())
+        waiting = worker.blocks(crowd.tokens) if crowd is not None else 0
+        return Opening(
+            worker_id=worker.worker_id,
+            block_tokens=worker.block_tokens,
+            total_blocks=worker.total_blocks,
+            most_tokens=worker.max_context_tokens,
+            free_blocks=worker.free_blocks - max(0, waiting - promised),
+            sequences=worker.sequences,
+            places=ahead.places if crowd is None else crowd.places,
+        )
 
     def _release(self, items: tuple[PlacementItem, ...]) -> None:
         """They are asked for again: an earlier answer did not arrive or no longer holds."""

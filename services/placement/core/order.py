@@ -1,9 +1,11 @@
-"""In which order waiting prompts are placed: by arrival, or by how near the device their prefix lies.
+"""In which order waiting prompts are placed: as the batching policy ranks them, or by how near the device
+their prefix lies.
 
-`fcfs`: as they arrived. `fpf`: nearest prefix first; one whose prefix is far may starve while nearer ones
-keep arriving, among those that are asked about at once. `relaxed_fpf`: largest waited time · (4 - N) first. N
-is 0 for a prefix on the device, 1 host, 2 disk, 3 not cached; equal ones by arrival. Combines with any
-batching policy: this is the queue before a worker. Pure. Source: papers/002 §V-F; `algorithms.md` §5.
+`policy`: as they are asked about. `fcfs`: as they arrived. `fpf`: nearest prefix first; one whose prefix is
+far may starve while nearer ones keep arriving, among those that are asked about at once. `relaxed_fpf`:
+largest waited time · (4 - N) first. N is 0 for a prefix on the device, 1 host, 2 disk, 3 not cached; equal
+ones as asked. Combines with any batching policy: this is the queue before a worker. Pure. Source: papers/002
+§V-F; `algorithms.md` §5.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,8 @@ class Waiting:
 PlacementRank = Callable[[Waiting], float]
 """Lowest first; of equal ones that which was asked for first."""
 ORDERS: dict[str, PlacementRank] = {
-    "fcfs": lambda waiting: 0.0,
+    "policy": lambda waiting: 0.0,
+    "fcfs": lambda waiting: -waiting.waited_s,
     "fpf": lambda waiting: waiting.distance,
     "relaxed_fpf": lambda waiting: -waiting.waited_s * (NOT_CACHED + 1 - waiting.distance),
 }

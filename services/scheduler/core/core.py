@@ -18,7 +18,7 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Sequence, kinds_of
 from services.scheduler.core.worker_pipeline import Sync
-from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.policy.contract import PolicyFactory, queue_order
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
 from shared.messages.commands import CancelSequence, LengthPrediction
 from shared.messages.moves import BlocksPulled, SequenceMove
@@ -49,7 +49,7 @@ class SchedulerCore:
         self._most_epoch = most_epoch
         self._commands_since_s = float("inf")
         self._rules = rules
-        self._roster = Roster(rules)
+        self._roster = Roster(rules, rules.queue or queue_order(make_policy))
         self._fleet = Fleet(self._roster, make_policy, epoch)
         self._intake = Intake(self._roster)
         self._moves = Moves(self._roster, rules.moves)
@@ -184,6 +184,7 @@ class SchedulerCore:
         if sequence is None:
             return []
         sequence.prediction = prediction
+        self._roster.backlog.on_predicted(ref.key, prediction)
         pipeline = self._roster.pipelines.get(sequence.worker_id or "")
         if pipeline is not None:
             pipeline.predict(ref.key, prediction, now_s)
@@ -222,11 +223,13 @@ class SchedulerCore:
 
     def _ask_placement(self, now_s: float) -> list[Effect]:
         pipelines = self._roster.pipelines
+        if self._roster.feed.has_freed():
+            self._roster.backlog.poke()
         is_due = self._roster.backlog.is_due(now_s)
         if not is_due or not any(pipeline.sync is Sync.IN_STEP for pipeline in pipelines.values()):
             return []
         kinds = kinds_of(self._roster.reports())
-        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds)
+        question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds, self._roster.feed)
         return [] if question is None else [question]
 
     def _step_down(self, epoch: int, reason: str) -> list[Effect]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.scheduler.core.sequence import Phase
 from services.scheduler.policy.relief import Relief
 from shared.errors import ModelMismatch
-from shared.messages.commands import PlacementItem
+from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
 from shared.messages.moves import MovePrepared, PullBlocks, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import WorkerLost
@@ -30,6 +30,7 @@ class AskPlacement:
     excluded_workers: tuple[str, ...]
     withdrawn: tuple[SequenceRef, ...] = ()
     """Left before their start since the last question."""
+    ahead: WaitingAhead = NOBODY_AHEAD
 
 
 @dataclass(frozen=True, slots=True)

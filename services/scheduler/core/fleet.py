@@ -68,6 +68,8 @@ def adopt_snapshot(
     for sequence in roster.of_worker(pipeline.worker_id):
         if sequence.phase is Phase.PLACED:
             pipeline.arrive(sequence, now_s)
+        elif sequence.phase is Phase.WAITING:
+            pipeline.note_waiting(sequence)
     roster.backlog.poke()
     return effects
 
@@ -210,6 +212,7 @@ class Fleet:
         if pipeline.sync is not Sync.IN_STEP:
             for listed in report.sequences:
                 effects += self.roster.note_owner(listed, now_s)
+        self.roster.backlog.on_reported(report)
         trouble = self._compare(pipeline, report, now_s)
         pipeline.report = report
         if pipeline.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:

@@ -4,16 +4,16 @@ and go.
 Knows workers only as pipelines. Pure.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
-from operator import attrgetter
 
 from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, SequenceLeft
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, names_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.policy.contract import QueueOrder
+from services.scheduler.policy.fleet_queue import Feed, FleetQueue
 from shared.errors import KvasirError
-from shared.messages.commands import PlacementItem
+from shared.messages.commands import NOBODY_AHEAD, LengthPrediction, PlacementItem
 from shared.messages.reports import SequenceReport, WorkerReported
 from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
 from shared.messages.values import as_count, as_seconds
@@ -27,11 +27,13 @@ _MOST_WITHDRAWN = 256
 
 
 class Backlog:
-    """Ordered by arrival; bounded by whoever adds to it."""
+    """Who has no worker yet, in the fleet's one queue, and the question to placement about the next of them.
+    Bounded by whoever adds to it."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL) -> None:
         self._rules = rules
-        self._waiting: list[Sequence] = []
+        self._queue = FleetQueue(order)
+        self._waiting: dict[SequenceKey, Sequence] = {}
         self._question = NO_QUESTION
         self._open: tuple[SequenceRef, ...] | None = None
         self._due_s = float("-inf")
@@ -41,21 +43,41 @@ class Backlog:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
+        """By arrival."""
+        return (self._waiting[task.key] for task in self._queue)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        at = bisect_left(self._waiting, sequence.order, key=_order)
-        return at < len(self._waiting) and self._waiting[at] is sequence
+        return self._waiting.get(sequence.key) is sequence
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_order)
+        """It waits, and a worker is asked for at once."""
+        self._waiting[sequence.key] = sequence
+        self._queue.add(sequence.task())
         self.poke()
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError when it does not wait."""
+        """It leaves without a worker. Raises ValueError when it does not wait."""
+        self._take(sequence)
+        self._queue.remove(sequence.key)
+
+    def start(self, sequence: Sequence) -> None:
+        """It goes to a worker. Raises ValueError when it does not wait."""
+        self._take(sequence)
+        sequence.rank = self._queue.start(sequence.key)
+
+    def _take(self, sequence: Sequence) -> None:
         if sequence not in self:
             raise ValueError(f"{sequence.ref} is not in the backlog")
-        del self._waiting[bisect_left(self._waiting, sequence.order, key=_order)]
+        del self._waiting[sequence.key]
+
+    def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
+        """How long its answer will be, if it still waits."""
+        self._queue.on_predicted(key, prediction)
+
+    def on_reported(self, report: WorkerReported) -> None:
+        """A worker's speeds and memory."""
+        memory_tokens = report.capacity.total_blocks * report.block_tokens
+        self._queue.on_measured(report.prefill_tokens_per_s, report.decode_step_s, memory_tokens)
 
     def withdraw(self, ref: SequenceRef) -> None:
         """It was asked for and left before its start: the next question says so."""
@@ -77,19 +99,25 @@ class Backlog:
         return self._open is None and bool(self._waiting) and now_s >= self._due_s
 
     def ask(
-        self, excluded_workers: tuple[str, ...], now_s: float, kinds: tuple[Kind, ...] = ()
+        self,
+        excluded_workers: tuple[str, ...],
+        now_s: float,
+        kinds: tuple[Kind, ...] = (),
+        feed: Feed | None = None,
     ) -> AskPlacement | None:
-        """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks."""
+        """The next question, when one is due and none is open. `kinds` of workers name prompts' blocks;
+        `feed` knows who waits at workers."""
         if not self.is_due(now_s):
             return None
-        batch = self._waiting[: self._rules.placement_batch]
+        batch = [self._waiting[key] for key in self._queue.next(self._rules.placement_batch)]
+        ahead = NOBODY_AHEAD if feed is None else feed.ahead(self._queue.rank(batch[0].key))
         self._question += 1
         self._open = tuple(sequence.ref for sequence in batch)
         self._due_s = float("inf")
         for sequence in batch:
             sequence.is_asked_for = True
         items = tuple(_item(sequence, kinds, now_s) for sequence in batch)
-        return AskPlacement(self._question, items, excluded_workers, self.take_withdrawn())
+        return AskPlacement(self._question, items, excluded_workers, self.take_withdrawn(), ahead)
 
     def close(self, question: int, *, more: bool, now_s: float) -> tuple[SequenceRef, ...]:
         """The refs that the question was about; empty when it is not the open one. `more`: go on without a
@@ -102,9 +130,9 @@ class Backlog:
         return refs
 
     def check_integrity(self) -> None:
-        keys: list[SequenceKey] = [sequence.key for sequence in self._waiting]
-        assert len(keys) == len(set(keys))
-        assert self._waiting == sorted(self._waiting, key=_order), "out of order"
+        """Raises AssertionError when queue and table disagree."""
+        self._queue.check_integrity()
+        assert {task.key for task in self._queue} == self._waiting.keys()
 
 
 def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> PlacementItem:
@@ -117,9 +145,6 @@ def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> Placemen
     )
 
 
-_order = attrgetter("order")
-
-
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _LIMIT = 65_536
 """Entries of each memory of what is over."""
@@ -128,13 +153,15 @@ _LIMIT = 65_536
 class Roster:
     """Sequences by key, pipelines by worker, the backlog between them."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL) -> None:
         self.rules = rules
         self.sequences: dict[SequenceKey, Sequence] = {}
         self.pipelines: dict[str, WorkerPipeline] = {}
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
-        self.backlog = Backlog(rules)
+        self.backlog = Backlog(rules, order)
+        self.feed = Feed()
+        """Who waits at workers."""
         self.tombstones = Tombstones(rules.tombstone_s, _LIMIT)
         """Cancelled attempts."""
         self.owners: RecentMap[SequenceKey, str] = RecentMap(max(rules.tombstone_s, rules.ended_s), _LIMIT)
@@ -192,6 +219,7 @@ class Roster:
             since_s=now_s,
             number=self._welcomed,
             changed=self._changed,
+            feed=self.feed,
         )
         self.lost_workers.pop(report.worker_id)
         return pipeline
@@ -200,6 +228,7 @@ class Roster:
         """The pipeline is gone; its sequences are the caller's affair."""
         del self.pipelines[pipeline.worker_id]
         self._changed.pop(pipeline.worker_id, None)
+        self.feed.clear(pipeline.worker_id)
         self.lost_workers.put(pipeline.worker_id, pipeline.incarnation, now_s)
 
     def changed_pipelines(self) -> list[WorkerPipeline]:
@@ -271,7 +300,7 @@ class Roster:
         self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float, *, midway: bool = False
     ) -> None:
         """From the backlog to a worker's policy. `midway`: as the target of its migration."""
-        self.backlog.remove(sequence)
+        self.backlog.start(sequence)
         sequence.move_to(Phase.PLACED)
         sequence.worker_id = pipeline.worker_id
         pipeline.arrive(sequence, now_s, midway=midway)
@@ -367,6 +396,10 @@ class Roster:
         for worker_id, pipeline in self.pipelines.items():
             assert pipeline.worker_id == worker_id
             pipeline.check_integrity()
+            if pipeline.sync is Sync.IN_STEP:
+                here = self.of_worker(worker_id)
+                waiting = {each.key for each in here if each.phase in (Phase.PLACED, Phase.WAITING)}
+                assert waiting == self.feed.waiting(worker_id), "who waits there?"
 
     def _forget_at_pipeline(
         self, sequence: Sequence, now_s: float, answer_tokens: int | None = None, *, lingers: bool = False

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from services.scheduler.policy.contract import PolicySettings
+from services.scheduler.policy.contract import PolicySettings, QueueOrder
 from services.scheduler.policy.relief import Rung
+
+PLACEMENT_BATCH = 64
+"""Sequences that one question to placement is about, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,9 @@ class Rules:
     """A worker that sends heartbeats but answers no snapshot for so long counts as lost."""
     snapshot_retry_s: float = 0.1
     placement_interval_s: float = 0.05
-    placement_batch: int = 64
+    placement_batch: int = PLACEMENT_BATCH
+    queue: QueueOrder | None = None
+    """In which order sequences wait for a worker; None: as the batching policy wants it."""
     max_queued: int = 4096
     """Sequences that no worker holds yet; resumed ones may exceed it twofold."""
     max_start_bytes: int = 262_144

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.scheduler.policy.contract import Task
+from services.scheduler.policy.fleet_queue import NO_RANK, Rank
 from shared.blocks import chain, root
 from shared.errors import InternalError
 from shared.messages.commands import LengthPrediction
@@ -117,6 +118,8 @@ class Sequence:
     is_asked_for: bool = False
     """Placement was asked for a place, or told of one: its books may keep that."""
     prediction: LengthPrediction | None = None
+    rank: Rank = NO_RANK
+    """Its place by the policy's order, as of when it got its worker."""
     faults: int = 0
     """Resyncs it has caused since its worker last ran smoothly."""
     started_s: float | None = None

@@ -18,6 +18,7 @@ from services.scheduler.core.outstanding import OutstandingPlans, Progress, Sent
 from services.scheduler.core.rules import ReliefRules, Rules
 from services.scheduler.core.sequence import Phase, Sequence
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPreemption
+from services.scheduler.policy.fleet_queue import Feed
 from services.scheduler.policy.relief import (
     LADDER,
     MemoryPressure,
@@ -122,6 +123,8 @@ class WorkerPipeline:
     """The larger, the later it came."""
     changed: dict[str, "WorkerPipeline"] = field(default_factory=dict)
     """The roster's: pipelines to which something happened since they planned last."""
+    feed: Feed = field(default_factory=Feed)
+    """The roster's: who waits at workers."""
     sync: Sync = Sync.UNSYNCED
     asked_s: float = 0.0
     """When the resync began."""
@@ -180,6 +183,7 @@ class WorkerPipeline:
         self._drops.clear()
         self._lingering.clear()
         self.strangers.clear()
+        self.feed.clear(self.worker_id)
         self.touch()
 
     def resize(self, report: WorkerReported, now_s: float) -> None:
@@ -194,14 +198,21 @@ class WorkerPipeline:
         if self.policy is not None:
             self._settle(sequence.key, now_s)
             self.policy.on_arrival(sequence.task(is_open=True), now_s)
+            self.note_waiting(sequence)
             self._urgent = True
             self._midway = self._midway or midway
             self.touch()
+
+    def note_waiting(self, sequence: Sequence) -> None:
+        """The policy has it; it has not started, or gave up what it had."""
+        tokens = sequence.prompt_tokens + sequence.generated_tokens
+        self.feed.add(self.worker_id, sequence.key, sequence.rank, tokens)
 
     def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         """`answer_tokens`: of an answer that ended by itself."""
         if self.policy is not None:
             self.policy.on_ended(key, now_s, answer_tokens)
+            self.feed.discard(self.worker_id, key)
             self.touch()
 
     def predict(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
@@ -329,11 +340,14 @@ class WorkerPipeline:
         self._last_keys = (*(item.key for item in batch.prefills), *(item.key for item in batch.decodes))
         for sequence in self._own(item.key for item in batch.preemptions):
             sequence.move_to(Phase.WAITING)
+            self.note_waiting(sequence)
         for sequence in self._own(item.key for item in batch.prefills):
             sequence.move_to(Phase.PREFILLING)
+            self.feed.discard(self.worker_id, sequence.key)
             sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
         for sequence in self._own(item.key for item in batch.decodes):
             sequence.move_to(Phase.DECODING)
+            self.feed.discard(self.worker_id, sequence.key)
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
         """A report of this incarnation; its ends have been taken note of before."""

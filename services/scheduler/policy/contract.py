@@ -11,6 +11,7 @@ Knows nothing of attempts, epochs, messages or other workers. Source: papers/003
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -217,6 +218,19 @@ class BatchPolicy(Protocol):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not balance."""
+
+
+class QueueOrder(StrEnum):
+    """In which order those without a worker wait for one (`policy/fleet_queue.py`)."""
+
+    ARRIVAL = "arrival"
+    WORK = "work"
+    """Least work first, prefill and predicted answer; who has waited longest is passed by a bounded share."""
+
+
+def queue_order(factory: "PolicyFactory") -> QueueOrder:
+    """As the policy wants it: its attribute `queue_order`; by arrival where it has none."""
+    return QueueOrder(getattr(factory, "queue_order", QueueOrder.ARRIVAL))
 
 
 PolicyFactory = Callable[[WorkerShape, PolicySettings], BatchPolicy]

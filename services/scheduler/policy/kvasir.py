@@ -2,9 +2,10 @@
 
 A request waits once, as a prompt: it starts when, as predicted, the worker can hold it to its end beside
 all that run; then it prefills and decodes without another wait. Who can still meet the deadline comes
-before who cannot; within either class the least remaining work, prefill included; those long overdue have
-a share of the admissions. A few that do not fit are passed over. An answer that outlives its prediction
-goes on, predicted anew. When blocks run out all the same, the one with the most left to do gives up its own.
+before who cannot; within either class the least work, prefill included, in seconds of the whole worker. Of
+what starts while somebody older waits only a share may pass him; then the oldest is next, and nobody else.
+A few that do not fit are passed over. An answer that outlives its prediction goes on, predicted anew. When
+blocks run out all the same, the one with the most left to do gives up its own.
 Where steps are short, several are planned at once although others wait: as many as nobody is expected to
 end in.
 
@@ -20,18 +21,19 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
-from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
+from services.scheduler.policy.contract import PlannedBatch, PolicySettings, QueueOrder, WorkerShape
 from services.scheduler.policy.lengths import Calibration, LengthEstimates
 from services.scheduler.policy.options import two_queue_options
 from services.scheduler.policy.profile import UsageProfile, bucket_tokens
 from services.scheduler.policy.two_queues import TwoQueuePolicy
-from services.scheduler.policy.waiting_queue import AgingTurns, WaitingQueue
+from services.scheduler.policy.waiting_queue import PassingBudget, WaitingQueue
 from shared.messages.sequence import SequenceKey
 
 _LATE = 4.0
 """Work that comes too late for its deadline counts so many times."""
-_DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01, "aging_s": 90.0}
+_DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01}
 """Where they differ from the paper's: nothing is allocated ahead, so nothing has to be padded."""
+OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", "slo_scale")
 _UNSEEN_S = 0.02
 """So long those that wait may have to do without room that an unexpected end has left."""
 _PASSED_OVER = 16
@@ -44,30 +46,35 @@ class KvasirPolicy(TwoQueuePolicy):
     Nothing is set aside ahead: between two plans each job owns what it holds.
     """
 
+    queue_order = QueueOrder.WORK
+
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        options = two_queue_options("kvasir", settings.options, _DEFAULTS)
+        options = two_queue_options("kvasir", settings.options, _DEFAULTS, OPTIONS)
         super().__init__(
             shape,
             settings,
             options,
             LengthEstimates(options, shape.block_tokens, Calibration()),
-            WaitingQueue(self._work_rank, (0.0,), aging_s=options.aging_s),
+            WaitingQueue(self._work_rank, (0.0,)),
             WaitingQueue(self._work_rank, (0.0,)),
         )
-        self._turns = AgingTurns(options)
+        self._passing = PassingBudget(options.passing_share)
         self._aged: set[SequenceKey] = set()
-        """Started by age: last to give up what they hold."""
+        """Started when nobody could pass them any more: last to give up what they hold."""
         self._profile: UsageProfile | None = None
 
     def _work_rank(self, job: Job) -> tuple[Any, ...]:
         return (self._work_s(job), *job.task.order)
 
     def _work_s(self, job: Job) -> float:
-        return self._speeds.work_s(job.prefill_tokens - job.computed_tokens, job.rest_tokens)
+        """In seconds of the whole worker."""
+        memory_tokens = self._table.capacity_blocks * self._table.block_tokens
+        return self._speeds.occupied_s(job.prefill_tokens, job.rest_tokens, memory_tokens)
 
     def _set_due(self, job: Job) -> None:
         """The latest start at which the deadline is met."""
-        job.due_s = job.deadline_s - self._work_s(job)
+        prefill_tokens = job.prefill_tokens - job.computed_tokens
+        job.due_s = job.deadline_s - self._speeds.work_s(prefill_tokens, job.rest_tokens)
 
     def on_ended(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         job = self._table.jobs.get(key)
@@ -198,16 +205,7 @@ class KvasirPolicy(TwoQueuePolicy):
 
     def _admit(self, batch: BatchBuilder, now_s: float) -> None:
         """In order, passing over a few that do not fit; the last prompt is cut to the budget."""
-        if self._is_full(batch):
-            return
-        overdue = self._overdue_prompt() if self._turns.is_due() else None
-        if overdue is not None:
-            if self._begin(batch, overdue):
-                self._turns.take()
-                self._aged.add(overdue.task.key)
-            elif self._turns.is_starving(overdue, now_s):
-                return
-        if self._next_prompt() is None:
+        if self._is_full(batch) or not self._take_turns(batch) or self._next_prompt() is None:
             return
         jobs = list(islice(self._in_order(), _PASSED_OVER))
         for job in jobs:
@@ -218,8 +216,34 @@ class KvasirPolicy(TwoQueuePolicy):
                 return
             if self._table.is_oversized(job):
                 self._put_aside(job)
-            elif (fits or self._is_empty) and self._begin(batch, job):
-                self._turns.count()
+            elif not self._passing.may_pass:
+                self._take_turns(batch)
+                return
+            elif fits or self._is_empty:
+                self._begin_counted(batch, job)
+
+    def _take_turns(self, batch: BatchBuilder) -> bool:
+        """While nobody may be passed any more, the oldest start. False while the oldest has no room."""
+        while not self._passing.may_pass and (job := self._oldest_prompt()) is not None:
+            self._estimate_rest(job)
+            if self._is_full(batch) or not self._begin_counted(batch, job):
+                return False
+            self._aged.add(job.task.key)
+        return True
+
+    def _oldest_prompt(self) -> Job | None:
+        """The one that waits longest, and could end here."""
+        while (job := self._prompts.oldest()) is not None and self._table.is_oversized(job):
+            self._put_aside(job)
+        return job
+
+    def _begin_counted(self, batch: BatchBuilder, job: Job) -> bool:
+        """`_begin`; what passes somebody older is held against those that come after it."""
+        work_s, passes = self._work_s(job), self._prompts.oldest() is not job
+        has_begun = self._begin(batch, job)
+        if has_begun:
+            self._passing.start(work_s, passes=passes)
+        return has_begun
 
     @property
     def _is_empty(self) -> bool:

@@ -138,6 +138,7 @@ class LengthEstimates:
 _SPEED_WEIGHT = 0.2
 _PREFILL_TOKENS_PER_S = 4000.0
 _STEP_S = 0.025
+_MEMORY_TOKENS = 16_384
 
 
 class WorkerSpeeds:
@@ -167,6 +168,12 @@ class WorkerSpeeds:
     def work_s(self, prefill_tokens: int, decode_tokens: int) -> float:
         """What so much takes with nobody else there."""
         return prefill_tokens / self.prefill_tokens_per_s + decode_tokens * self.decode_step_s
+
+    def occupied_s(self, prefill_tokens: int, decode_tokens: int, memory_tokens: float | None) -> float:
+        """How much of a worker that takes from others, in seconds of the whole worker: the time of its
+        prefill, and the share of the KV (`memory_tokens` in all) that its tokens hold while it decodes."""
+        held_tokens = (prefill_tokens + decode_tokens / 2) / (memory_tokens or _MEMORY_TOKENS)
+        return prefill_tokens / self.prefill_tokens_per_s + held_tokens * decode_tokens * self.decode_step_s
 
     def deadline_s(self, task: Task, answer_tokens: int, slo_scale: float) -> float:
         """On the clock of `task.arrival_s`; the task's own deadline where it has one."""

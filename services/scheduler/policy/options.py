@@ -3,11 +3,13 @@
 Source: papers/003 §2.3 (padding, reserve), §3.3 (slack ranges), §3.4 (buffer), §4 (SLO scale, figure 12).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from services.scheduler.policy.contract import Reader, read_options
 
+PASSING_SHARE = 0.35
+"""Of the work that starts while somebody older waits, so much may pass him."""
 LENGTHS = ("mean", "p50", "p80", "p90", "p95")
 """Which of a prediction's figures is padded and allocated; `mean` is its `rl_tokens`."""
 
@@ -34,6 +36,8 @@ class TwoQueueOptions:
     """Answer length taken for a sequence that nobody has predicted (yet)."""
     slack_edges_s: tuple[float, ...] = (0.2, 0.5, 2.0)
     """Bounds between the slack classes, ascending."""
+    passing_share: float = PASSING_SHARE
+    """`kvasir`: of the work that starts while somebody older waits, so much may pass him."""
 
 
 def _number(low: float, high: float) -> Reader:
@@ -81,13 +85,19 @@ _READERS: Mapping[str, Reader] = {
     "aging_share": _number(0.01, 1.0),
     "default_tokens": _tokens(1),
     "slack_edges_s": _edges,
+    "passing_share": _number(0.0, 0.99),
 }
 
 
 def two_queue_options(
-    policy: str, options: Mapping[str, object], defaults: Mapping[str, float] | None = None
+    policy: str,
+    options: Mapping[str, object],
+    defaults: Mapping[str, float] | None = None,
+    names: Collection[str] | None = None,
 ) -> TwoQueueOptions:
-    """The named options over their defaults, or over the policy's own. Raises ConfigError, which
-    names the option and what to write."""
-    usual = {field.name: field.default for field in fields(TwoQueueOptions)}
+    """The named options over their defaults, or over the policy's own; `names`: those that the policy goes
+    by. Raises ConfigError, which names the option and what to write."""
+    usual = {
+        field.name: field.default for field in fields(TwoQueueOptions) if names is None or field.name in names
+    }
     return TwoQueueOptions(**read_options(policy, options, {**usual, **(defaults or {})}, _READERS))

@@ -9,6 +9,7 @@ Source: papers/003 §3.3 (Ordering); algorithms.md §1 (migration, aging).
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,8 @@ from typing import Any, Generic, TypeVar
 from sortedcontainers import SortedKeyList
 
 from services.scheduler.policy.batch_builder import Job, arrival_rank
-from services.scheduler.policy.options import TwoQueueOptions
+from services.scheduler.policy.options import PASSING_SHARE, TwoQueueOptions
+from shared.average import averaged
 
 T = TypeVar("T")
 
@@ -67,6 +69,40 @@ class Line(Generic[T]):
         assert keys == sorted(keys), "out of order"
 
 
+_PASSING_STARTS = 8
+"""So many of average work may pass before any started in the order of arrival."""
+_MEAN_WEIGHT = 1 / 64
+
+
+class PassingBudget:
+    """How much work may still pass whoever has waited longest: a bound on what any order costs anybody.
+
+    Share 0.35: for every second of work that starts in the order of arrival 0.54 s may pass. So nobody waits
+    more than 1 / (1 - 0.35) times as long as first come, first served would have him wait, and a few starts
+    more.
+    """
+
+    def __init__(self, share: float = PASSING_SHARE) -> None:
+        self._earned = share / (1 - share)
+        """By each second of work that starts in the order of arrival."""
+        self._spent_s = self._mean_s = 0.0
+        self._starts = 0
+
+    @property
+    def may_pass(self) -> bool:
+        return self._spent_s <= _PASSING_STARTS * self._mean_s
+
+    def start(self, work_s: float, *, passes: bool) -> None:
+        """So much work starts; `passes`: somebody older waits."""
+        self._starts += 1
+        self._mean_s = averaged(self._mean_s, work_s, max(_MEAN_WEIGHT, 1 / self._starts))
+        self._spent_s = max(0.0, self._spent_s + (work_s if passes else -self._earned * work_s))
+
+    def copy(self) -> "PassingBudget":
+        """For trying what would be."""
+        return copy(self)
+
+
 _STARVING = 4
 
 
@@ -112,6 +148,7 @@ class WaitingQueue:
 
     def __init__(self, rank: QueueRank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
         """`edges_s` ascending: time left below edges_s[0] is class 0, the most urgent."""
+        self._by_arrival: Line[Job] = Line(arrival_rank)
         self._rank = rank
         self._edges_s = edges_s
         self._aging_s = aging_s
@@ -144,6 +181,10 @@ class WaitingQueue:
                 return line.first()
         return None
 
+    def oldest(self) -> Job | None:
+        """Who came first."""
+        return self._by_arrival.first()
+
     def oldest_overdue(self) -> Job | None:
         """Of those that are overdue by more than `aging_s`."""
         return self._overdue.first()
@@ -160,6 +201,7 @@ class WaitingQueue:
         job.slack_class = self.class_of(job.due_s)
         self._jobs[job.queued_as] = job
         self._classes[job.slack_class].add(job)
+        self._by_arrival.add(job)
         self._wind(job)
 
     def remove(self, job: Job) -> None:
@@ -167,6 +209,7 @@ class WaitingQueue:
         del self._jobs[job.queued_as]
         self._classes[job.slack_class].remove(job)
         self._overdue.discard(job)
+        self._by_arrival.remove(job)
         if len(self._clocked) > 2 * len(self._jobs) + _STALE:
             self._clocked = [item for item in self._clocked if item[1] in self._jobs]
             heapify(self._clocked)
@@ -212,6 +255,8 @@ class WaitingQueue:
         for line in self._classes:
             line.check_integrity()
         self._overdue.check_integrity()
+        self._by_arrival.check_integrity()
+        assert len(self._by_arrival) == len(self._jobs)
         assert len(self._clocked) <= 2 * len(self._jobs) + _STALE + 1
 
 

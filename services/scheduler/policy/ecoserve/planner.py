@@ -14,7 +14,7 @@ of the admissions. Source: papers/003 §3.2, §3.3, §3.5 (Algorithm 1).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain, islice
 from typing import Any
 
@@ -28,6 +28,7 @@ from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import AgingTurns, Line, QueueRank, WaitingQueue
 from shared.messages.sequence import SequenceKey
 
+OPTIONS = frozenset(field.name for field in fields(TwoQueueOptions)) - {"passing_share"}
 GROUP_TOKENS = 32
 BIN_TOKENS = 128
 """Occupied KV and lengths are compared in bins of so many."""
@@ -132,7 +133,7 @@ class EcoServeD(TwoQueuePolicy):
     """The profile of usage admits, instead of exact allocations."""
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
-        options = two_queue_options("ecoserve", settings.options)
+        options = two_queue_options("ecoserve", settings.options, names=OPTIONS)
         lengths = LengthEstimates(options, shape.block_tokens)
         prompts = self._make_queue(options, _prompt_rank)
         super().__init__(

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.core.fleet import GROWTH_BLOCKS, PASSED_S, FleetCapacity, Opening
+from services.placement.core.fleet import GROWTH_BLOCKS, PASSED_S, FleetCapacity
 from services.placement.core.packer import WorkerRoster
 from services.placement.policy import POLICIES
 from services.placement.policy.contract import PlacementPolicy
 from services.placement.policy.fit import BestFit, WorstFit
 from shared.blocks import HASH_BYTES
-from shared.messages.commands import PlacementItem
+from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import PrefixChain
 from shared.messages.reports import SequenceState, WorkerReported
@@ -94,6 +94,23 @@ def test_a_small_one_passes_one_without_room_until_that_has_waited_long(
     fleet = fleet_of(report("w0", total=8, sequences=(listed("old", blocks=1),)))
     big = item("big", size=7 * BLOCK, limit=7 * BLOCK, waited_s=waited_s)
     assert place(fleet, big, item("small", size=1)) == [None, small]
+
+
+def test_a_few_may_wait_where_there_is_no_memory_and_go_where_fewest_do() -> None:
+    """Else a worker runs dry whenever something ends, until placement has heard of it and answered."""
+    full = listed("old", prompt=8 * BLOCK, blocks=8)
+    fleet = fleet_of(report("w0", total=8, sequences=(full,)), report("w1", total=8, sequences=(full,)))
+    crowd = Crowd(worker_id="w0", places=1, tokens=3 * BLOCK)
+    asked = tuple(item(name, size=2 * BLOCK) for name in "abcd")
+    answers = fleet.place(asked, frozenset(), WorstFit(), 0.0, WaitingAhead(places=2, crowds=(crowd,)))
+    assert answers == ("w1", "w1", "w0", None)
+
+
+def test_what_waits_at_a_worker_has_its_memory_promised() -> None:
+    fleet = fleet_of(report("w0", total=8, sequences=(listed("old", blocks=1),)))
+    ahead = WaitingAhead(crowds=(Crowd(worker_id="w0", places=0, tokens=6 * BLOCK),))
+    assert fleet.place((item("a", size=BLOCK),), frozenset(), WorstFit(), 0.0, ahead) == (None,)
+    assert fleet.place((item("a", size=BLOCK),), frozenset(), WorstFit(), 0.0) == ("w0",)
 
 
 def test_item_larger_than_every_worker_holds_nobody_up() -> None:
@@ -238,7 +255,7 @@ def _placed(
 def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> None:
     for policy, extreme in ((BestFit(), min), (WorstFit(), max)):
         fleet = fleet_of(*(report(f"w{i}", total=size + GROWTH_BLOCKS) for i, size in enumerate(sizes)))
-        rooms = [Opening(worker, worker.free_blocks).room() for worker in fleet.workers.values()]
+        rooms = [fleet._opening(worker, NOBODY_AHEAD).room() for worker in fleet.workers.values()]
         chosen = fleet.place((item("a", size=1, limit=1),), frozenset(), policy, 0.0)[0]
         free = {room.worker_id: room.free_tokens for room in rooms}
         assert chosen is not None

@@ -27,7 +27,8 @@ def test_every_prompt_is_taken_once_and_equal_ones_as_they_came(waiting: list[Wa
 
 def test_the_papers_weights() -> None:
     waiting = [Waiting(9.0, 3), Waiting(4.0, 1), Waiting(2.0, 0), Waiting(5.0, 2)]
-    assert arrange(waiting, ORDERS["fcfs"]) == [0, 1, 2, 3]
+    assert arrange(waiting, ORDERS["policy"]) == [0, 1, 2, 3]
+    assert arrange(waiting, ORDERS["fcfs"]) == [0, 3, 1, 2]
     assert arrange(waiting, ORDERS["fpf"]) == [2, 1, 3, 0]
     assert arrange(waiting, ORDERS["relaxed_fpf"]) == [1, 3, 0, 2]
 

@@ -57,7 +57,14 @@ class Desk:
         self.roster = Roster(Rules())
         for worker_id in ("worker-0", "worker-1"):
             pipeline = WorkerPipeline(
-                worker_id, 1, 1, self.roster.rules, self.roster.sequences, snapshot(worker_id), 0.0
+                worker_id,
+                1,
+                1,
+                self.roster.rules,
+                self.roster.sequences,
+                snapshot(worker_id),
+                0.0,
+                feed=self.roster.feed,
             )
             pipeline.lose_step(0.0)
             self.roster.pipelines[worker_id] = pipeline

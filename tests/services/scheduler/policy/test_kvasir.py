@@ -15,6 +15,7 @@ from services.scheduler.policy.contract import (
 from services.scheduler.policy.ecoserve.planner import EcoServeProfile
 from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.waiting_queue import PassingBudget
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,
@@ -119,9 +120,9 @@ def test_it_finishes_more_in_time_than_first_come_first_served() -> None:
     assert mine < 0.7 * theirs
 
 
-def starved(aging_s: float) -> bool:
+def starved() -> bool:
     """Whether a long one still waits after 400 steps of short ones that never stop coming."""
-    policy_settings = PolicySettings(max_batch_sequences=1, max_steps=1, options={"aging_s": aging_s})
+    policy_settings = PolicySettings(max_batch_sequences=1, max_steps=1)
     bench = rig(KvasirPolicy, policy_settings, blocks=60)
     bench.predict = truth
     bench.policy.on_measured(10_000.0, 0.001, 0.0)
@@ -132,9 +133,10 @@ def starved(aging_s: float) -> bool:
     return not patient.over
 
 
-def test_nobody_starves_under_aging() -> None:
-    assert starved(1e9)
-    assert not starved(0.1)
+def test_nobody_starves_where_only_a_share_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not starved()
+    monkeypatch.setattr(PassingBudget, "may_pass", True)
+    assert starved()
 
 
 def test_lengths_that_are_always_wrong_are_corrected() -> None:

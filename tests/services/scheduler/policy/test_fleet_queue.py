@@ -1,0 +1,114 @@
+"""The fleet's queue: by arrival or by work, how long the oldest can be passed, and how workers are fed."""
+
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.policy.contract import QueueOrder, Task, queue_order
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, NO_RANK, Feed, FleetQueue
+from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.lengths import WorkerSpeeds
+from services.scheduler.policy.options import PASSING_SHARE
+from services.scheduler.policy.waiting_queue import PassingBudget
+from shared.messages.sequence import SequenceKey
+from tests.shared.messages.builders import predicted
+
+MEMORY_TOKENS = 1000
+
+
+def task(name: str, arrival_s: float, answer: int, prompt: int = 10) -> Task:
+    return Task((name, 0), prompt, 4000, arrival_s, prediction=predicted(answer))
+
+
+def queue(*tasks: Task, order: QueueOrder = QueueOrder.WORK) -> FleetQueue:
+    made = FleetQueue(order)
+    made.on_measured(1000.0, 0.01, MEMORY_TOKENS)
+    for one in tasks:
+        made.add(one)
+    made.check_integrity()
+    return made
+
+
+def names(keys: list[SequenceKey]) -> str:
+    return "".join(key[0] for key in keys)
+
+
+def test_by_arrival_or_by_work_as_the_policy_wants_it() -> None:
+    tasks = [task("l", 0.0, 300), task("s", 1.0, 10), task("m", 2.0, 100)]
+    assert names(queue(*tasks, order=QueueOrder.ARRIVAL).next(3)) == "lsm"
+    assert names(queue(*tasks).next(3)) == "sml"
+    assert names(queue(*tasks).next(2)) == "sm"
+    assert queue_order(KvasirPolicy) is QueueOrder.WORK
+    assert queue_order(partial(KvasirPolicy)) is QueueOrder.ARRIVAL
+
+
+def test_a_late_prediction_changes_the_place_of_one_that_waits() -> None:
+    made = queue(task("a", 0.0, 50), task("b", 1.0, 100))
+    made.on_predicted(("b", 0), predicted(5))
+    made.on_predicted(("nobody", 0), predicted(5))
+    assert names(made.next(2)) == "ba"
+
+
+def test_what_passes_the_oldest_is_bounded_and_asking_changes_nothing() -> None:
+    made = queue(task("o", 0.0, 3000), *(task(f"{n:02d}", 1.0 + n, 400) for n in range(40)))
+    told = made.next(41)
+    assert told == made.next(41) and 0 < told.index(("o", 0)) < 20
+    for key in told:
+        assert made.next(1) == [key]
+        made.start(key)
+        made.check_integrity()
+    assert len(made) == 0
+
+
+@given(
+    answers=st.lists(st.integers(1, 900), min_size=2, max_size=60),
+    share=st.sampled_from([0.0, 0.2, PASSING_SHARE, 0.7]),
+)
+def test_nobody_waits_for_more_than_the_bound(answers: list[int], share: float) -> None:
+    """Work that passes the oldest is at most share / (1 - share) of what starts in the order of arrival, and
+    a few starts more."""
+    budget = PassingBudget(share)
+    made = FleetQueue(QueueOrder.WORK, budget)
+    made.on_measured(1000.0, 0.01, MEMORY_TOKENS)
+    speeds = WorkerSpeeds()
+    speeds.on_measured(1000.0, 0.01)
+    work_s = {}
+    for index, answer in enumerate(answers):
+        one = task(f"{index:03d}", float(index), answer)
+        work_s[one.key] = speeds.occupied_s(one.prompt_tokens, answer, MEMORY_TOKENS)
+        made.add(one)
+    passed_s = oldest_s = 0.0
+    while len(made):
+        oldest = next(iter(made)).key
+        (key,) = made.next(1)
+        made.start(key)
+        if key == oldest:
+            oldest_s += work_s[key]
+        else:
+            passed_s += work_s[key]
+        most_s = share / (1 - share) * oldest_s + 9 * max(work_s.values())
+        assert passed_s <= most_s + 1e-6
+
+
+def test_a_few_wait_at_each_worker_and_whoever_comes_before_them_all_joins_them() -> None:
+    feed = Feed()
+    assert feed.ahead().places == FEED_SEQUENCES and feed.ahead().crowds == ()
+    for number in range(FEED_SEQUENCES):
+        feed.add("w0", (f"r{number}", 0), (10.0 + number,), 5)
+    (crowd,) = feed.ahead((50.0,)).crowds
+    assert (crowd.worker_id, crowd.places, crowd.tokens) == ("w0", 0, 5 * FEED_SEQUENCES)
+    assert feed.ahead((9.0,)).crowds[0].places == 1
+    assert not feed.has_freed()
+    assert feed.discard("w0", ("r1", 0)) and not feed.discard("w0", ("r1", 0))
+    assert feed.has_freed() and not feed.has_freed()
+    assert feed.ahead(NO_RANK).crowds[0].places == 1
+    feed.clear("w0")
+    assert feed.ahead().crowds == () and feed.waiting("w0") == frozenset()
+
+
+def test_not_even_the_best_crowd_a_worker_without_end() -> None:
+    feed = Feed()
+    for number in range(4 * FEED_SEQUENCES):
+        feed.add("w0", (f"r{number}", 0), (100.0 - number,), 5)
+    assert feed.ahead((0.0,)).crowds[0].places == 0
