@@ -24,7 +24,7 @@ from services.scheduler.policy.contract import (
 )
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue, Rank
 from services.worker.core.costs.base import CostModel
-from shared.messages.commands import PlacementItem
+from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef
 from sim.books import Held, WorkerBooks
 from sim.events import EventQueue, Priority
@@ -101,6 +101,8 @@ class Simulation:
         self._queue = FleetQueue(setup.queue or queue_order(factory))
         self._feed = Feed(setup.places)
         self._names = [f"{index:05d}" for index in range(setup.workers)]
+        for name in self._names:
+            self._feed.join(name)
         self._is_plan_due = [False] * setup.workers
         self._tasks: dict[SequenceKey, Task] = {}
         """Of those in the queue."""
@@ -156,11 +158,11 @@ class Simulation:
         answers at once."""
         is_over = False
         while not is_over and (keys := self._queue.next(PLACEMENT_BATCH)):
-            openings = self._openings(keys[0])
-            if all(one.sequences and one.places <= 0 >= one.free_blocks for one in openings):
+            ahead = self._feed.ahead(self._queue.rank(keys[0]))
+            if ahead is None:
                 return
             items = [self._item(key) for key in keys]
-            answers = seat(items, openings, self._setup.router)
+            answers = seat(items, self._openings(ahead), self._setup.router)
             for key, chosen in zip(keys, answers, strict=True):
                 if chosen is not None:
                     self._give(key, int(chosen))
@@ -186,21 +188,22 @@ class Simulation:
             waited_s=self._events.now_s - task.arrival_s,
         )
 
-    def _openings(self, key: SequenceKey) -> list[Opening]:
-        shape, ahead = self._setup.shape, self._feed.ahead(self._queue.rank(key))
+    def _openings(self, ahead: WaitingAhead) -> list[Opening]:
         crowds = {crowd.worker_id: crowd.places for crowd in ahead.crowds}
-        return [
-            Opening(
-                worker_id=name,
-                block_tokens=shape.block_tokens,
-                total_blocks=shape.capacity_blocks,
-                most_tokens=1 << 62,
-                free_blocks=shape.capacity_blocks - _spoken_for(worker, shape.block_tokens),
-                sequences=len(worker.books.held),
-                places=crowds.get(name, ahead.places),
-            )
-            for name, worker in zip(self._names, self._workers, strict=True)
-        ]
+        names = [name for name in ahead.only or self._names if name not in ahead.closed]
+        return [self._opening(name, crowds.get(name, ahead.places)) for name in names]
+
+    def _opening(self, name: str, places: int) -> Opening:
+        worker, shape = self._workers[int(name)], self._setup.shape
+        return Opening(
+            worker_id=name,
+            block_tokens=shape.block_tokens,
+            total_blocks=shape.capacity_blocks,
+            most_tokens=1 << 62,
+            free_blocks=shape.capacity_blocks - _spoken_for(worker, shape.block_tokens),
+            sequences=len(worker.books.held),
+            places=places,
+        )
 
     def _push_answer(self, request: SimRequest, generated_tokens: int) -> None:
         at_s = self._events.now_s + self._setup.prediction_delay_s

@@ -95,10 +95,10 @@ class WaitingAhead(Message, frozen=True, kw_only=True):
     """At each worker that is not named; 0: none, a place takes memory that is free now."""
     crowds: tuple[Crowd, ...] = ()
     """Workers where somebody waits."""
-
-    def at(self, worker_id: str) -> Crowd | None:
-        """Who waits there; None: nobody."""
-        return next((crowd for crowd in self.crowds if crowd.worker_id == worker_id), None)
+    only: tuple[Id, ...] = ()
+    """No other worker takes anybody; none named: any may."""
+    closed: tuple[Id, ...] = ()
+    """These take nobody: as many wait there as may."""
 
 
 NOBODY_AHEAD = WaitingAhead()

@@ -13,7 +13,7 @@ from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrang
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
 from services.placement.policy.contract import PlacementPolicy, Room
 from shared.liveness import Liveness
-from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
+from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
 from shared.messages.reports import SequenceReport, SequenceState, WorkerReported
 from shared.messages.sequence import SequenceKey, SequenceRef
@@ -249,7 +249,7 @@ class FleetCapacity:
         may go to a worker without memory for it, to wait there."""
         self.on_tick(now_s)
         self._release(items)
-        openings = {name: self._opening(w, ahead) for name, w in self.workers.items() if name not in excluded}
+        openings = self._openings(excluded, ahead)
         order = self._arranged(items, openings, now_s)
 
         def cached(item: PlacementItem, worker_id: str) -> CachedTokens:
@@ -281,9 +281,14 @@ class FleetCapacity:
         ]
         return arrange(waiting, self._rank)
 
-    def _opening(self, worker: WorkerRoom, ahead: WaitingAhead) -> Opening:
+    def _openings(self, excluded: frozenset[str], ahead: WaitingAhead) -> dict[str, Opening]:
+        crowds = {crowd.worker_id: crowd for crowd in ahead.crowds}
+        out = excluded.union(ahead.closed)
+        names = [name for name in ahead.only or self.workers if name in self.workers and name not in out]
+        return {name: self._opening(self.workers[name], crowds.get(name), ahead.places) for name in names}
+
+    def _opening(self, worker: WorkerRoom, crowd: Crowd | None, places: int) -> Opening:
         """What waits there counts as the scheduler says, or as it was promised: whichever is more."""
-        crowd = ahead.at(worker.worker_id)
         promised = sum(reservation.blocks for reservation in worker.reservations.values())
         waiting = worker.blocks(crowd.tokens) if crowd is not None else 0
         return Opening(
@@ -293,7 +298,7 @@ class FleetCapacity:
             most_tokens=worker.max_context_tokens,
             free_blocks=worker.free_blocks - max(0, waiting - promised),
             sequences=worker.sequences,
-            places=ahead.places if crowd is None else crowd.places,
+            places=places if crowd is None else crowd.places,
         )
 
     def _release(self, items: tuple[PlacementItem, ...]) -> None:

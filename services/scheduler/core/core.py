@@ -16,7 +16,7 @@ from services.scheduler.core.moves import Moves
 from services.scheduler.core.pressure import PressureWatch
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import HELD, Sequence, kinds_of
+from services.scheduler.core.sequence import HELD, Sequence
 from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_order
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
@@ -222,13 +222,12 @@ class SchedulerCore:
         return effects + self._ask_placement(now_s)
 
     def _ask_placement(self, now_s: float) -> list[Effect]:
-        pipelines = self._roster.pipelines
         if self._roster.feed.has_freed():
             self._roster.backlog.poke()
         is_due = self._roster.backlog.is_due(now_s)
-        if not is_due or not any(pipeline.sync is Sync.IN_STEP for pipeline in pipelines.values()):
+        if not is_due or len(self._roster.unready) == len(self._roster.pipelines):
             return []
-        kinds = kinds_of(self._roster.reports())
+        kinds = self._roster.kinds()
         question = self._roster.backlog.ask(self._roster.closed_workers(), now_s, kinds, self._roster.feed)
         return [] if question is None else [question]
 

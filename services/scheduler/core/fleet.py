@@ -182,6 +182,9 @@ def mismatch(report: WorkerReported, accepted: Iterable[WorkerReported]) -> Mode
 
 
 _STRANGER_HEARTBEATS = 4
+_LOOKED_AT = 16
+"""Workers in one tick, at least."""
+_TICKS_IN_ROUND = 50
 
 
 class Fleet:
@@ -196,6 +199,8 @@ class Fleet:
         self._make_policy = make_policy
         self._rules = roster.rules
         self._liveness = Liveness(roster.rules.worker_timeout_s)
+        self._round: list[str] = []
+        """Workers that were not looked at yet in this round."""
 
     def on_reported(self, report: WorkerReported, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -212,9 +217,8 @@ class Fleet:
         if pipeline.sync is not Sync.IN_STEP:
             for listed in report.sequences:
                 effects += self.roster.note_owner(listed, now_s)
-        self.roster.backlog.on_reported(report)
         trouble = self._compare(pipeline, report, now_s)
-        pipeline.report = report
+        self.roster.note_report(pipeline, report)
         if pipeline.sync in (Sync.UNSYNCED, Sync.REFUSED) and self.commanding:
             effects += self._admit(pipeline, Trouble("worker heard of"), now_s)
         elif trouble is not None:
@@ -289,6 +293,7 @@ class Fleet:
         if pipeline.sync is Sync.REFUSED:
             return []
         pipeline.refuse(error)
+        self.roster.forget_summary()
         held = [listed.ref for listed in pipeline.report.sequences if listed.state is not SequenceState.ENDED]
         lost = WorkerLost(worker_id=pipeline.worker_id, incarnation=pipeline.incarnation, refs=tuple(held))
         return [RefuseWorker(pipeline.worker_id, error), *([PublishWorkerLost(lost)] if held else [])]
@@ -296,7 +301,7 @@ class Fleet:
     def on_tick(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         silent = set(self._liveness.silent(now_s))
-        for pipeline in list(self.roster.pipelines.values()):
+        for pipeline in self._due(silent):
             hung = pipeline.sync is Sync.ASKED and now_s - pipeline.asked_s > self._rules.snapshot_patience_s
             if hung or pipeline.worker_id in silent:
                 self._liveness.forget(pipeline.worker_id)
@@ -309,6 +314,17 @@ class Fleet:
                 pipeline.ask_again_s = None
                 effects.append(AskSnapshot(pipeline.worker_id, self.epoch, "asked again"))
         return effects
+
+    def _due(self, silent: set[str]) -> list[WorkerPipeline]:
+        """Whom this tick looks at: who fell silent, who is not in step, and a part of the others, so that
+        each is looked at once a second, or oftener where there are few."""
+        pipelines, names = self.roster.pipelines, self._round
+        if not names:
+            names.extend(pipelines)
+        count = min(len(names), max(_LOOKED_AT, len(pipelines) // _TICKS_IN_ROUND))
+        chosen = dict.fromkeys([*silent, *self.roster.unready, *names[len(names) - count :]])
+        del names[len(names) - count :]
+        return [pipelines[name] for name in chosen if name in pipelines]
 
     def on_plan_unsent(self, worker_id: str, plan: BatchPlan, reason: str, now_s: float) -> list[Effect]:
         """A plan that cannot be sent as it is, now or later: its longest start is to blame."""

@@ -12,6 +12,7 @@ worker's own memory, and what has no worker yet, waits for others with good reas
 moves anywhere.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def wanted(roster: Roster) -> list[WantKvAtWorker]:
     """Which workers are to gather KV now, for a sequence that is too long for their own."""
     capacities = {report.worker_id: report.capacity for report in roster.reports()}
     claims: list[Claim] = []
-    for sequence in roster.sequences.values():
+    for sequence in roster.longer_than(_least_own_tokens(roster)):
         pipeline = roster.pipelines.get(sequence.worker_id or "")
         if pipeline is None or pipeline.worker_id not in capacities:
             continue
@@ -64,6 +65,17 @@ def wanted(roster: Roster) -> list[WantKvAtWorker]:
         WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)
         for claim in who_may_borrow(claims, capacities)
     ]
+
+
+def _least_own_tokens(roster: Roster) -> int:
+    """What is no longer than that fits into the own KV of any worker, as it is and as it will be."""
+    return min((_own_tokens(report) for report in roster.reports()), default=0)
+
+
+def _own_tokens(report: WorkerReported) -> int:
+    capacity = report.capacity
+    blocks = capacity.total_blocks - capacity.borrowed_blocks - capacity.doomed_blocks
+    return min(max(0, blocks) * report.block_tokens, report.max_context_tokens)
 
 
 def is_deprived(blocks: int, capacity: Capacity) -> bool:
@@ -101,7 +113,7 @@ class OversizedWatch:
         gathering = {want.worker_id: want.tokens for want in wants}
         before, self._since_s = self._since_s, {}
         effects: list[Effect] = []
-        for sequence in list(self._roster.sequences.values()):
+        for sequence in self._roster.longer_than(_least_own_tokens(self._roster)):
             pipeline = self._oversized_at(sequence)
             if pipeline is None:
                 continue
@@ -223,12 +235,13 @@ class Standstill:
 
     def _waiting(self) -> dict[str, int]:
         """Sequences by where something must move for them."""
-        counts: dict[str, int] = {}
-        for sequence in self._roster.sequences.values():
+        counts = Counter(self._roster.counts())
+        counts[ANYWHERE] = len(self._roster.backlog)
+        for sequence in self._roster.longer_than(_least_own_tokens(self._roster)):
             pipeline = self._roster.pipelines.get(sequence.worker_id or "")
-            place = ANYWHERE
             if pipeline is not None:
                 blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
-                place = ANYWHERE if is_deprived(blocks, pipeline.report.capacity) else pipeline.worker_id
-            counts[place] = counts.get(place, 0) + 1
-        return counts
+                if is_deprived(blocks, pipeline.report.capacity):
+                    counts[ANYWHERE] += 1
+                    counts[pipeline.worker_id] -= 1
+        return dict(+counts)

@@ -5,13 +5,15 @@ Knows workers only as pipelines. Pure.
 """
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from services.scheduler.core.effects import AskPlacement, CancelAtWorker, Effect, SequenceLeft
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, names_of
+from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, kinds_of, names_of
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.contract import QueueOrder
 from services.scheduler.policy.fleet_queue import Feed, FleetQueue
+from services.scheduler.policy.waiting_queue import Line
 from shared.errors import KvasirError
 from shared.messages.commands import NOBODY_AHEAD, LengthPrediction, PlacementItem
 from shared.messages.reports import SequenceReport, WorkerReported
@@ -111,6 +113,9 @@ class Backlog:
             return None
         batch = [self._waiting[key] for key in self._queue.next(self._rules.placement_batch)]
         ahead = NOBODY_AHEAD if feed is None else feed.ahead(self._queue.rank(batch[0].key))
+        if ahead is None:
+            self._due_s = now_s + self._rules.placement_interval_s
+            return None
         self._question += 1
         self._open = tuple(sequence.ref for sequence in batch)
         self._due_s = float("inf")
@@ -145,6 +150,15 @@ def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> Placemen
     )
 
 
+def _limit(sequence: Sequence) -> tuple[int, tuple[float, SequenceKey]]:
+    return (-sequence.limit_tokens, sequence.order)
+
+
+def _features(report: WorkerReported) -> tuple[object, ...]:
+    """What of a worker the others have to know."""
+    return (report.max_context_tokens, report.fingerprint, report.block_tokens, report.caches_prefixes)
+
+
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _LIMIT = 65_536
 """Entries of each memory of what is over."""
@@ -162,6 +176,12 @@ class Roster:
         self.backlog = Backlog(rules, order)
         self.feed = Feed()
         """Who waits at workers."""
+        self.unready: dict[str, None] = {}
+        """Workers that are not in step."""
+        self._at: dict[str, dict[SequenceKey, Sequence]] = {}
+        """Sequences by their workers."""
+        self._by_limit: Line[Sequence] = Line(_limit)
+        self._summary: tuple[int | None, tuple[Kind, ...]] | None = None
         self.tombstones = Tombstones(rules.tombstone_s, _LIMIT)
         """Cancelled attempts."""
         self.owners: RecentMap[SequenceKey, str] = RecentMap(max(rules.tombstone_s, rules.ended_s), _LIMIT)
@@ -204,11 +224,28 @@ class Roster:
         return [left]
 
     def of_worker(self, worker_id: str) -> list[Sequence]:
-        return [sequence for sequence in self.sequences.values() if sequence.worker_id == worker_id]
+        return list(self._at.get(worker_id, {}).values())
+
+    def counts(self) -> dict[str, int]:
+        """How many sequences each worker has."""
+        return {worker_id: len(here) for worker_id, here in self._at.items() if here}
+
+    def longer_than(self, tokens: int) -> list[Sequence]:
+        """Sequences whose prompt and longest answer are longer than that, the longest first."""
+        return list(takewhile(lambda one: one.limit_tokens > tokens, self._by_limit))
+
+    def _assign(self, sequence: Sequence, worker_id: str | None) -> None:
+        if sequence.worker_id is not None:
+            self._at[sequence.worker_id].pop(sequence.key, None)
+        sequence.worker_id = worker_id
+        if worker_id is not None:
+            self._at.setdefault(worker_id, {})[sequence.key] = sequence
 
     def welcome(self, report: WorkerReported, epoch: int, now_s: float) -> WorkerPipeline:
         """A pipeline for this incarnation of a worker, which has none."""
         self._welcomed += 1
+        self._summary = None
+        self.unready[report.worker_id] = None
         pipeline = self.pipelines[report.worker_id] = WorkerPipeline(
             worker_id=report.worker_id,
             incarnation=report.incarnation,
@@ -220,6 +257,7 @@ class Roster:
             number=self._welcomed,
             changed=self._changed,
             feed=self.feed,
+            unready=self.unready,
         )
         self.lost_workers.pop(report.worker_id)
         return pipeline
@@ -228,7 +266,9 @@ class Roster:
         """The pipeline is gone; its sequences are the caller's affair."""
         del self.pipelines[pipeline.worker_id]
         self._changed.pop(pipeline.worker_id, None)
-        self.feed.clear(pipeline.worker_id)
+        self.feed.leave(pipeline.worker_id)
+        self.unready.pop(pipeline.worker_id, None)
+        self._summary = None
         self.lost_workers.put(pipeline.worker_id, pipeline.incarnation, now_s)
 
     def changed_pipelines(self) -> list[WorkerPipeline]:
@@ -244,12 +284,33 @@ class Roster:
 
     def closed_workers(self) -> tuple[str, ...]:
         """Workers that nothing can be placed on now, although placement may think so."""
-        unready = [name for name, pipeline in self.pipelines.items() if pipeline.sync is not Sync.IN_STEP]
-        return tuple(sorted([*unready, *(name for name, _ in self.lost_workers.items())]))
+        return tuple(sorted([*self.unready, *(name for name, _ in self.lost_workers.items())]))
 
     def longest_context_tokens(self) -> int | None:
         """Of any worker known; None when none is."""
-        return max((report.max_context_tokens for report in self.reports()), default=None)
+        return self._summed_up()[0]
+
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of workers that share blocks."""
+        return self._summed_up()[1]
+
+    def _summed_up(self) -> tuple[int | None, tuple[Kind, ...]]:
+        if self._summary is None:
+            reports = self.reports()
+            longest = max((report.max_context_tokens for report in reports), default=None)
+            self._summary = (longest, kinds_of(reports))
+        return self._summary
+
+    def note_report(self, pipeline: WorkerPipeline, report: WorkerReported) -> None:
+        """The latest of this worker."""
+        old, pipeline.report = pipeline.report, report
+        self.backlog.on_reported(report)
+        if _features(old) != _features(report):
+            self._summary = None
+
+    def forget_summary(self) -> None:
+        """Who counts has changed."""
+        self._summary = None
 
     def reports(self) -> list[WorkerReported]:
         """The latest of every worker that is not refused."""
@@ -279,11 +340,14 @@ class Roster:
         """A new sequence without a worker. Whatever attempt was known before has left."""
         assert sequence.key not in self.sequences
         self.sequences[sequence.key] = sequence
+        self._by_limit.add(sequence)
         self.backlog.add(sequence)
 
     def adopt(self, sequence: Sequence, pipeline: WorkerPipeline, phase: Phase, now_s: float) -> None:
         """Found at this pipeline's worker: new, queued, already known to be there, or meant for another
         worker."""
+        if sequence.key not in self.sequences:
+            self._by_limit.add(sequence)
         known = self.sequences.setdefault(sequence.key, sequence) is sequence
         assert known, "another attempt is known"
         if sequence.worker_id is None and sequence in self.backlog:
@@ -294,7 +358,8 @@ class Roster:
             if other is not None and held:
                 other.drop(sequence.ref)
         sequence.move_to(phase)
-        sequence.worker_id, sequence.confirmed = pipeline.worker_id, True
+        self._assign(sequence, pipeline.worker_id)
+        sequence.confirmed = True
 
     def place(
         self, sequence: Sequence, pipeline: WorkerPipeline, now_s: float, *, midway: bool = False
@@ -302,7 +367,7 @@ class Roster:
         """From the backlog to a worker's policy. `midway`: as the target of its migration."""
         self.backlog.start(sequence)
         sequence.move_to(Phase.PLACED)
-        sequence.worker_id = pipeline.worker_id
+        self._assign(sequence, pipeline.worker_id)
         pipeline.arrive(sequence, now_s, midway=midway)
 
     def told_of(self, sequence: Sequence, pipeline: WorkerPipeline) -> AskPlacement:
@@ -317,7 +382,8 @@ class Roster:
         """From a worker that never heard of it to the backlog."""
         self._forget_at_pipeline(sequence, now_s)
         sequence.move_to(Phase.QUEUED)
-        sequence.worker_id, sequence.confirmed = None, False
+        self._assign(sequence, None)
+        sequence.confirmed = False
         self.backlog.add(sequence)
 
     def leave(
@@ -348,6 +414,9 @@ class Roster:
                 pipeline.drop(sequence.ref)
         sequence.move_to(phase)
         del self.sequences[sequence.key]
+        self._by_limit.remove(sequence)
+        if sequence.worker_id is not None:
+            self._at[sequence.worker_id].pop(sequence.key, None)
         if phase is Phase.ENDED and sequence.worker_id is not None:
             self.ended.put(sequence.key, (sequence.ref.attempt, sequence.worker_id), now_s)
         self.backlog.poke()
@@ -393,13 +462,18 @@ class Roster:
             assert (sequence.worker_id is None) == (sequence.phase is Phase.QUEUED)
             assert sequence.worker_id is None or sequence.worker_id in self.pipelines
             assert sequence.phase in HELD or sequence.spec is not None
+        assert sum(self.counts().values()) == len(self.sequences) - len(queued)
+        assert len(self._by_limit) == len(self.sequences)
+        self.feed.check_integrity()
+        in_step = {name for name, pipeline in self.pipelines.items() if pipeline.sync is Sync.IN_STEP}
+        assert in_step == self.pipelines.keys() - self.unready.keys()
         for worker_id, pipeline in self.pipelines.items():
             assert pipeline.worker_id == worker_id
             pipeline.check_integrity()
             if pipeline.sync is Sync.IN_STEP:
                 here = self.of_worker(worker_id)
                 waiting = {each.key for each in here if each.phase in (Phase.PLACED, Phase.WAITING)}
-                assert waiting == self.feed.waiting(worker_id), "who waits there?"
+                assert self.feed.waiting(worker_id) <= waiting, "who waits there?"
 
     def _forget_at_pipeline(
         self, sequence: Sequence, now_s: float, answer_tokens: int | None = None, *, lingers: bool = False

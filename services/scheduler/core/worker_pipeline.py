@@ -125,6 +125,8 @@ class WorkerPipeline:
     """The roster's: pipelines to which something happened since they planned last."""
     feed: Feed = field(default_factory=Feed)
     """The roster's: who waits at workers."""
+    unready: dict[str, None] = field(default_factory=dict)
+    """The roster's: workers that are not in step."""
     sync: Sync = Sync.UNSYNCED
     asked_s: float = 0.0
     """When the resync began."""
@@ -164,6 +166,8 @@ class WorkerPipeline:
         """In step again: plans are numbered from 1, reports go on after the snapshot's."""
         self._clear(now_s, snapshot.stepped_seq)
         self.sync, self.policy, self.report = Sync.IN_STEP, policy, snapshot
+        self.feed.join(self.worker_id)
+        self.unready.pop(self.worker_id, None)
 
     def lose_step(self, now_s: float) -> None:
         """A snapshot is asked for; the policy's projection is void."""
@@ -183,7 +187,8 @@ class WorkerPipeline:
         self._drops.clear()
         self._lingering.clear()
         self.strangers.clear()
-        self.feed.clear(self.worker_id)
+        self.feed.leave(self.worker_id)
+        self.unready[self.worker_id] = None
         self.touch()
 
     def resize(self, report: WorkerReported, now_s: float) -> None:
@@ -204,9 +209,12 @@ class WorkerPipeline:
             self.touch()
 
     def note_waiting(self, sequence: Sequence) -> None:
-        """The policy has it; it has not started, or gave up what it had."""
+        """The policy has it; it has not started, or gave up what it had. What is larger than the worker waits
+        for others' memory, and takes nobody's turn."""
         tokens = sequence.prompt_tokens + sequence.generated_tokens
-        self.feed.add(self.worker_id, sequence.key, sequence.rank, tokens)
+        capacity_tokens = planned_capacity_blocks(self.report) * self.report.block_tokens
+        if sequence.limit_tokens - 1 <= capacity_tokens:
+            self.feed.add(self.worker_id, sequence.key, sequence.rank, tokens)
 
     def end(self, key: SequenceKey, now_s: float, answer_tokens: int | None = None) -> None:
         """`answer_tokens`: of an answer that ended by itself."""

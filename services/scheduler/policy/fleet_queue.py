@@ -16,6 +16,7 @@ Pure: the live scheduler's backlog and the simulator run this very object.
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import inf
 from typing import Any
 
@@ -156,55 +157,112 @@ class _Reader:
         return self._first
 
 
+_LISTED = 64
+"""Workers that one question names, of each kind."""
+_MOST = 4
+"""Times the places: so many may come before all that wait at one worker, and join them."""
+
+
 class Feed:
-    """Who waits at each worker, in its policy, without having started. Where nobody does, there are as many
-    places as there may be."""
+    """Who waits at each worker that is in step, in its policy, without having started. What an event costs
+    does not grow with the workers."""
 
     def __init__(self, places: int = FEED_SEQUENCES) -> None:
-        self.places = places
+        self._places = places
         self._at: dict[str, dict[SequenceKey, tuple[Rank, int]]] = {}
+        self._empty: dict[str, None] = {}
+        self._begun: dict[str, None] = {}
+        """Workers where some wait, and more may."""
+        self._full: Line[tuple[Rank, str]] = Line(_itself)
+        """By the best that waits there, each once."""
+        self._best: dict[str, Rank] = {}
+        """Of full workers."""
         self._has_freed = False
 
-    def add(self, worker_id: str, key: SequenceKey, rank: Rank, tokens: int) -> None:
-        """It waits there from now."""
-        self._at.setdefault(worker_id, {})[key] = (rank, tokens)
+    def join(self, worker_id: str) -> None:
+        """It is in step, and nobody waits there yet."""
+        self.leave(worker_id)
+        self._at[worker_id] = {}
+        self._file(worker_id)
 
-    def discard(self, worker_id: str, key: SequenceKey) -> bool:
-        """It started, or it is gone. Whether it waited there."""
+    def leave(self, worker_id: str) -> None:
+        """It is not in step any more, or gone."""
+        if self._at.pop(worker_id, None) is not None:
+            self._unfile(worker_id)
+
+    def add(self, worker_id: str, key: SequenceKey, rank: Rank, tokens: int) -> None:
+        """It waits there from now. Nothing where the worker is not in step."""
+        if worker_id in self._at:
+            self._at[worker_id][key] = (rank, tokens)
+            self._file(worker_id)
+
+    def discard(self, worker_id: str, key: SequenceKey) -> None:
+        """It started, or it is gone."""
         crowd = self._at.get(worker_id)
-        if crowd is None or crowd.pop(key, None) is None:
-            return False
-        if not crowd:
-            del self._at[worker_id]
-        self._has_freed = True
-        return True
+        if crowd is not None and crowd.pop(key, None) is not None:
+            self._file(worker_id)
+            self._has_freed = True
 
     def has_freed(self) -> bool:
         """Whether a place has become free since this was asked last."""
         has_freed, self._has_freed = self._has_freed, False
         return has_freed
 
-    def clear(self, worker_id: str) -> None:
-        """Nobody waits there any more."""
-        self._at.pop(worker_id, None)
-
-    def ahead(self, head: Rank = NO_RANK) -> WaitingAhead:
-        """For the question where the queue, whose head is `head`, goes on. The head has a place wherever it
-        comes before all that wait there: it would start before them."""
-        crowds = tuple(self._crowd(worker_id, crowd, head) for worker_id, crowd in self._at.items())
-        return WaitingAhead(places=self.places, crowds=crowds)
-
-    def _crowd(self, worker_id: str, crowd: dict[SequenceKey, tuple[Rank, int]], head: Rank) -> Crowd:
-        places = max(0, self.places - len(crowd))
-        if not places and len(crowd) < _MOST * self.places and head < min(rank for rank, _ in crowd.values()):
-            places = 1
-        tokens = as_count(sum(tokens for _, tokens in crowd.values()))
-        return Crowd(worker_id=worker_id, places=places, tokens=tokens)
+    def ahead(self, head: Rank = NO_RANK) -> WaitingAhead | None:
+        """For the question where the queue, whose head is `head`, goes on; None: nowhere. Where as many wait
+        as may, nobody has a place but the head, if it comes before all of them: it would start first."""
+        passed = [worker_id for _, worker_id in self._outranked(head)]
+        if not (self._empty or self._begun or passed):
+            return None
+        named = [*islice(self._begun, _LISTED), *passed]
+        only: list[str] = []
+        closed: list[str] = []
+        if len(self._full) <= _LISTED:
+            closed = [worker_id for _, worker_id in self._full if worker_id not in passed]
+        else:
+            only = [*passed, *islice(chain(self._empty, self._begun), _LISTED)]
+        crowds = tuple(self._crowd(worker_id) for worker_id in named)
+        return WaitingAhead(places=self._places, crowds=crowds, only=tuple(only), closed=tuple(closed))
 
     def waiting(self, worker_id: str) -> frozenset[SequenceKey]:
         """Those that wait there."""
         return frozenset(self._at.get(worker_id, ()))
 
+    def _outranked(self, head: Rank) -> list[tuple[Rank, str]]:
+        """Full workers at which the head comes before all that wait, the worst off first."""
+        found = islice(self._full.downwards_from((NO_RANK, "")), _LISTED)
+        return [one for one in found if head < one[0] and len(self._at[one[1]]) < _MOST * self._places]
 
-_MOST = 4
-"""Times the places: however many come before all that wait."""
+    def _crowd(self, worker_id: str) -> Crowd:
+        crowd = self._at[worker_id]
+        tokens = as_count(sum(tokens for _, tokens in crowd.values()))
+        return Crowd(worker_id=worker_id, places=max(1, self._places - len(crowd)), tokens=tokens)
+
+    def _file(self, worker_id: str) -> None:
+        self._unfile(worker_id)
+        crowd = self._at[worker_id]
+        if not crowd:
+            self._empty[worker_id] = None
+        elif len(crowd) < self._places:
+            self._begun[worker_id] = None
+        else:
+            best = self._best[worker_id] = min(rank for rank, _ in crowd.values())
+            self._full.add((best, worker_id))
+
+    def _unfile(self, worker_id: str) -> None:
+        self._empty.pop(worker_id, None)
+        self._begun.pop(worker_id, None)
+        best = self._best.pop(worker_id, None)
+        if best is not None:
+            self._full.remove((best, worker_id))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a worker is in no kind, or two."""
+        self._full.check_integrity()
+        kinds = [*self._empty, *self._begun, *(worker_id for _, worker_id in self._full)]
+        assert sorted(kinds) == sorted(self._at), "a worker in no kind, or two"
+        assert {worker_id for _, worker_id in self._full} == self._best.keys()
+
+
+def _itself(one: tuple[Rank, str]) -> tuple[Rank, str]:
+    return one

@@ -16,7 +16,7 @@ from services.placement.policy import POLICIES
 from services.placement.policy.contract import PlacementPolicy
 from services.placement.policy.fit import BestFit, WorstFit
 from shared.blocks import HASH_BYTES
-from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
+from shared.messages.commands import Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import EndedSequence
 from shared.messages.prefixes import PrefixChain
 from shared.messages.reports import SequenceState, WorkerReported
@@ -255,7 +255,7 @@ def _placed(
 def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> None:
     for policy, extreme in ((BestFit(), min), (WorstFit(), max)):
         fleet = fleet_of(*(report(f"w{i}", total=size + GROWTH_BLOCKS) for i, size in enumerate(sizes)))
-        rooms = [fleet._opening(worker, NOBODY_AHEAD).room() for worker in fleet.workers.values()]
+        rooms = [fleet._opening(worker, None, 0).room() for worker in fleet.workers.values()]
         chosen = fleet.place((item("a", size=1, limit=1),), frozenset(), policy, 0.0)[0]
         free = {room.worker_id: room.free_tokens for room in rooms}
         assert chosen is not None

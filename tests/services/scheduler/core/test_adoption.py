@@ -9,7 +9,7 @@ from services.scheduler.core.intake import Intake
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
 from services.scheduler.core.sequence import Phase
-from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
+from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ForeignSequence, InternalError
 from shared.messages.reports import Capacity, GatewayReported, SequenceReport, SequenceState, WorkerReported
@@ -56,16 +56,7 @@ class Desk:
     def __init__(self) -> None:
         self.roster = Roster(Rules())
         for worker_id in ("worker-0", "worker-1"):
-            pipeline = WorkerPipeline(
-                worker_id,
-                1,
-                1,
-                self.roster.rules,
-                self.roster.sequences,
-                snapshot(worker_id),
-                0.0,
-                feed=self.roster.feed,
-            )
+            pipeline = self.roster.welcome(snapshot(worker_id), 1, 0.0)
             pipeline.lose_step(0.0)
             self.roster.pipelines[worker_id] = pipeline
 

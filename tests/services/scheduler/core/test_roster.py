@@ -23,8 +23,7 @@ from tests.shared.messages.builders import ref, worker_report
 def roster_with_pipeline() -> tuple[Roster, WorkerPipeline]:
     roster = Roster(Rules())
     report = worker_report(block_tokens=4, max_context_tokens=80, total_blocks=20, free_blocks=20)
-    pipeline = WorkerPipeline("worker-0", 1, 1, roster.rules, roster.sequences, report, 0.0, feed=roster.feed)
-    roster.pipelines["worker-0"] = pipeline
+    pipeline = roster.welcome(report, 1, 0.0)
     assert roster.closed_workers() == ("worker-0",)
     pipeline.begin(VllmPolicy(WorkerShape(4, 20), roster.rules.settings), report, 0.0)
     return roster, pipeline

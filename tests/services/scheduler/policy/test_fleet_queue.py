@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import QueueOrder, Task, queue_order
-from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, NO_RANK, Feed, FleetQueue
+from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.lengths import WorkerSpeeds
 from services.scheduler.policy.options import PASSING_SHARE
@@ -91,24 +91,43 @@ def test_nobody_waits_for_more_than_the_bound(answers: list[int], share: float) 
         assert passed_s <= most_s + 1e-6
 
 
+def fed(*ranks: float, worker_id: str = "w0", feed: Feed | None = None) -> Feed:
+    made = feed or Feed()
+    made.join(worker_id)
+    for number, rank in enumerate(ranks):
+        made.add(worker_id, (f"r{number}", 0), (rank,), 5)
+        made.check_integrity()
+    return made
+
+
 def test_a_few_wait_at_each_worker_and_whoever_comes_before_them_all_joins_them() -> None:
-    feed = Feed()
-    assert feed.ahead().places == FEED_SEQUENCES and feed.ahead().crowds == ()
-    for number in range(FEED_SEQUENCES):
-        feed.add("w0", (f"r{number}", 0), (10.0 + number,), 5)
-    (crowd,) = feed.ahead((50.0,)).crowds
-    assert (crowd.worker_id, crowd.places, crowd.tokens) == ("w0", 0, 5 * FEED_SEQUENCES)
-    assert feed.ahead((9.0,)).crowds[0].places == 1
+    feed = fed(10.0, 11.0, 12.0)
+    ahead = feed.ahead((50.0,))
+    assert ahead is not None and ahead.places == FEED_SEQUENCES
+    assert [(one.worker_id, one.places, one.tokens) for one in ahead.crowds] == [("w0", 1, 15)]
+    feed.add("w0", ("r3", 0), (13.0,), 5)
+    assert feed.ahead((50.0,)) is None
+    better = feed.ahead((9.0,))
+    assert better is not None and better.closed == () and better.crowds[0].places == 1
     assert not feed.has_freed()
-    assert feed.discard("w0", ("r1", 0)) and not feed.discard("w0", ("r1", 0))
+    feed.discard("w0", ("r1", 0))
+    feed.discard("w0", ("r1", 0))
     assert feed.has_freed() and not feed.has_freed()
-    assert feed.ahead(NO_RANK).crowds[0].places == 1
-    feed.clear("w0")
-    assert feed.ahead().crowds == () and feed.waiting("w0") == frozenset()
+    assert feed.ahead((50.0,)) is not None
+    feed.leave("w0")
+    feed.check_integrity()
+    assert feed.ahead() is None and feed.waiting("w0") == frozenset()
 
 
 def test_not_even_the_best_crowd_a_worker_without_end() -> None:
-    feed = Feed()
-    for number in range(4 * FEED_SEQUENCES):
-        feed.add("w0", (f"r{number}", 0), (100.0 - number,), 5)
-    assert feed.ahead((0.0,)).crowds[0].places == 0
+    assert fed(*(100.0 - number for number in range(4 * FEED_SEQUENCES))).ahead((0.0,)) is None
+
+
+def test_a_question_names_few_workers_however_many_there_are() -> None:
+    feed = fed(*range(FEED_SEQUENCES))
+    for number in range(1, 1000):
+        fed(*range(FEED_SEQUENCES if number % 2 else 2), worker_id=f"w{number}", feed=feed)
+    ahead = feed.ahead((50.0,))
+    assert ahead is not None
+    assert 0 < len(ahead.only) <= 64 and len(ahead.crowds) <= 128
+    assert all(int(worker_id[1:]) % 2 == 0 for worker_id in ahead.only)
