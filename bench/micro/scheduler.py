@@ -1,10 +1,11 @@
-"""`python -m bench scheduler`: what one planning step costs, however many wait.
+"""`python -m bench scheduler`: what one plan costs, however many wait, and one event, however many work.
 
 One call is all that a step brings: a request arrives (with its prediction), another ends, the clock moves on,
 and the next batch is planned, with 64 sequences running and q waiting. Lengths are drawn from the ShareGPT
 quantiles of `sim/workloads.py`. The same calls are replayed several times on fresh policy objects, and each
 call counts with its fastest replay, so that other processes' bursts stay out of it; the garbage collector
-runs as it does in a service. `growth` is the slope of log p50 over log q.
+runs as it does in a service. `growth` is the slope of log p50 over log q. A second part (`lanes.py`) measures
+whole events of the scheduler's core, with many workers of 64 running sequences each.
 
 Source: papers/003 §4 (Scheduling Time Overhead); what it must reach is in docs/benchmarks/scheduler.md.
 """
@@ -17,6 +18,7 @@ from random import Random
 from bench.kit.context import Context
 from bench.kit.outcome import Outcome, Table
 from bench.kit.stats import exponent
+from bench.micro.lanes import measure_events
 from services.scheduler.policy import find_policy, policy_names
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PolicySettings, Task, WorkerShape
 from shared.errors import ConfigError
@@ -37,6 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--queued", type=int, nargs="+", default=[100, 1000, 10_000], help="sequences that wait"
     )
+    parser.add_argument("--lanes", type=int, help="busy workers of the second part [1000, quick: 50]")
     parser.add_argument("--calls", type=int, default=2000, help="measured for each length [%(default)s]")
     parser.add_argument("--replays", type=int, default=3, help="of the same calls [%(default)s]")
 
@@ -128,9 +131,17 @@ def run(context: Context) -> Outcome:
                 progress.advance()
             if len(medians) > 1:
                 figures[f"{prefix}growth"] = exponent(medians)
+    lanes = flags.lanes or (50 if context.quick else 1000)
+    context.say(f"{lanes} workers with {RUNNING} sequences each")
+    events_ms = measure_events(names[0], lanes, 5 * calls, context.seed)
+    for share in (0.5, 0.99):
+        figures[f"event_ms_p{share * 100:.0f}_lanes{lanes}"] = _quantile(events_ms, share)
     title = f"milliseconds of one arrival, one end and one plan ({calls} calls, fastest of {flags.replays})"
     table = Table(title, ("policy", "waiting", "p50", "p99", "max", "decoding"), rows)
-    return Outcome(figures, failures=0, tables=[table])
+    notes = [
+        f"{len(events_ms)} events of {lanes} busy workers, CPU time of each, with all plans that come of it"
+    ]
+    return Outcome(figures, failures=0, tables=[table], notes=notes)
 
 
 def _measure(name: str, queued: int, calls: int, replays: int, seed: int) -> tuple[list[float], float]:

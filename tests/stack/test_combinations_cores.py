@@ -22,10 +22,8 @@ SLOW_ALONE = {
     "ecoserve_profile",
     "ecoserve_sd",
     "ecoserve_sdo",
-    "fastserve",
     "multires",
     "orca",
-    "srtf",
     "sync_coupled",
 }
 """Batching policies that by themselves are below `LEAST` of the default, as the scheduler's README says."""
