@@ -168,6 +168,7 @@ class Feed:
     does not grow with the workers."""
 
     def __init__(self, places: int = FEED_SEQUENCES) -> None:
+        """0 places: as many wait as were placed where memory was free, and no others."""
         self._places = places
         self._at: dict[str, dict[SequenceKey, tuple[Rank, int]]] = {}
         self._empty: dict[str, None] = {}
@@ -236,14 +237,15 @@ class Feed:
     def _crowd(self, worker_id: str) -> Crowd:
         crowd = self._at[worker_id]
         tokens = as_count(sum(tokens for _, tokens in crowd.values()))
-        return Crowd(worker_id=worker_id, places=max(1, self._places - len(crowd)), tokens=tokens)
+        places = max(min(1, self._places), self._places - len(crowd))
+        return Crowd(worker_id=worker_id, places=places, tokens=tokens)
 
     def _file(self, worker_id: str) -> None:
         self._unfile(worker_id)
         crowd = self._at[worker_id]
         if not crowd:
             self._empty[worker_id] = None
-        elif len(crowd) < self._places:
+        elif len(crowd) < self._places or not self._places:
             self._begun[worker_id] = None
         else:
             best = self._best[worker_id] = min(rank for rank, _ in crowd.values())

@@ -131,3 +131,12 @@ def test_a_question_names_few_workers_however_many_there_are() -> None:
     assert ahead is not None
     assert 0 < len(ahead.only) <= 64 and len(ahead.crowds) <= 128
     assert all(int(worker_id[1:]) % 2 == 0 for worker_id in ahead.only)
+
+
+def test_without_places_nobody_waits_where_there_is_no_memory_and_nobody_is_shut_out() -> None:
+    feed = fed(feed=Feed(places=0))
+    for number in range(20):
+        feed.add("w0", (f"r{number}", 0), (1.0 + number,), 5)
+    ahead = feed.ahead((0.5,))
+    assert ahead is not None and ahead.closed == () and ahead.places == 0
+    assert [crowd.places for crowd in ahead.crowds] == [0]
