@@ -129,10 +129,12 @@ def headers_of(error: KvasirError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: KvasirError, headers: Mapping[str, str] | None = None) -> Response:
-    """The whole response."""
+def error_response(
+    error: KvasirError, headers: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None
+) -> Response:
+    """The whole response; `body` instead of OpenAI's."""
     return Response(
-        orjson.dumps(body_of(error)),
+        orjson.dumps(body if body is not None else body_of(error)),
         status_code=status_of(error)[0],
         headers=headers_of(error) | dict(headers or {}),
         media_type="application/json",

@@ -17,6 +17,8 @@ ROOTS = (
     "ErrorResponse",
     "ListModelsResponse",
     "Model",
+    "Response",
+    "ResponseStreamEvent",
 )
 _PROSE = ("description", "example", "examples", "x-oaiMeta", "title")
 

@@ -20,12 +20,10 @@ from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.openai.replies import (
-    DONE,
+    AnswerWriter,
     FinishedChoice,
-    Letterhead,
     Usage,
     chat_logprobs,
-    error_event,
     prompt_logprobs,
     text_logprobs,
 )
@@ -124,7 +122,7 @@ class CompletionResponse(Response):
         self,
         sessions: Sessions,
         job: AdmittedRequest,
-        letterhead: Letterhead,
+        writer: AnswerWriter,
         record: RequestRecord,
         deadline: Deadline,
         config: GatewayConfig,
@@ -132,7 +130,7 @@ class CompletionResponse(Response):
         super().__init__()
         self._sessions = sessions
         self._job = job
-        self._letterhead = letterhead
+        self._writer = writer
         self._record = record
         self._deadline = deadline
         self._config = config
@@ -190,10 +188,11 @@ class CompletionResponse(Response):
                 self._reason(answer.finish_reason, answer) or "",
                 self._logprobs(tokens[answer.index]),
                 self._prompt_logprobs(answer),
+                answer.matched_stop,
             )
             for answer in answers
         ]
-        body = self._letterhead.whole(choices, self._usage(answers))
+        body = self._writer.whole(choices, self._usage(answers))
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": body})
@@ -210,14 +209,13 @@ class CompletionResponse(Response):
                 if not _pending(answers):
                     break
                 await out.wait(exchange)
-            usage = self._letterhead.usage_event(self._usage(answers)) if self._job.include_usage else b""
-            tail = usage
+            tail = self._writer.end(self._usage(answers), include_usage=self._job.include_usage)
         except KvasirError as error:
             if not out.has_begun:
                 raise
             self._record.error = error
-            tail = error_event(error)
-        await out.write(tail + DONE, is_last=True)
+            tail = self._writer.failed(error)
+        await out.write(tail, is_last=True)
 
     def _push(self, exchange: Exchange, answers: list[ChoiceText], out: EventStream, begun: set[int]) -> bool:
         """Write what has just arrived without waking a task for it; False when there is more to it than
@@ -234,16 +232,14 @@ class CompletionResponse(Response):
         for answer in answers:
             if answer.stream.tokens and answer.index not in begun:
                 begun.add(answer.index)
-                events.append(self._letterhead.role_event(answer.index))
+                events.append(self._writer.begin(answer.index))
         for piece, answer in self._read(exchange, answers):
             logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-            if answer.index not in self._readers:
-                reason = self._reason(piece.finish_reason, answer)
-                events.append(self._letterhead.text_event(answer.index, piece.text, reason, logprobs))
-                continue
             parts = self._parts(piece, answer)
             reason = self._reason(piece.finish_reason, answer)
-            events.append(self._letterhead.parts_event(answer.index, parts, reason, logprobs))
+            if parts or reason is not None or logprobs is not None:
+                stop = answer.matched_stop if reason is not None else None
+                events.append(self._writer.piece(answer.index, parts, reason, logprobs, stop))
         return b"".join(events)
 
     def _parts(self, piece: TextPiece, answer: ChoiceText) -> list[Part]:

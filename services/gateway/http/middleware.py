@@ -8,11 +8,13 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.anthropic.replies import error_body
 from services.gateway.counters import Counters
 from services.gateway.errors import HttpError, ShuttingDown, error_response, shown
 from services.gateway.http.connection import ENGAGE
@@ -139,6 +141,15 @@ LABELLED = ("/v1/", "/tokenize", "/detokenize")
 """Paths that metrics tell apart, unless they turn out to lead nowhere."""
 
 
+MESSAGES = "/v1/messages"
+"""Anthropic's API, with errors and a header for the key of its own."""
+
+
+def refusal(error: KvasirError, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """The whole response, as the API at that path has it."""
+    return error_response(error, headers, error_body(error) if path.startswith(MESSAGES) else None)
+
+
 class Edge:
     """Wraps the application."""
 
@@ -166,13 +177,13 @@ class Edge:
         record: RequestRecord = scope[RECORD]
         try:
             if scope["path"] not in self._open_paths:
-                record.tenant = self._keys.check(_authorization(scope))
+                record.tenant = self._keys.check(_key(scope))
                 if ENGAGE in scope:
                     scope[ENGAGE]()
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
             if record.status is None:
-                await error_response(ShuttingDown())(scope, receive, send)
+                await refusal(ShuttingDown(), scope["path"])(scope, receive, send)
             raise
         except Exception as error:
             record.error = error
@@ -180,7 +191,7 @@ class Edge:
                 _logger.exception("a request ended in an unforeseen error")
             if record.status is None:
                 known = error if isinstance(error, KvasirError) else InternalError(str(error))
-                await error_response(known)(scope, receive, send)
+                await refusal(known, scope["path"])(scope, receive, send)
 
     def _log(self, record: RequestRecord) -> None:
         if record.is_gone:
@@ -206,6 +217,14 @@ class Edge:
             counters.request_s.observe(monotonic_s() - record.accepted_s)
             if record.first_token_s is not None:
                 counters.first_token_s.observe(record.first_token_s)
+
+
+def _key(scope: Scope) -> str | None:
+    """As `Authorization` has it; Anthropic's clients send it as `x-api-key`."""
+    own = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-api-key"]
+    if own and scope["path"].startswith(MESSAGES):
+        return f"Bearer {own[0]}"
+    return _authorization(scope)
 
 
 def _authorization(scope: Scope) -> str | None:

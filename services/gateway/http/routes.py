@@ -14,15 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import ClientGone, HttpError, error_response, unknown_model
+from services.gateway.errors import ClientGone, HttpError, unknown_model
 from services.gateway.exchange import HEADER, deadline_of
 from services.gateway.http.browser import HeadAsGet, written
 from services.gateway.http.completion_response import CompletionResponse
 from services.gateway.http.connection import MAX_DISCARDED_BYTES
-from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord
+from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
+from services.gateway.http.surfaces import SURFACES, Naming
 from services.gateway.openai.admission import Acceptance
-from services.gateway.openai.replies import Letterhead, ReplyKind, model_body
+from services.gateway.openai.replies import model_body
 from services.gateway.openai.tokenize import Tokenization
 from services.gateway.sessions import Sessions
 from shared import metrics
@@ -102,6 +104,7 @@ def make_app(sessions: Sessions, acceptance: Acceptance, config: GatewayConfig) 
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
     _add_tokenization(app, sessions, acceptance, config)
+    _add_counting(app, acceptance, config)
     _add_models(app, sessions, config)
     _add_probes(app, sessions)
 
@@ -130,7 +133,7 @@ def make_operator_app(sessions: Sessions) -> ASGIApp:
 def _completions(
     sessions: Sessions, acceptance: Acceptance, config: GatewayConfig
 ) -> dict[str, RouteHandler]:
-    async def complete(kind: ReplyKind, request: Request) -> Response:
+    async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         body = await read_body(request, config)
         deadline = deadline_of(
@@ -139,17 +142,23 @@ def _completions(
             config.max_request_timeout_s,
             record.began_s,
         )
-        accept = acceptance.chat if kind == "chat" else acceptance.text
         async with deadline.enforced():
-            job = await accept(body, lambda: sessions.context_tokens(config.admit_timeout_s))
+            job, writer = await SURFACES[path](acceptance, body, limit, Naming(record, config))
         record.note_accepted(job)
-        prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        own_id = job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
-        answer_id = f"{prefix}-{own_id}"
-        letterhead = Letterhead(kind, answer_id, int(unix_s()), config.served_name)
-        return CompletionResponse(sessions, job, letterhead, record, deadline, config)
+        return CompletionResponse(sessions, job, writer, record, deadline, config)
 
-    return {"/v1/chat/completions": partial(complete, "chat"), "/v1/completions": partial(complete, "text")}
+    async def limit() -> int:
+        return await sessions.context_tokens(config.admit_timeout_s)
+
+    return {path: partial(complete, path) for path in SURFACES}
+
+
+def _add_counting(app: FastAPI, acceptance: Acceptance, config: GatewayConfig) -> None:
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await read_body(request, config)
+        read = partial(parse_messages, body, config.max_messages, counts=True)
+        return _json({"input_tokens": await acceptance.count(read, len(body))})
 
 
 def _add_models(app: FastAPI, sessions: Sessions, config: GatewayConfig) -> None:
@@ -226,13 +235,13 @@ def _handle_errors(app: FastAPI) -> None:
     async def on_kvasir_error(request: Request, error: Exception) -> Response:
         known = error if isinstance(error, KvasirError) else InternalError(str(error))
         request.scope[RECORD].error = known
-        return error_response(known)
+        return refusal(known, request.url.path)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         known = _known(error, request) if isinstance(error, HTTPException) else InternalError(str(error))
         request.scope[RECORD].error = known
         headers = error.headers if isinstance(error, HTTPException) else None
-        return error_response(known, headers)
+        return refusal(known, request.url.path, headers)
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         return await on_kvasir_error(request, InvalidRequest(str(error)))

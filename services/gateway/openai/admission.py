@@ -5,7 +5,7 @@ Knows the model's codec and the configured limits; nothing of HTTP connections o
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,9 +200,28 @@ class Acceptance:
 
     async def chat(self, body: bytes, context: ContextLimit) -> AdmittedRequest:
         """A job of one prompt. Raises InvalidRequest and its kinds, Overloaded, or what `context` raises."""
-        chat = await self.threads.read(lambda: self._chat(body), len(body))
+        return await self.asked(
+            lambda: self._chat(parse_chat(body, self._config.max_messages)), len(body), context
+        )
+
+    async def chat_of(
+        self, read: Callable[[], Mapping[str, Any]], size_bytes: int, context: ContextLimit
+    ) -> AdmittedRequest:
+        """As `chat`, of a body that `read` makes of one of another API."""
+        return await self.asked(lambda: self._chat(read()), size_bytes, context)
+
+    async def count(self, read: Callable[[], Mapping[str, Any]], size_bytes: int) -> int:
+        """Tokens of that chat's prompt. Raises as `chat` does."""
+        chat = await self.threads.read(lambda: self._chat(read()), size_bytes)
+        prompt, _ = await self.threads.encode(lambda: self._prompt(chat, ""), size_bytes)
+        return len(prompt)
+
+    async def asked(
+        self, read: Callable[[], _Chat], size_bytes: int, context: ContextLimit
+    ) -> AdmittedRequest:
+        chat = await self.threads.read(read, size_bytes)
         grammar = await self._grammar(chat.request, chat.tools)
-        prompt, is_thinking = await self.threads.encode(lambda: self._prompt(chat, grammar), len(body))
+        prompt, is_thinking = await self.threads.encode(lambda: self._prompt(chat, grammar), size_bytes)
         limit = chat.request.max_completion_tokens
         limit = chat.request.max_tokens if limit is None else limit
         job = self._job("chat", chat.request, [prompt], limit, await context(), grammar)
@@ -241,8 +260,8 @@ class Acceptance:
         await self.checks.check(grammar, param)
         return grammar
 
-    def _chat(self, body: bytes) -> _Chat:
-        request = schemas.parse(schemas.ChatRequest, parse_chat(body, self._config.max_messages))
+    def _chat(self, body: Mapping[str, Any]) -> _Chat:
+        request = schemas.parse(schemas.ChatRequest, body)
         self._check(request)
         tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
         return _Chat(request, schemas.template_messages(request.messages), tools)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import orjson
 
@@ -91,6 +91,37 @@ DONE = b"data: [DONE]\n\n"
 ReplyKind = Literal["chat", "text"]
 
 
+class AnswerWriter(Protocol):
+    """Writes one answer in the shapes of one API."""
+
+    def begin(self, index: int) -> bytes:
+        """Before the first piece of a choice."""
+        ...
+
+    def piece(
+        self,
+        index: int,
+        parts: Sequence[Part],
+        reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+        stop: str | None = None,
+    ) -> bytes:
+        """The next piece of a choice; the last one has the reason, and the stop string that it ended at."""
+        ...
+
+    def end(self, usage: "Usage", *, include_usage: bool) -> bytes:
+        """After all choices."""
+        ...
+
+    def failed(self, error: KvasirError) -> bytes:
+        """Instead of that, when the answer is not complete."""
+        ...
+
+    def whole(self, choices: "Sequence[FinishedChoice]", usage: "Usage") -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request; `completion_tokens` counts each choice up to and including what ended
@@ -117,6 +148,8 @@ class FinishedChoice:
     finish_reason: str
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    stop: str | None = None
+    """The stop string that it ended at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +163,7 @@ class Letterhead:
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, compare=False, repr=False)
     """What stands before and after the text of a piece, by choice: most events differ in nothing else."""
 
-    def role_event(self, index: int) -> bytes:
+    def begin(self, index: int) -> bytes:
         """The first delta of a chat choice; a text choice has none."""
         if self.kind == "text":
             return b""
@@ -150,21 +183,25 @@ class Letterhead:
         choice = _chat_delta(index, {"content": text} if text else {}, finish_reason)
         return self._event([choice if logprobs is None else {**choice, "logprobs": logprobs}])
 
-    def parts_event(
+    def piece(
         self,
         index: int,
         parts: Sequence[Part],
-        finish_reason: str | None,
+        reason: str | None,
         logprobs: dict[str, Any] | None = None,
+        stop: str | None = None,
     ) -> bytes:
-        """A piece of a chat's choice that was taken apart, one event for each part."""
+        """One event for each part of a piece, and at most one for a piece of a text."""
+        if self.kind == "text" or all(isinstance(part, Content) for part in parts):
+            text = "".join(part.text for part in parts if isinstance(part, Content))
+            return self.text_event(index, text, reason, logprobs)
         deltas = [self._delta(index, part) for part in parts] or [{}]
         events = []
         for at, delta in enumerate(deltas):
             is_last = at == len(deltas) - 1
-            choice = _chat_delta(index, delta, finish_reason if is_last else None)
+            choice = _chat_delta(index, delta, reason if is_last else None)
             events.append(self._event([{**choice, "logprobs": logprobs} if is_last and logprobs else choice]))
-        return b"".join(events) if parts or finish_reason or logprobs else b""
+        return b"".join(events)
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, Content):
@@ -191,11 +228,14 @@ class Letterhead:
         self._frames[index] = before, after
         return before, after
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """What `stream_options.include_usage` asks for, after all choices."""
-        return self._event([], usage=usage.body())
+    def end(self, usage: Usage, *, include_usage: bool) -> bytes:
+        """What `stream_options.include_usage` asks for, and the end of the stream."""
+        return (self._event([], usage=usage.body()) if include_usage else b"") + DONE
 
-    def whole(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+    def failed(self, error: KvasirError) -> bytes:
+        return error_event(error) + DONE
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
         return orjson.dumps(self._body("", [self._choice(choice) for choice in choices], usage=usage.body()))
 

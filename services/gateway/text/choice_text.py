@@ -235,6 +235,11 @@ class ChoiceText:
         self._shows_prompt = given.text is not None
 
     @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.matched
+
+    @property
     def is_cut(self) -> bool:
         """A stop string was completed: the rest of the sequence is not wanted."""
         return self._stops.matched is not None

@@ -64,7 +64,7 @@ def test_a_whole_chat() -> None:
 
 
 def test_chat_events() -> None:
-    first = event(CHAT.role_event(1))
+    first = event(CHAT.begin(1))
     assert first["choices"] == [
         {"index": 1, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     ]
@@ -72,7 +72,7 @@ def test_chat_events() -> None:
     assert middle["choices"] == [{"index": 1, "delta": {"content": "a\nb"}, "finish_reason": None}]
     last = event(CHAT.text_event(1, "", "stop"))
     assert last["choices"] == [{"index": 1, "delta": {}, "finish_reason": "stop"}]
-    usage = event(CHAT.usage_event(USAGE))
+    usage = event(CHAT.end(USAGE, include_usage=True).removesuffix(b"data: [DONE]\n\n"))
     assert (usage["choices"], usage["usage"]) == ([], COUNTS)
     for body in (first, middle, last, usage):
         assert body["object"] == "chat.completion.chunk"
@@ -83,7 +83,7 @@ def test_completions_have_one_object_streamed_or_not() -> None:
     whole = json.loads(TEXT.whole([FinishedChoice(0, Message("x"), "length")], USAGE))
     piece = event(TEXT.text_event(0, "x", None))
     last = event(TEXT.text_event(0, "", "stop"))
-    assert TEXT.role_event(0) == b""
+    assert TEXT.begin(0) == b""
     assert whole["object"] == piece["object"] == "text_completion"
     for body in (whole, last):
         assert violations("CreateCompletionResponse", body) == []

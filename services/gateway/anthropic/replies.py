@@ -1,0 +1,151 @@
+"""Answers in the shapes of Anthropic's Messages API: whole, or as its named events."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from services.gateway.errors import body_of, status_of
+from services.gateway.openai.replies import FinishedChoice, Usage
+from services.gateway.parts.items import CallBegun, Content, Part, Reasoning
+from shared.errors import KvasirError
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: KvasirError) -> dict[str, Any]:
+    """The error as this API has it."""
+    kind = _KINDS.get(status_of(error)[0], "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body_of(error)["error"]["message"]}}
+
+
+@dataclass(slots=True)
+class MessageWriter:
+    """Of one answer."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    _block: int = -1
+    _kind: str = ""
+    """Of the block that is open; empty: none is."""
+    _stop: dict[str, Any] = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
+
+    def begin(self, index: int) -> bytes:
+        message = self._message([], Usage(self.prompt_tokens, 0, 0))
+        return _event("message_start", message=message) + _event("ping")
+
+    def piece(
+        self,
+        index: int,
+        parts: Sequence[Part],
+        reason: str | None,
+        logprobs: Any = None,
+        stop: str | None = None,
+    ) -> bytes:
+        """A piece of the answer, and its end."""
+        events = [self._part(part) for part in parts]
+        if reason is not None:
+            self._stop = _stop(reason, stop)
+            events.append(self._close())
+        return b"".join(events)
+
+    def end(self, usage: Usage, *, include_usage: bool) -> bytes:
+        return _event("message_delta", delta=self._stop, usage=_usage(usage)) + _event("message_stop")
+
+    def failed(self, error: KvasirError) -> bytes:
+        return _event("error", **{"error": error_body(error)["error"]})
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        (choice,) = choices
+        message, blocks = choice.message, list[dict[str, Any]]()
+        if message.reasoning:
+            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        if message.content or not message.calls:
+            blocks.append({"type": "text", "text": message.content})
+        for at, call in enumerate(message.calls):
+            blocks.append(
+                {
+                    "type": "tool_use",
+                    "id": self._call_id(at),
+                    "name": call.name,
+                    "input": _input(call.arguments),
+                }
+            )
+        return orjson.dumps({**self._message(blocks, usage), **_stop(choice.finish_reason, choice.stop)})
+
+    def _message(self, blocks: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
+        return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
+
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, Content):
+            opened = self._open("text", {"type": "text", "text": ""})
+            return opened + self._delta({"type": "text_delta", "text": part.text})
+        if isinstance(part, Reasoning):
+            opened = self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return opened + self._delta({"type": "thinking_delta", "thinking": part.text})
+        if isinstance(part, CallBegun):
+            block = {"type": "tool_use", "id": self._call_id(part.index), "name": part.name, "input": {}}
+            return self._close() + self._open("tool_use", block)
+        return self._delta({"type": "input_json_delta", "partial_json": part.text})
+
+    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Unless a block of that kind is open; every call has its own."""
+        if self._kind == kind and kind != "tool_use":
+            return b""
+        closed = self._close()
+        self._kind, self._block = kind, self._block + 1
+        return closed + _event("content_block_start", index=self._block, content_block=block)
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return _event("content_block_stop", index=self._block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _call_id(self, at: int) -> str:
+        return f"toolu_{self.id.removeprefix('msg_')}_{at}"
+
+
+def _stop(reason: str, stop: str | None) -> dict[str, Any]:
+    if stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _REASONS.get(reason, reason), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _input(arguments: str) -> Any:
+    """The arguments as an object; what a model wrote wrong is kept as it is."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return {"arguments": arguments}
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _event(name: str, /, **fields: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"

@@ -1,0 +1,168 @@
+"""Requests of Anthropic's Messages API as chats: `POST /v1/messages` and `/v1/messages/count_tokens`.
+
+What both APIs have is carried over; the rest is refused by name, or has no effect here.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.openai.schemas import parse_chat, validated
+from shared.errors import InvalidRequest
+
+_WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "container", "context_management", "inference_geo"})
+_EFFORTS = {"low", "medium", "high"}
+
+
+class MessagesRequest(BaseModel):
+    """POST /v1/messages."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    system: Any = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+
+
+def parse_messages(body: bytes, max_messages: int, *, counts: bool = False) -> dict[str, Any]:
+    """The chat that a body asks for, as `/v1/chat/completions` takes it; `counts`: only to be counted.
+
+    Raises InvalidRequest and UnsupportedFeature naming the field.
+    """
+    request = validated(MessagesRequest, parse_chat(body, max_messages))
+    unknown = next((name for name in request.model_extra or {} if name not in _WITHOUT_EFFECT), None)
+    if unknown is not None:
+        raise UnsupportedFeature(
+            f"{shown(unknown, 64)} is not supported by this server", param=shown(unknown, 64)
+        )
+    if request.max_tokens is None and not counts:
+        raise InvalidRequest("max_tokens: Field required", param="max_tokens")
+    system = (
+        [] if request.system is None else [{"role": "system", "content": _text(request.system, "system")}]
+    )
+    chat = {
+        "model": request.model,
+        "messages": [
+            *system,
+            *(
+                each
+                for at, message in enumerate(request.messages)
+                for each in _messages(message, f"messages[{at}]")
+            ),
+        ],
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        **_tools(request),
+        **_form(request),
+    }
+    if request.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": request.thinking.get("type") != "disabled"}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _tools(request: MessagesRequest) -> dict[str, Any]:
+    if not request.tools:
+        return {}
+    tools = []
+    for at, tool in enumerate(request.tools):
+        if tool.get("type", "custom") != "custom":
+            text = f"tools of type {shown(repr(tool['type']), 100)} are not supported: only your own are"
+            raise UnsupportedFeature(text, param=f"tools[{at}].type")
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+        tools.append(
+            {"type": "function", "function": {**function, "description": tool.get("description", "")}}
+        )
+    choice = request.tool_choice or {"type": "auto"}
+    kinds: dict[Any, Any] = {
+        "auto": "auto",
+        "any": "required",
+        "none": "none",
+        "tool": {"type": "function", "function": {"name": choice.get("name")}},
+    }
+    if choice.get("type") not in kinds:
+        raise InvalidRequest("tool_choice.type is auto, any, tool or none", param="tool_choice.type")
+    is_parallel = not choice.get("disable_parallel_tool_use")
+    return {"tools": tools, "tool_choice": kinds[choice["type"]], "parallel_tool_calls": is_parallel}
+
+
+def _form(request: MessagesRequest) -> dict[str, Any]:
+    config = request.output_config or {}
+    wanted = request.output_format or config.get("format")
+    found: dict[str, Any] = {}
+    if wanted is not None:
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            raise UnsupportedFeature("output_format.type should be json_schema", param="output_format")
+        schema = {"name": "output", "schema": wanted.get("schema")}
+        found["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if config.get("effort") in _EFFORTS:
+        found["reasoning_effort"] = config["effort"]
+    return found
+
+
+def _messages(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """One message is several where it has results of tools."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise InvalidRequest(f"{path}.role should be user or assistant", param=f"{path}.role")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}.content should be a text or a list of blocks", param=f"{path}.content")
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for at, block in enumerate(content):
+        where = f"{path}.content[{at}]"
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            texts.append(_text(block.get("text"), f"{where}.text"))
+        elif kind == "tool_use" and role == "assistant":
+            arguments = json.dumps(block.get("input") or {})
+            function = {"name": block.get("name"), "arguments": arguments}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = _text(block.get("content") or "", f"{where}.content")
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+            thoughts.append(str(block.get("thinking") or ""))
+        else:
+            text = f"content blocks of type {shown(repr(kind), 100)} are not supported in a message of {role}"
+            raise UnsupportedFeature(text, param=f"{where}.type")
+    if role == "user":
+        return results + ([{"role": role, "content": "\n".join(texts)}] if texts else [])
+    said: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        said["tool_calls"] = calls
+    if any(thoughts):
+        said["reasoning_content"] = "\n".join(thoughts)
+    return [said]
+
+
+def _text(value: Any, path: str) -> str:
+    """A text, or the texts of blocks."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(each, dict) and each.get("type") == "text" for each in value
+    ):
+        return "\n".join(_text(each.get("text"), f"{path}.text") for each in value)
+    raise UnsupportedFeature(f"{path} should be a text, or blocks of text", param=path)

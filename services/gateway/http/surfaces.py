@@ -1,0 +1,79 @@
+"""The APIs in which answers are asked for and given, each a reader of requests and a writer of answers.
+
+Behind them all is the same: a chat or a prompt is admitted, sequences run, their text is taken apart.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from services.gateway.anthropic.replies import MessageWriter
+from services.gateway.anthropic.requests import parse_messages
+from services.gateway.config import GatewayConfig
+from services.gateway.http.middleware import RequestRecord
+from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
+from services.gateway.openai.replies import AnswerWriter, Letterhead
+from services.gateway.openai.response_replies import ResponseWriter
+from services.gateway.openai.response_requests import parse_response
+from services.gateway.parts.readers import PlainReader
+from shared.clock import unix_s
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What an answer is called."""
+
+    record: RequestRecord
+    config: GatewayConfig
+
+    def id(self, job: AdmittedRequest) -> str:
+        record = self.record
+        return job.client_id or record.client_request_id or record.request_id.removeprefix("req_")
+
+
+Surface = Callable[[Acceptance, bytes, ContextLimit, Naming], Awaitable[tuple[AdmittedRequest, AnswerWriter]]]
+
+
+async def _chat(
+    acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
+) -> tuple[AdmittedRequest, AnswerWriter]:
+    job = await acceptance.chat(body, context)
+    name = f"chatcmpl-{naming.id(job)}"
+    return job, Letterhead("chat", name, int(unix_s()), naming.config.served_name)
+
+
+async def _text(
+    acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
+) -> tuple[AdmittedRequest, AnswerWriter]:
+    job = await acceptance.text(body, context)
+    return job, Letterhead("text", f"cmpl-{naming.id(job)}", int(unix_s()), naming.config.served_name)
+
+
+async def _messages(
+    acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
+) -> tuple[AdmittedRequest, AnswerWriter]:
+    read = partial(parse_messages, body, naming.config.max_messages)
+    job = _in_parts(await acceptance.chat_of(read, len(body), context))
+    return job, MessageWriter(f"msg_{naming.id(job)}", naming.config.served_name, job.prompt_tokens)
+
+
+async def _responses(
+    acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
+) -> tuple[AdmittedRequest, AnswerWriter]:
+    request, chat = await acceptance.threads.read(
+        lambda: parse_response(body, naming.config.max_messages), len(body)
+    )
+    job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context))
+    return job, ResponseWriter(f"resp_{naming.id(job)}", int(unix_s()), request)
+
+
+def _in_parts(job: AdmittedRequest) -> AdmittedRequest:
+    return job if job.reader is not None else replace(job, reader=PlainReader)
+
+
+SURFACES: Mapping[str, Surface] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _text,
+    "/v1/messages": _messages,
+    "/v1/responses": _responses,
+}

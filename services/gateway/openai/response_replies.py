@@ -1,0 +1,208 @@
+"""Answers in the shapes of OpenAI's Responses API: one object of items, or its named and numbered events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from services.gateway.errors import body_of
+from services.gateway.openai.replies import FinishedChoice, Usage
+from services.gateway.openai.response_requests import ResponseRequest
+from services.gateway.parts.items import CallArguments, CallBegun, Content, Part, Reasoning
+from shared.errors import KvasirError
+
+_FAILED = "server_error"
+
+
+@dataclass(slots=True)
+class ResponseWriter:
+    """Of one answer."""
+
+    id: str
+    created: int
+    request: ResponseRequest
+    _number: int = 0
+    _items: list[dict[str, Any]] = field(default_factory=list)
+    """Those that are complete."""
+    _open: dict[str, Any] | None = None
+    """The one that is being written."""
+    _reason: str = "stop"
+
+    def begin(self, index: int) -> bytes:
+        return self._event("response.created", response=self._body("in_progress", [])) + self._event(
+            "response.in_progress", response=self._body("in_progress", [])
+        )
+
+    def piece(
+        self,
+        index: int,
+        parts: Sequence[Part],
+        reason: str | None,
+        logprobs: Any = None,
+        stop: str | None = None,
+    ) -> bytes:
+        """A piece of the answer, and its end."""
+        events = [self._part(part, logprobs) for part in parts]
+        if reason is not None:
+            self._reason = reason
+            events.append(self._close())
+        return b"".join(events)
+
+    def end(self, usage: Usage, *, include_usage: bool) -> bytes:
+        status = "incomplete" if self._reason == "length" else "completed"
+        return self._event(f"response.{status}", response=self._body(status, self._items, usage))
+
+    def failed(self, error: KvasirError) -> bytes:
+        body = {
+            **self._body("failed", self._items),
+            "error": {"code": _FAILED, "message": _message_of(error)},
+        }
+        return self._event("response.failed", response=body)
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        (choice,) = choices
+        message, self._reason = choice.message, choice.finish_reason
+        parts: list[Part] = [Reasoning(message.reasoning)] if message.reasoning else []
+        if message.content or not message.calls:
+            parts.append(Content(message.content))
+        for at, call in enumerate(message.calls):
+            parts += [CallBegun(at, call.name), CallArguments(at, call.arguments)]
+        for part in parts:
+            self._part(part, choice.logprobs)
+        self._close()
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        return orjson.dumps(self._body(status, self._items, usage))
+
+    def _part(self, part: Part, logprobs: Any) -> bytes:
+        if isinstance(part, Content):
+            events = self._begin_item("message", {"role": "assistant", "content": [_output_text("")]})
+            return events + self._say(part.text, logprobs)
+        if isinstance(part, Reasoning):
+            content = {"type": "reasoning_text", "text": ""}
+            events = self._begin_item("reasoning", {"summary": [], "content": [content]})
+            return events + self._think(part.text)
+        if isinstance(part, CallBegun):
+            closed = self._close()
+            call = {
+                "call_id": f"call_{self.id.removeprefix('resp_')}_{part.index}",
+                "name": part.name,
+                "arguments": "",
+            }
+            return closed + self._begin_item("function_call", call)
+        return self._argue(part.text)
+
+    def _say(self, text: str, logprobs: Any) -> bytes:
+        assert self._open is not None
+        content = self._open["content"][0]
+        content["text"] += text
+        found = (logprobs or {}).get("content") or []
+        content["logprobs"] += found
+        return self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=found)
+
+    def _think(self, text: str) -> bytes:
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        return self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
+
+    def _argue(self, text: str) -> bytes:
+        assert self._open is not None
+        self._open["arguments"] += text
+        return self._item_event("response.function_call_arguments.delta", delta=text)
+
+    def _begin_item(self, kind: str, fields: dict[str, Any]) -> bytes:
+        """Unless one of that kind is open; every call has its own."""
+        if self._open is not None and self._open["type"] == kind:
+            return b""
+        closed = self._close()
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        name = f"{prefix}_{self.id.removeprefix('resp_')}_{len(self._items)}"
+        self._open = {"id": name, "type": kind, "status": "in_progress", **fields}
+        begun = {**self._open, "content": []} if "content" in self._open else self._open
+        events = closed + self._event("response.output_item.added", output_index=len(self._items), item=begun)
+        if kind == "message":
+            part = _output_text("")
+            events += self._item_event("response.content_part.added", content_index=0, part=part)
+        return events
+
+    def _close(self) -> bytes:
+        item, events = self._open, b""
+        if item is None:
+            return b""
+        if item["type"] == "message":
+            part = item["content"][0]
+            text, found = part["text"], part["logprobs"]
+            events = self._item_event("response.output_text.done", content_index=0, text=text, logprobs=found)
+            events += self._item_event("response.content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            events = self._item_event("response.reasoning_text.done", content_index=0, text=text)
+        else:
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events = self._item_event("response.function_call_arguments.done", **done)
+        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        events += self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._open = None
+        return events
+
+    def _item_event(self, name: str, /, **fields: Any) -> bytes:
+        assert self._open is not None
+        return self._event(name, item_id=self._open["id"], output_index=len(self._items), **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        body = {"type": name, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"
+
+    def _body(self, status: str, items: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        request = self.request
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": {},
+            "model": request.model,
+            "output": items,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [_described(tool) for tool in request.tools or ()],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": None, "strict": None, "description": None, **tool}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _message_of(error: KvasirError) -> str:
+    return str(body_of(error)["error"]["message"])

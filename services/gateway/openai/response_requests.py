@@ -1,0 +1,146 @@
+"""Requests of OpenAI's Responses API as chats. Stateless: nothing is stored or referred to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.gateway.errors import UnsupportedFeature, shown
+from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
+from shared.errors import InvalidRequest
+
+_WITHOUT_EFFECT = frozenset(
+    {"store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "include"}
+    | {"safety_identifier", "max_tool_calls", "stream_options", "truncation", "moderation"}
+)
+_STATE = {
+    "previous_response_id": "send the whole conversation as input",
+    "conversation": "send the whole conversation as input",
+    "prompt": "send the text itself",
+    "background": "leave it out, and stream",
+}
+_TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+
+
+class ResponseRequest(BaseModel):
+    """POST /v1/responses."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    model: str
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+def parse_response(body: bytes, max_messages: int) -> tuple[ResponseRequest, dict[str, Any]]:
+    """The request, and the chat that it asks for, as `/v1/chat/completions` takes it.
+
+    Raises InvalidRequest and UnsupportedFeature naming the field.
+    """
+    content = parse_object(body, max(MAX_ENTRIES, 8 * max_messages))
+    request = validated(ResponseRequest, content)
+    for name, value in (request.model_extra or {}).items():
+        if name in _STATE and value not in (None, False):
+            raise UnsupportedFeature(f"{name} is not supported by this server: {_STATE[name]}", param=name)
+        if name not in _WITHOUT_EFFECT and name not in _STATE:
+            raise UnsupportedFeature(
+                f"{shown(name, 64)} is not supported by this server", param=shown(name, 64)
+            )
+    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    if not isinstance(items, list) or not items or len(items) > max_messages:
+        raise InvalidRequest(f"input should be a text or a list of 1 to {max_messages} items", param="input")
+    chat = {
+        "model": request.model,
+        "messages": _messages(request, items),
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stream": request.stream,
+        "tools": [_tool(tool, at) for at, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _choice(request.tool_choice) if request.tools else None,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _form(request.text),
+        "reasoning_effort": (request.reasoning or {}).get("effort"),
+    }
+    if request.top_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return request, {name: value for name, value in chat.items() if value is not None}
+
+
+def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        text = f"tools of type {shown(repr(tool.get('type')), 100)} are not supported: only functions are"
+        raise UnsupportedFeature(text, param=f"tools[{at}].type")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return {"type": "allowed_tools", "allowed_tools": choice}
+    return choice
+
+
+def _form(text: Mapping[str, Any] | None) -> Any:
+    wanted = (text or {}).get("format")
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": wanted}
+
+
+def _messages(request: ResponseRequest, items: list[Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    for at, item in enumerate(items):
+        _add(item if isinstance(item, dict) else {}, f"input[{at}]", messages)
+    return messages
+
+
+def _add(item: Mapping[str, Any], path: str, messages: list[dict[str, Any]]) -> None:
+    """An item of the input becomes a message, or a part of the one before."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{path}.content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        text = _text(item.get("output"), f"{path}.output")
+        messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
+    elif kind == "reasoning":
+        thoughts = _text(item.get("content") or "", f"{path}.content")
+        if thoughts:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+    else:
+        text = f"items of type {shown(repr(kind), 100)} are not supported"
+        raise UnsupportedFeature(text, param=f"{path}.type")
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message, if it is the assistant's, else a new one of its."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") in _TEXTS for part in value
+    ):
+        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in value)
+    raise UnsupportedFeature(f"{path} should be a text, or parts of text", param=path)
