@@ -182,7 +182,7 @@ class ResponseWriter:
             "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage),
+            **({} if usage is None else {"usage": _usage(usage)}),
         }
 
 

@@ -278,7 +278,7 @@ async def test_an_unforeseen_error_is_500_and_says_nothing_of_it(
     def broken() -> float:
         raise ZeroDivisionError("a secret detail")
 
-    monkeypatch.setattr("services.gateway.http.routes.unix_s", broken)
+    monkeypatch.setattr("services.gateway.http.surfaces.unix_s", broken)
     reply = await stack.chat()
     assert reply.status_code == 500
     assert error_of(reply)["code"] == "internal_error"
