@@ -16,10 +16,13 @@ from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import Chart, draw_lines
 from bench.micro.distattention.attention import LAYER, Q_HEADS, LayerTimes, measure_cells, measure_error
 from bench.micro.distattention.longest import measure_longest
+from bench.micro.distattention.steps import RemoteStep, measure_steps
 from services.worker.peers.attention.core.cost import ShipMode
 
 _WORKERS = 4
 _COLUMNS = ("rows", "context", "undivided ms", "shipped ms", "fetched ms", "overhead", "half here", "chosen")
+
+_STEP_COLUMNS = "batch,remote ms,local ms,begin ms,send ms,wait ms,ratio,low,high,of the core".split(",")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -43,6 +46,10 @@ def run(context: Context) -> Outcome:
         error = measure_error(cores.engine, cases)
         with context.progress("layers", len(contexts) * len(chunks)) as progress:
             cells = measure_cells(cores.engine, contexts, chunks, turns, progress.advance)
+        context.say("steps of a whole model, a quarter of the keys at another worker")
+        steps = measure_steps(
+            Path(flags.model), cores.engine, batches=[1, 8], context=1024, away=0.25, turns=10 * turns
+        )
         context.say("the longest context of four workers")
         longest = measure_longest(
             Path(flags.model), cores.engine, blocks=blocks, workers=_WORKERS, answer_tokens=16
@@ -53,12 +60,18 @@ def run(context: Context) -> Outcome:
         "context_ratio": longest.ratio,
         "same_text": float(longest.is_same_text),
         **_figures(cells),
+        **_step_figures(steps),
     }
     heads, dim, _ = LAYER
     return Outcome(
         figures,
         failures=int(not longest.is_same_text),
-        tables=[Table("one layer, all keys at one creditor", _COLUMNS, [_row(cell) for cell in cells])],
+        tables=[
+            Table("one layer, all keys at one creditor", _COLUMNS, [_row(cell) for cell in cells]),
+            Table(
+                "a step at 1,024 tokens, a quarter at one creditor", _STEP_COLUMNS, [*map(_step_row, steps)]
+            ),
+        ],
         notes=[
             f"one layer of {Q_HEADS} query and {heads} KV heads of {dim}, fp32; a thread and a core a worker",
             f"longest context: {longest.answered_tokens} tokens where one worker holds {longest.own_tokens}",
@@ -69,6 +82,9 @@ def run(context: Context) -> Outcome:
             "query_vs_fetch_speedup",
             "context_ratio",
             "choice_regret",
+            "remote_step_ratio",
+            "remote_step_ratio_low",
+            "remote_step_ratio_high",
         ),
     )
 
@@ -100,6 +116,22 @@ def _figures(cells: list[LayerTimes]) -> dict[str, float]:
     regrets = [_regret(cell) for cell in cells]
     found["choice_regret"] = max(regrets)
     return found
+
+
+def _step_figures(steps: list[RemoteStep]) -> dict[str, float]:
+    """The single sequence's carry the plain names."""
+    found: dict[str, float] = {}
+    for step in steps:
+        name = "remote_step" + ("" if step.batch == 1 else f"_b{step.batch}")
+        found |= {f"{name}_ratio": step.ratio, f"{name}_ratio_low": step.low, f"{name}_ratio_high": step.high}
+        found |= {f"{name}_cpu_ratio": step.cpu_ratio, f"{name}_ms": 1e3 * step.remote_s}
+    return found
+
+
+def _step_row(step: RemoteStep) -> tuple[object, ...]:
+    times = (step.remote_s, step.local_s, step.begin_s, step.send_s, step.wait_s)
+    ratios = (step.ratio, step.low, step.high, step.cpu_ratio)
+    return (step.batch, *(round(1e3 * each, 3) for each in times), *(round(each, 2) for each in ratios))
 
 
 def _regret(cell: LayerTimes) -> float:

@@ -17,6 +17,30 @@ namespace {
 constexpr uint64_t SEEDS[8] = {0x9e3779b97f4a7c15, 0xbf58476d1ce4e5b9, 0x94d049bb133111eb, 0xd6e8feb86659fd93,
                                0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
 
+uint64_t mixed(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = (unsigned __int128)a * b;
+  return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+// Words enter by an odd multiple and a turn, which nothing but their own value undoes; four states take turns.
+uint64_t digest_words(const char* from, int64_t bytes) {
+  uint64_t state[4] = {SEEDS[0], SEEDS[1], SEEDS[2], SEEDS[3]};
+  auto enter = [&](int turn, const char* at, int64_t some) __attribute__((always_inline)) {
+    uint64_t word = 0;
+    std::memcpy(&word, at, some);
+    const uint64_t entered = (state[turn] ^ word) * SEEDS[4];
+    state[turn] = entered << 31 | entered >> 33;
+  };
+  int64_t at = 0;
+  for (; at + 32 <= bytes; at += 32)
+    for (int turn = 0; turn < 4; turn++) enter(turn, from + at + 8 * turn, 8);
+  for (int turn = 0; at < bytes; at += 8, turn++) enter(turn, from + at, std::min<int64_t>(8, bytes - at));
+  uint64_t found = (uint64_t)bytes;
+  for (int turn = 0; turn < 4; turn++)
+    found = mixed(found ^ state[turn] ^ SEEDS[6], SEEDS[5] + (uint64_t)turn) + state[turn];
+  return found;
+}
+
 #ifdef KVASIR_VAES
 constexpr int32_t KIND = 2;
 
@@ -46,24 +70,7 @@ uint64_t digest_lines(const char* from, int64_t bytes) {
 #else
 constexpr int32_t KIND = 1;
 
-uint64_t mixed(uint64_t a, uint64_t b) {
-  const unsigned __int128 product = (unsigned __int128)a * b;
-  return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
-// Words enter by an odd multiple and a turn, which nothing but their own value undoes; four states take turns.
-uint64_t digest_lines(const char* from, int64_t bytes) {
-  uint64_t state[4] = {SEEDS[0], SEEDS[1], SEEDS[2], SEEDS[3]};
-  for (int64_t at = 0, turn = 0; at < bytes; at += 8, turn = (turn + 1) & 3) {
-    uint64_t word = 0;
-    std::memcpy(&word, from + at, std::min<int64_t>(8, bytes - at));
-    const uint64_t entered = (state[turn] ^ word) * SEEDS[4];
-    state[turn] = entered << 31 | entered >> 33;
-  }
-  uint64_t found = (uint64_t)bytes;
-  for (int turn = 0; turn < 4; turn++) found = mixed(found ^ state[turn] ^ SEEDS[6], SEEDS[5] + (uint64_t)turn) + state[turn];
-  return found;
-}
+uint64_t digest_lines(const char* from, int64_t bytes) { return digest_words(from, bytes); }
 
 #endif
 
@@ -97,6 +104,8 @@ uint64_t digest(const void* from, int64_t bytes) {
   const uint64_t found = digest_lines(static_cast<const char*>(from), bytes);
   return found ? found : 1;
 }
+
+uint64_t portable_digest(const void* from, int64_t bytes) { return digest_words(static_cast<const char*>(from), bytes); }
 
 bool is_intact(const KvPool& pool, const KvDigests& digests, int64_t block, int kv_head, int which) {
   const uint64_t sealed = entry(pool, digests, block, kv_head, which);

@@ -10,6 +10,7 @@
 namespace kvasir {
 
 uint64_t digest(const void* from, int64_t bytes);  // never 0
+uint64_t portable_digest(const void* from, int64_t bytes);  // the same on every CPU, at 8 bytes a cycle
 
 // Whether a head's keys (`which` 0) or values (1) of a block are what was sealed; true for what never was.
 bool is_intact(const KvPool& pool, const KvDigests& digests, int64_t block, int kv_head, int which);

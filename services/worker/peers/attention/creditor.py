@@ -23,10 +23,12 @@ import torch
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.paged import Shape
 from services.worker.peers.attention.core.cost import ComputeBudget
+from services.worker.peers.attention.exchange import Turn, serve
 from services.worker.peers.attention.memory import LentMemory, device_memory
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
+    NATIVE,
     WRITE,
     Attended,
     Described,
@@ -35,9 +37,10 @@ from services.worker.peers.attention.messages import (
     from_wire,
     read_request,
 )
+from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.lending.core.grants import Freed, Grants
 from services.worker.peers.lending.core.table import RBlockTable
-from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
+from services.worker.peers.transport.base import Buffer, Peer, RawPipe, Receiver, Reply, bytes_of
 from shared.clock import Clock, monotonic_s
 from shared.errors import CorruptedKv, InvalidMessage, StaleEpoch
 from shared.log import get_logger
@@ -55,6 +58,10 @@ class AccessGrants(Protocol):
 
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
         """After an `enter` that said yes."""
+        ...
+
+    def lent(self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier) -> npt.NDArray[np.int64]:
+        """By block of the tier: to which of these grants (which were entered) it belongs still, or 0."""
         ...
 
     def loans(
@@ -102,6 +109,10 @@ class LentGrants:
             if freed is not None:
                 self._on_freed(freed)
 
+    def lent(self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier) -> npt.NDArray[np.int64]:
+        with self._grants.lock:
+            return self._table.lent_under(tier, [ref.grant_id for ref in grants])
+
     def loans(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64] | None:
@@ -115,6 +126,8 @@ _corrupted = counter(
 )
 _STEPS_KEPT = 4
 """Descriptions kept of one debtor: its latest steps."""
+_IDLE_S = 600.0
+"""A link on which nobody asks for longer is closed."""
 _MAX_Q_HEADS = 4096
 _MAX_BUFFER_BYTES = 1 << 30
 
@@ -149,6 +162,7 @@ class Creditor:
         self._lock = threading.Lock()
         self.receivers: dict[str, Receiver] = {
             ATTEND: _Questions(self),
+            NATIVE: _Exchanges(self),
             WRITE: _Questions(self),
             FETCH: _Fetches(self),
         }
@@ -159,9 +173,7 @@ class Creditor:
         Raises InvalidMessage; StaleEpoch when a grant is not the debtor's, or no longer.
         """
         request = read_request(header)
-        memory = self._memory.get(request.tier)
-        if memory is None:
-            raise InvalidMessage(f"this worker lends no {request.tier} memory")
+        memory = self.memory_of(request)
         if not 0 <= request.layer < len(memory.pools):
             raise InvalidMessage(f"layer {request.layer} of {len(memory.pools)}")
         now = self.grants.enter(peer, request.grants)
@@ -172,6 +184,13 @@ class Creditor:
         except BaseException:
             self.grants.leave(peer, request.grants)
             raise
+
+    def memory_of(self, request: Request) -> LentMemory:
+        """Raises InvalidMessage where none of that tier is lent."""
+        memory = self._memory.get(request.tier)
+        if memory is None:
+            raise InvalidMessage(f"this worker lends no {request.tier} memory")
+        return memory
 
     def _understand(
         self, memory: LentMemory, peer: Peer, request: Request, now: tuple[GrantRef, ...]
@@ -203,15 +222,14 @@ class Creditor:
                     steps.popitem(last=False)
         return known.described
 
-    def drop(self, peer: Peer, tier: KvTier, layer: int, error: CorruptedKv) -> None:
+    def drop(self, peer: Peer, tier: KvTier, error: CorruptedKv) -> None:
         """Somebody's memory has changed: nothing is said of it but that."""
         _corrupted.inc()
         self.corrupted_blocks += 1
         _log.error(
-            "block %d of lent %s memory, layer %d, is not what %s wrote to it: dropped",
+            "block %d of lent %s memory is not what %s wrote to it: dropped",
             error.block,
             tier,
-            layer,
             peer.worker_id,
         )
 
@@ -247,7 +265,7 @@ class Visit:
         try:
             yield
         except CorruptedKv as error:
-            self.creditor.drop(self.peer, self.request.tier, self.request.layer, error)
+            self.creditor.drop(self.peer, self.request.tier, error)
             raise
         finally:
             self.leave()
@@ -322,6 +340,72 @@ class _Question:
         creditor.budget.on_computed(compute_s, is_busy=is_busy)
         header = msgspec.msgpack.encode(Attended(compute_s=compute_s))
         return Reply(header, (bytes_of(output.contiguous()), bytes_of(lse.contiguous())))
+
+
+class _Exchanges:
+    """`kv.native`: from here on the debtor's steps come natively, until it ends that."""
+
+    def __init__(self, creditor: Creditor) -> None:
+        self._creditor = creditor
+
+    def admit(self, peer: Peer, header: bytes, sizes_bytes: Sequence[int]) -> "_Exchange":
+        request = read_request(header)
+        memory = self._creditor.memory_of(request)
+        q_heads = request.q_heads
+        if not 0 < q_heads <= _MAX_Q_HEADS or any(q_heads % k_pool.shape[1] for k_pool, _ in memory.pools):
+            raise InvalidMessage(f"{q_heads} query heads for those of the keys")
+        if sizes_bytes:
+            raise InvalidMessage("an exchange is announced without buffers")
+        return _Exchange(self._creditor, memory, peer, request)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A reply, and what follows it on the link (`Sequel`). Its grants are entered while steps are under way,
+    and looked at again every 50 ms: blocks that were returned meanwhile, or whose lease has ended, are nobody
+    else's before that, and no more the debtor's after it."""
+
+    creditor: Creditor
+    memory: LentMemory
+    peer: Peer
+    request: Request
+    buffers: Sequence[Buffer] = ()
+
+    def commit(self) -> Reply:
+        creditor = self.creditor
+        if not isinstance(self.memory.backend, NativeSeals) or not self.memory.attends:
+            return Reply(msgspec.msgpack.encode(Attended()))
+        if not creditor.budget.may_compute(creditor.clock(), is_busy=creditor.is_busy()):
+            return Reply(msgspec.msgpack.encode(Attended(over_budget=True)))
+        return Reply(msgspec.msgpack.encode(Attended(is_native=True)), sequel=self)
+
+    def run(self, pipe: RawPipe) -> None:
+        """See `Sequel`."""
+        while not self._turn(pipe).is_over:
+            pipe.wait(monotonic_s() + _IDLE_S)
+
+    def _turn(self, pipe: RawPipe) -> Turn:
+        creditor, backend, request = self.creditor, self.memory.backend, self.request
+        assert isinstance(backend, NativeSeals)
+        now = creditor.grants.enter(self.peer, request.grants)
+        try:
+            loans = creditor.grants.lent(self.peer, now or (), request.tier)
+            lent = np.flatnonzero(loans).astype(np.int32)
+            with creditor.computing:
+                backend.adopt(lent, loans[lent])
+            is_full = not creditor.budget.may_compute(creditor.clock(), is_busy=creditor.is_busy())
+            turn = serve(backend.memory, pipe, loans != 0, q_heads=request.q_heads, is_full=is_full)
+            creditor.budget.on_computed(turn.compute_s, is_busy=creditor.is_busy())
+            return turn
+        except CorruptedKv as error:
+            creditor.drop(self.peer, request.tier, error)
+            raise
+        finally:
+            if now is not None:
+                creditor.grants.leave(self.peer, request.grants)
+
+    def abandon(self) -> None:
+        """See `Reception` and `Sequel`: nothing is held yet."""
 
 
 class _Fetches:

@@ -24,6 +24,7 @@ from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.attention.shares import (
     CreditorMemory,
     FetchedShare,
+    NativeShare,
     ShippedShare,
     StepShare,
     fetch_blocks,
@@ -71,11 +72,16 @@ Chooser = Callable[[Work, CreditorSpeeds], ShipMode]
 
 @dataclass(slots=True)
 class _Active:
-    """A creditor's share of the present step; `shipped` is None when blocks travel."""
+    """A creditor's share of the present step, by one of three ways."""
 
     share: StepShare
-    shipped: ShippedShare | None
+    native: NativeShare | None = None
+    shipped: ShippedShare | None = None
     fetched: FetchedShare | None = None
+
+    @property
+    def way(self) -> NativeShare | ShippedShare | FetchedShare | None:
+        return self.native or self.shipped or self.fetched
 
 
 class Debtor:
@@ -102,6 +108,7 @@ class Debtor:
         self.watch = WriteWatch(block_tokens)
         self._staging_blocks = staging_blocks
         self._attention = attention
+        self._library = attention.library
         self._q_heads = q_heads
         self._block_tokens = block_tokens
         self._most_creditors = most_creditors
@@ -167,9 +174,16 @@ class Debtor:
         modes = [self._mode(share) for share in shares]
         for share, mode in zip(shares, modes, strict=True):
             self.modes[mode] += 1
-            shipped = ShippedShare(share) if mode is ShipMode.SHIP else None
-            fetched = self._fetched(share) if mode is ShipMode.FETCH else None
-            self._active.append(_Active(share, shipped, fetched))
+            active = _Active(share)
+            self._active.append(active)
+            if mode is ShipMode.FETCH:
+                active.fetched = self._fetched(share)
+            elif self._library is None or not share.lending.is_native:
+                active.shipped = ShippedShare(share)
+            else:
+                self._guarded(active, partial(share.lending.announce, self._library, self._q_heads))
+                if share.lending.is_exchanging:
+                    self._open(active)
 
     def send(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
@@ -179,20 +193,24 @@ class Debtor:
         for active in self._active:
             if self._attended_s is not None:
                 active.share.lending.speeds.on_layer(now_s - self._attended_s)
-            way = active.shipped or active.fetched
+            if active.way is None:
+                self._open(active)
+            way = active.way
             assert way is not None
             self._guarded(active, partial(way.send, layer, queries, keys, values, shape))
         self._given = queries, keys, values, shape
 
     def collect(self, layer: int) -> Iterator[Partial]:
         """See `RemoteAttention`. Queries that travelled come first: their answers wait for nobody."""
-        for active in sorted(self._active, key=lambda active: active.shipped is None):
+        for active in sorted(self._active, key=lambda active: active.fetched is not None):
             yield from self._collected(active, layer)
         self._attended_s = self._clock()
 
     def end(self) -> None:
         """See `RemoteAttention`."""
         for active in self._active:
+            if active.native is not None:
+                active.native.end()
             if active.fetched is not None:
                 self._guarded(active, active.fetched.end)
         self._active.clear()
@@ -203,13 +221,13 @@ class Debtor:
         actives, self._active = self._active, []
         self._given = None
         for active in actives:
-            link, way = active.share.lending.link, active.shipped or active.fetched
-            if link.closed or way is None:
+            lending, way = active.share.lending, active.way
+            if lending.link.closed:
                 continue
             try:
-                way.drain()
+                lending.exchange() if way is None else way.drain()
             except KvasirError:
-                link.close()
+                lending.link.close()
 
     def bring_home(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers: of each pair the first, a borrowed id, into the second, an own one.
@@ -223,7 +241,7 @@ class Debtor:
         for holder, found in by_holder.items():
             self._step += 1
             share = self._share(_whole(holder, found, self._block_tokens))
-            self._guarded(_Active(share, None), partial(self._copy, share, [own for _, own in found]))
+            self._guarded(_Active(share), partial(self._copy, share, [own for _, own in found]))
 
     def _copy(self, share: StepShare, own: Sequence[int]) -> None:
         staging = share.lending.staging
@@ -239,8 +257,29 @@ class Debtor:
         for lending in list(self._lendings.values()):
             lending.link.close()
 
+    def _open(self, active: _Active) -> None:
+        """What was announced begins as the creditor says."""
+        share = active.share
+        asker = self._guarded(active, share.lending.exchange)
+        if asker is not None:
+            active.native = self._guarded(active, partial(NativeShare, share, asker))
+        elif share.lending.is_native:
+            active.fetched = self._fetched(share)
+        else:
+            active.shipped = ShippedShare(share)
+
     def _collected(self, active: _Active, layer: int) -> Iterator[Partial]:
-        if active.shipped is not None:
+        parts: Iterator[Partial]
+        if active.native is not None:
+            found = self._guarded(active, active.native.collect)
+            if found is not None:
+                yield found
+                return
+            active.native, active.fetched = None, self._fetched(active.share)
+            assert self._given is not None
+            self._guarded(active, partial(active.fetched.send, layer, *self._given))
+            parts = active.fetched.collect(layer)
+        elif active.shipped is not None:
             found = self._guarded(active, active.shipped.collect)
             if found is not None:
                 yield found

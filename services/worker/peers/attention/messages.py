@@ -1,9 +1,11 @@
 """What a debtor's engine says to a creditor about a step: headers of bulk messages, and their checks.
 
 Kinds: `kv.attend` brings queries, and the new keys and values that the creditor keeps, and takes outputs and
-log-sum-exps back; `kv.write` brings keys and values only; `kv.fetch` takes blocks back, and may bring keys
-and values of another layer: a link carries one large call at a time. The description of a step's part travels
-once, with its first message; later ones name it by number. Knows neither tensors nor links.
+log-sum-exps back; `kv.native` announces that steps go over the link natively from now on, where the creditor
+agrees (`engine/native/exchange.h`); `kv.write` brings keys and values only; `kv.fetch` takes blocks back, and
+may bring keys and values of another layer: a link carries one large call at a time. The description of a
+step's part travels once, with its first message; later ones name it by number. Knows neither tensors nor
+links.
 Source: Infinite-LLM §4.6 (papers/001).
 """
 
@@ -19,7 +21,7 @@ from shared.errors import InvalidMessage
 from shared.messages.base import decode
 from shared.messages.lending import KvTier
 
-ATTEND, WRITE, FETCH = "kv.attend", "kv.write", "kv.fetch"
+ATTEND, NATIVE, WRITE, FETCH = "kv.attend", "kv.native", "kv.write", "kv.fetch"
 MAX_ROWS = 1 << 16
 """Of one part."""
 
@@ -43,7 +45,7 @@ class PartWire(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The header of `kv.attend`, `kv.write` and `kv.fetch`."""
+    """The header of all of them."""
 
     step: int
     """Number of the step, rising within one debtor's incarnation."""
@@ -62,11 +64,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Attended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to `kv.attend`."""
+    """The answer to `kv.attend` and `kv.native`."""
 
     compute_s: float = 0.0
     over_budget: bool = False
     """The creditor lends no more of its time now. Keys and values were written; fetch the blocks instead."""
+    is_native: bool = False
+    """Of a `kv.native`: steps may follow on the link. Else ask by `kv.attend`."""
 
 
 @dataclass(frozen=True, slots=True)

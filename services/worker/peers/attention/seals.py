@@ -21,6 +21,7 @@ from services.worker.engine.backends import PartialBackend, Pools
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.native import library as native
 from services.worker.engine.paged import Shape
+from services.worker.peers.attention import exchange
 from shared.errors import CorruptedKv
 
 
@@ -58,7 +59,11 @@ class NativeSeals:
         self._threads = threads
         sizes = [(pool.num_blocks, pool.kv_heads, 2) for pool in self._pools]
         self._seals = [np.zeros(size, dtype=np.uint64) for size in sizes]
-        self._digests = [native.KvDigests(seals.ctypes.data, -1) for seals in self._seals]
+        self._digests = exchange.digests_of(
+            [native.KvDigests(seals.ctypes.data, -1) for seals in self._seals]
+        )
+        self.memory = exchange.NativeMemory(library, exchange.pools_of(self._pools), self._digests, threads)
+        """As C++ sees it."""
         self._loans = _Loans(len(pools[0][0]))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

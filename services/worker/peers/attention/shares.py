@@ -4,6 +4,7 @@ Either way keys and values that belong there are on their way before the next la
 one part; which way is chosen in `debtor`. Source: Infinite-LLM §4.6 (papers/001).
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,13 @@ from services.worker.engine.backends import Pools
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import Part, Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
+from services.worker.peers.attention.exchange import Asker
 from services.worker.peers.attention.messages import (
     ATTEND,
     FETCH,
+    NATIVE,
     WRITE,
+    Attended,
     GrantRef,
     Request,
     read_answer,
@@ -28,6 +32,7 @@ from services.worker.peers.attention.messages import (
 from services.worker.peers.attention.staging import HALVES, Segment, Staging, cut, pairs
 from services.worker.peers.transport.base import Buffer, Call, PeerLink, bytes_of
 from shared.clock import Clock
+from shared.errors import InvalidRequest
 from shared.messages.lending import KvTier
 
 
@@ -44,6 +49,52 @@ class CreditorMemory:
     tier: KvTier = KvTier.DEVICE
     attends: bool = True
     """It computes there; else blocks travel, whatever that costs."""
+    is_native: bool = True
+    """As far as is known, steps may go there natively."""
+    _announced: Call | None = None
+    _asker: Asker | None = None
+    _exchange: Asker | None = None
+    """While the link is the exchange's."""
+    _known: tuple[GrantRef, ...] = ()
+    """Grants under which it was announced."""
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Steps may begin at once."""
+        return self._exchange is not None
+
+    def announce(self, library: ctypes.CDLL, q_heads: int) -> None:
+        """Steps are to follow natively, under the grants there are now. Raises KvasirError."""
+        if self._known != self.grants:
+            self.leave()
+        if self._exchange is None and self._announced is None:
+            self._known = self.grants
+            header = Request(step=0, layer=0, grants=self.grants, tier=self.tier, q_heads=q_heads)
+            encoded = request_encoder.encode(header)
+            self._announced = self.link.begin(NATIVE, encoded, deadline_s=self.deadline_s)
+            self._asker = Asker(library, self.link.raw, self.deadline_s)
+
+    def exchange(self) -> Asker | None:
+        """After `announce`; None where the creditor does not want to: not ever (`is_native` is false then),
+        or it lends no more of its time now. Raises KvasirError."""
+        if self._announced is not None:
+            call, self._announced = self._announced, None
+            try:
+                answer = read_answer(call.finish().header)
+            except InvalidRequest:  # An earlier version, that knows no such message.
+                answer = Attended()
+            if answer.is_native:
+                self._exchange = self._asker
+            else:
+                self.is_native = answer.over_budget
+        return self._exchange
+
+    def leave(self) -> None:
+        """What follows on the link are messages. Raises KvasirError."""
+        asker = self.exchange()
+        if asker is not None:
+            self._exchange = None
+            asker.stop()
 
 
 class StepShare:
@@ -63,6 +114,7 @@ class StepShare:
         self, kind: str, request: Request, buffers: Sequence[Buffer] = (), into: Sequence[Buffer] = ()
     ) -> Call:
         """Raises KvasirError, as `PeerLink.begin`."""
+        self.lending.leave()
         if not self._is_told:
             request = msgspec.structs.replace(request, part=to_wire(self.part.spans))
             self._is_told = True
@@ -124,6 +176,52 @@ class ShippedShare:
         if self._call is not None:
             call, self._call = self._call, None
             call.finish()
+
+
+class NativeShare:
+    """The creditor attends, and each layer is asked and answered without either interpreter."""
+
+    def __init__(self, share: StepShare, asker: Asker) -> None:
+        """Begins the step. Raises KvasirError."""
+        self._share = share
+        self._asker = asker
+        self._work = Work(0, 0, 0)
+        self._sent_s = 0.0
+        self._is_asked = False
+        self._is_over = False
+        asker.begin(share.part)
+
+    def send(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> None:
+        self._sent_s = self._share.clock()
+        self._asker.ask(layer, queries, keys, values, shape)
+        self._is_asked = True
+        self._work = Work(self._asker.moved_bytes, 0, self._share.pairs * queries.shape[1])
+
+    def collect(self) -> Partial | None:
+        """None when the creditor lends no more of its time: fetch instead; nothing was written there."""
+        self._is_asked = False
+        answer = self._asker.take()
+        if answer is None:
+            self._is_over = True
+            return None
+        output, lse, compute_s = answer
+        share = self._share
+        share.lending.speeds.on_shipped(self._work, share.clock() - self._sent_s, compute_s)
+        return share.rows, output, lse
+
+    def end(self) -> None:
+        """The last layer is through."""
+        self._is_over = True
+
+    def drain(self) -> None:
+        """Nobody wants the rest of the step. Raises KvasirError."""
+        if self._is_asked:
+            self.collect()
+        if not self._is_over:
+            self._is_over = True
+            self._asker.give_up()
 
 
 class FetchedShare:

@@ -65,6 +65,32 @@ class Peer:
     """The larger one is the one that lives."""
 
 
+class RawPipe(Protocol):
+    """The socket of a link, between two messages."""
+
+    def lend(self, use: Callable[[int, memoryview], int]) -> None:
+        """`use` gets the descriptor, which does not block, to itself, and what was read ahead of it; it
+        returns how much of that it has used up. Raises PeerLost."""
+        ...
+
+    def wait(self, until_s: float) -> None:
+        """Until there is something to read. Raises DeadlineExceeded and PeerLost."""
+        ...
+
+
+class Sequel(Protocol):
+    """What goes over a link after a reply, before the next message, in a form of its own."""
+
+    def run(self, pipe: RawPipe) -> None:
+        """The reply was sent. On the link's thread, which waits for no longer than the two ends have agreed.
+        Raises KvasirError: the link ends then."""
+        ...
+
+    def abandon(self) -> None:
+        """It was not, and the link ends. Must not raise."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Of a receiver. `header` is the receiver's own, MessagePack by convention."""
@@ -73,6 +99,8 @@ class Reply:
     buffers: Sequence[Buffer] = ()
     done: Callable[[], None] = field(default=lambda: None)
     """Called once, when `buffers` are no longer read: they were handed over, or never will be."""
+    sequel: Sequel | None = None
+    """One of both methods is called, once."""
 
 
 class Reception(Protocol):
@@ -161,6 +189,11 @@ class PeerLink(Protocol):
         deadline_s: float,
     ) -> PeerReply:
         """`begin(…).finish()`."""
+        ...
+
+    @property
+    def raw(self) -> RawPipe:
+        """For what follows a reply. Whatever goes wrong there ends the link: close it."""
         ...
 
     def close(self) -> None:

@@ -194,6 +194,11 @@ class SocketLink:
             raise
         raise error
 
+    @property
+    def raw(self) -> Pipe:
+        """See `base.PeerLink`."""
+        return self._pipe
+
     def close(self) -> None:
         """See `base.PeerLink`."""
         self._pipe.close()

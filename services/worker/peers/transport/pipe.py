@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.worker.peers.transport.base import Buffer
 from shared.clock import monotonic_s
@@ -81,6 +81,13 @@ class Pipe:
         with self._lock:
             if self._end == self._start:
                 self._await(self._readable, until_s)
+
+    def lend(self, use: Callable[[int, memoryview], int]) -> None:
+        """`use` gets the descriptor to itself, and what was read ahead of it; it returns how much of that it
+        has used up. `close` from elsewhere shuts the socket down, so that `use` notices. Raises PeerLost."""
+        with self._lock:
+            self._check()
+            self._start += use(self.sock.fileno(), self._ahead[self._start : self._end])
 
     @property
     def has_hung_up(self) -> bool:

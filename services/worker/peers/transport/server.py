@@ -247,7 +247,14 @@ class Served:
         except Exception as error:
             self._refuse(envelope.call, error, until_s)
             return
-        self._send(envelope.call, reply, until_s)
+        try:
+            self._send(envelope.call, reply, until_s)
+        except BaseException:
+            if reply.sequel is not None:
+                reply.sequel.abandon()
+            raise
+        if reply.sequel is not None:
+            reply.sequel.run(self._pipe)
 
     def _stale(self) -> StaleEpoch:
         return StaleEpoch(f"worker {self._peer.worker_id} was replaced by a later incarnation")

@@ -222,6 +222,12 @@ class RBlockTable:
         is_lent = (found == grants[0]).all() if len(grants) == 1 else np.isin(found, grants).all()
         return found if is_lent else None
 
+    def lent_under(self, tier: KvTier, grants: Sequence[int]) -> npt.NDArray[np.int64]:
+        """By block of the tier: to which of these grants it belongs still; 0: to none."""
+        found = self._grant_of[tier]
+        under: npt.NDArray[np.int64] = np.where(np.isin(found, grants), found, 0)
+        return under
+
     def lent_row(self, tier: KvTier, block: int) -> LentRow | None:
         grant_id = abs(int(self._grant_of[tier][block])) if 0 <= block < self.own_blocks(tier) else 0
         rows = [row for at, row in self._lent if at is tier and row.grant_id == grant_id]

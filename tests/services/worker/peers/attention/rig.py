@@ -54,6 +54,14 @@ class GrantBook:
     def leave(self, debtor: Peer, grants: Sequence[GrantRef]) -> None:
         return
 
+    def lent(self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier) -> npt.NDArray[np.int64]:
+        found = np.zeros(1 << 10, dtype=np.int64)
+        with self._lock:
+            for ref in grants:
+                at, held = self._held.get((debtor.worker_id, ref.grant_id), (tier, frozenset[int]()))
+                found[list(held) if at is tier else []] = ref.grant_id
+        return found
+
     def loans(
         self, debtor: Peer, grants: Sequence[GrantRef], tier: KvTier, blocks: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64] | None:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from services.worker.engine.contract import Row
+from services.worker.engine.native.library import AttentionMode
 from services.worker.peers.attention.core.cost import ShipMode
-from services.worker.peers.attention.messages import ATTEND, FETCH, WRITE, read_request
+from services.worker.peers.attention.messages import ATTEND, FETCH, NATIVE, WRITE, read_request
 from services.worker.peers.transport.base import Call, PeerLink
 from tests.services.worker.conftest import VOCABULARY
 from tests.services.worker.peers.attention.rig import always, connect, lender, make_engine
@@ -39,27 +40,29 @@ def rows(counts: list[tuple[int, int]]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "first", "later"),
+    ("mode", "attention", "first", "later"),
     [
-        (ShipMode.SHIP, [ATTEND] * LAYERS, [ATTEND] * LAYERS),
-        (ShipMode.FETCH, [WRITE] * LAYERS, [FETCH] * LAYERS + [WRITE]),
+        (ShipMode.SHIP, "native", [NATIVE], []),
+        (ShipMode.SHIP, "torch", [ATTEND] * LAYERS, [ATTEND] * LAYERS),
+        (ShipMode.FETCH, "native", [WRITE] * LAYERS, [FETCH] * LAYERS + [WRITE]),
     ],
 )
 def test_one_message_a_layer_for_the_batch(
     mode: ShipMode,
+    attention: AttentionMode,
     first: list[str],
     later: list[str],
     llama: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with lender(llama, 20) as owner:
-        engine = make_engine(llama, 4)
+        engine = make_engine(llama, 4, attention)
         link = owner.dial()
         noted = Noted(link, monkeypatch)
         debtor = connect(engine, [link], 20, choose=always(mode), staging_blocks=20)
         engine.step(rows([(0, 9), (0, 17), (0, 5)]))
         assert noted.kinds == first
-        assert noted.described == [True] + [False] * (len(first) - 1)
+        assert noted.described == [first != [NATIVE]] + [False] * (len(first) - 1)
         noted.kinds.clear()
         engine.step(rows([(9, 1), (17, 1), (5, 1)]))
         assert noted.kinds == later

@@ -1,0 +1,271 @@
+"""Steps over a link's socket, natively: both ends of `engine/native/exchange.h`.
+
+`serve` is where a creditor's link thread is, without the interpreter's lock, while its debtor's steps come;
+`Asker` is the debtor's side. Knows the arrays of a part, pools and a link's socket; no grant.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.engine.native.library import KvDigests, KvPool, Spans, declare, describe_spans
+from services.worker.engine.paged import Shape
+from services.worker.engine.partition import Part
+from services.worker.peers.transport.base import RawPipe
+from shared.errors import CorruptedKv, DeadlineExceeded, InternalError, InvalidMessage, PeerLost, StaleEpoch
+
+_LATE, _LOST, _MANGLED, _STOPPED, _FULL, _STALE = range(-10, -16, -1)
+_CORRUPTED = -4
+_IDLE_S = 0.05
+"""A creditor lets go of its grants after so long without a step;"""
+_TURN_S = 0.05
+"""and looks at them again after so long with steps."""
+_PATIENCE_S = 5.0
+"""For the next layer of a step: as long as a lease lasts."""
+
+
+class _Serving(ctypes.Structure):
+    _fields_ = (
+        ("fd", ctypes.c_int32),
+        ("layers", ctypes.c_int32),
+        ("pools", ctypes.POINTER(KvPool)),
+        ("digests", ctypes.POINTER(KvDigests)),
+        ("lent", ctypes.c_void_p),
+        ("q_heads", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("is_full", ctypes.c_int32),
+        ("idle_s", ctypes.c_double),
+        ("turn_s", ctypes.c_double),
+        ("patience_s", ctypes.c_double),
+        ("ahead", ctypes.c_void_p),
+        ("ahead_bytes", ctypes.c_int64),
+        ("ahead_used", ctypes.c_int64),
+        ("compute_s", ctypes.c_double),
+        ("layer", ctypes.c_int32),
+    )
+
+
+class _Asking(ctypes.Structure):
+    _fields_ = (
+        ("fd", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("kept", ctypes.c_int32),
+        ("q_heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+        ("row", ctypes.c_void_p),
+        ("kept_row", ctypes.c_void_p),
+        ("spans", ctypes.POINTER(Spans)),
+        ("blocks", ctypes.c_int32),
+        ("slots", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("query_stride", ctypes.c_int64),
+        ("key", ctypes.c_void_p),
+        ("key_stride", ctypes.c_int64),
+        ("value", ctypes.c_void_p),
+        ("value_stride", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("deadline_s", ctypes.c_double),
+        ("output", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("compute_s", ctypes.c_double),
+    )
+
+
+_PROTOTYPES = {
+    "kv_serve": (ctypes.c_int32, (ctypes.POINTER(_Serving),)),
+    "kv_step": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
+    "kv_ask": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
+    "kv_take": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
+    "kv_give_up": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
+    "kv_stop": (ctypes.c_int32, (ctypes.POINTER(_Asking),)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMemory:
+    """All layers' pools of one tier and their digests, as the library sees them. Whoever made it keeps the
+    memory itself."""
+
+    library: ctypes.CDLL
+    pools: "ctypes.Array[KvPool]"
+    digests: "ctypes.Array[KvDigests]"
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What came of a call of `serve`."""
+
+    compute_s: float
+    is_over: bool
+    """The debtor has ended the exchange: messages follow. Else steps may."""
+
+
+def serve(
+    memory: NativeMemory,
+    pipe: RawPipe,
+    lent: npt.NDArray[np.bool_],
+    *,
+    q_heads: int,
+    is_full: bool,
+) -> Turn:
+    """Answers steps about blocks that are `lent`, while they come, for 50 ms at most and to the end of the
+    last. `is_full`: says of each that no more is computed.
+
+    Raises DeadlineExceeded when the debtor is silent in the middle of a step, PeerLost, InvalidMessage,
+    StaleEpoch for other blocks, and CorruptedKv; of the last two the debtor knows then.
+    """
+    if len(lent) < memory.pools[0].num_blocks:
+        raise InternalError(f"{len(lent)} blocks could be lent of {memory.pools[0].num_blocks}")
+    declare(memory.library, _PROTOTYPES)
+    serving = _Serving(
+        layers=len(memory.pools),
+        pools=memory.pools,
+        digests=memory.digests,
+        lent=lent.ctypes.data,
+        q_heads=q_heads,
+        threads=memory.threads,
+        is_full=is_full,
+        idle_s=_IDLE_S,
+        turn_s=_TURN_S,
+        patience_s=_PATIENCE_S,
+    )
+    answers: list[int] = []
+
+    def use(descriptor: int, ahead: memoryview) -> int:
+        held = np.frombuffer(ahead, dtype=np.uint8)
+        serving.fd, serving.ahead, serving.ahead_bytes = descriptor, held.ctypes.data, len(held)
+        answers.append(memory.library.kv_serve(serving))
+        return int(serving.ahead_used)
+
+    pipe.lend(use)
+    if answers[0] == _CORRUPTED:
+        block = memory.digests[serving.layer].bad
+        raise CorruptedKv(f"block {block} is not what was written to it", block=block)
+    if answers[0] != _STOPPED:
+        _check(answers[0])
+    return Turn(serving.compute_s, answers[0] == _STOPPED)
+
+
+class Asker:
+    """A debtor's side, while the creditor serves: `begin`, then `ask` and `take` once a layer, or `give_up`
+    before one; `stop` between two steps. Each raises DeadlineExceeded and PeerLost."""
+
+    def __init__(self, library: ctypes.CDLL, pipe: RawPipe, deadline_s: float) -> None:
+        """`deadline_s`: for sending something, and for an answer."""
+        declare(library, _PROTOTYPES)
+        self._library = library
+        self._pipe = pipe
+        self._asking = _Asking(deadline_s=deadline_s)
+        self._part: tuple[object, ...] = ()
+        """What the description points at."""
+        self._output = torch.empty(0, 0, 0)
+        self._lse = torch.empty(0, 0)
+        self.moved_bytes = 0
+        """By the last question and its answer."""
+
+    def begin(self, part: Part) -> None:
+        """A step of this part."""
+        asking, spans = self._asking, part.spans
+        kept = part.rows[part.kept]
+        described = describe_spans(spans)
+        asking.rows, asking.kept, asking.blocks = len(part.rows), len(kept), len(spans.blocks)
+        asking.row, asking.kept_row, asking.slots = (
+            each.ctypes.data for each in (part.rows, kept, spans.slots)
+        )
+        asking.spans = ctypes.pointer(described)
+        self._part = part, kept, described
+        self._run(self._library.kv_step)
+
+    def ask(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape
+    ) -> None:
+        """`[rows, heads, dim]` each, all rows of the step."""
+        queries, keys, values = (_rows(each) for each in (queries, keys, values))
+        asking = self._asking
+        rows, heads, value_dim = asking.rows, queries.shape[1], values.shape[2]
+        if self._output.shape != (rows, heads, value_dim):
+            self._output, self._lse = torch.empty(rows, heads, value_dim), torch.empty(rows, heads)
+            asking.output, asking.lse = self._output.data_ptr(), self._lse.data_ptr()
+        asking.layer = layer
+        asking.q_heads, asking.kv_heads = heads, keys.shape[1]
+        asking.head_dim, asking.value_dim = queries.shape[2], value_dim
+        asking.query, asking.query_stride = queries.data_ptr(), queries.stride(0)
+        asking.key, asking.key_stride = keys.data_ptr(), keys.stride(0)
+        asking.value, asking.value_stride = values.data_ptr(), values.stride(0)
+        asking.scaling, asking.softcap = shape.scaling, shape.softcap or 0.0
+        sent = rows * heads * queries.shape[2] + asking.kept * keys.shape[1] * (keys.shape[2] + value_dim)
+        self.moved_bytes = 4 * (sent + rows * heads * (value_dim + 1))
+        self._run(self._library.kv_ask)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Output and log-sum-exp of the layer asked last, until the next is asked; seconds of computing. None
+        when the creditor lends no more of its time: the step is over there, and nothing was written.
+
+        Raises InvalidMessage, StaleEpoch and CorruptedKv as well.
+        """
+        if self._run(self._library.kv_take) == _FULL:
+            return None
+        return self._output, self._lse, self._asking.compute_s
+
+    def give_up(self) -> None:
+        """The rest of the step is not asked for."""
+        self._run(self._library.kv_give_up)
+
+    def stop(self) -> None:
+        """Messages follow."""
+        self._run(self._library.kv_stop)
+
+    def _run(self, function: Callable[[_Asking], int]) -> int:
+        answers: list[int] = []
+
+        def use(descriptor: int, ahead: memoryview) -> int:
+            if ahead:
+                raise InvalidMessage("the creditor answers what nobody asked")
+            self._asking.fd = descriptor
+            answers.append(function(self._asking))
+            return 0
+
+        self._pipe.lend(use)
+        if answers[0] != _FULL:
+            _check(answers[0])
+        return answers[0]
+
+
+def _rows(rows: torch.Tensor) -> torch.Tensor:
+    """fp32, heads contiguous in each row; a view where it can be."""
+    rows = rows.float()
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+
+
+def pools_of(pools: Sequence[KvPool]) -> "ctypes.Array[KvPool]":
+    """One behind the other."""
+    return (KvPool * len(pools))(*pools)
+
+
+def digests_of(digests: Sequence[KvDigests]) -> "ctypes.Array[KvDigests]":
+    """One behind the other."""
+    return (KvDigests * len(digests))(*digests)
+
+
+def _check(answer: int) -> None:
+    if answer == _LATE:
+        raise DeadlineExceeded("the peer did not answer on the bulk plane in time")
+    if answer == _LOST:
+        raise PeerLost("the link to the peer broke")
+    if answer == _MANGLED:
+        raise InvalidMessage("a layer's question or answer was corrupted on its way")
+    if answer == _STALE:
+        raise StaleEpoch("blocks that none of these grants covers (any more): borrow anew")
+    if answer == _CORRUPTED:
+        raise CorruptedKv("what the creditor keeps is not what was written to it")
+    if answer:
+        raise InternalError(f"the creditor's operator refused a layer: {answer} (see attention.h)")

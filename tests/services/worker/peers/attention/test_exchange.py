@@ -1,0 +1,252 @@
+"""Steps that go over a link natively: the same numbers, and nothing is read or written that is not lent."""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.layout import Span, pack
+from services.worker.engine.paged import Shape
+from services.worker.engine.partition import Homes, Part, split
+from services.worker.peers.attention import exchange
+from services.worker.peers.attention.core.cost import ShipMode
+from services.worker.peers.attention.exchange import Asker, serve
+from services.worker.peers.attention.memory import LentMemory, device_memory
+from services.worker.peers.attention.messages import ATTEND, NATIVE
+from services.worker.peers.attention.seals import NativeSeals
+from services.worker.peers.transport.pipe import Pipe
+from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError, PeerLost, StaleEpoch
+from tests.patience import PATIENCE_S, wait_until
+from tests.services.worker.peers.attention.rig import BLOCK_TOKENS, always, connect, lender, make_engine
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
+BLOCKS = 8
+SHAPE = Shape(0.25)
+
+
+class Ends:
+    """A creditor's thread at one end of a socket, a debtor's asker at the other; blocks 1 to 5 are lent."""
+
+    def __init__(self, model: Any) -> None:
+        self.memory: LentMemory = device_memory(make_engine(model, BLOCKS).attention)
+        seals = self.memory.backend
+        assert isinstance(seals, NativeSeals)
+        near, far = socket.socketpair()
+        self.debtor, self.creditor = Pipe(near), Pipe(far)
+        self.asker = Asker(seals.memory.library, self.debtor, PATIENCE_S)
+        self.lent = np.zeros(BLOCKS, dtype=np.bool_)
+        self.lent[1:6] = True
+        self.ended: list[KvasirError | None] = []
+        self._seals = seals
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not serve(
+                self._seals.memory, self.creditor, self.lent, q_heads=HEADS, is_full=False
+            ).is_over:
+                pass
+            self.ended.append(None)
+        except KvasirError as error:
+            self.ended.append(error)
+            self.creditor.close()
+
+    def content(self) -> list[torch.Tensor]:
+        return [pool.clone() for pools in self.memory.pools for pool in pools]
+
+    def close(self) -> None:
+        self.debtor.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        self.creditor.close()
+
+
+@pytest.fixture
+def ends(llama: Any) -> Iterator[Ends]:
+    made = Ends(llama)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def part_of(first: int, count: int, blocks: Sequence[int]) -> Part:
+    """One sequence's, all of whose blocks are lent."""
+    homes = Homes(1)
+    ids = range(1, 1 + len(blocks))
+    homes.place(ids, 1, blocks)
+    return split(pack([Span(first, count, ids)], BLOCK_TOKENS), homes, BLOCK_TOKENS)[1]
+
+
+def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(count, HEADS, DIM, generator=generator)
+    key, value = torch.randn(2, count, KV_HEADS, DIM, generator=generator)
+    return query, key, value
+
+
+def test_it_is_what_the_operator_computes(llama: Any, ends: Ends) -> None:
+    reference = device_memory(make_engine(llama, BLOCKS).attention).backend
+    for step, (first, count) in enumerate(((0, 9), (9, 1), (10, 1))):
+        part = part_of(first, count, [4, 2, 5])
+        given = rows(count, step)
+        ends.asker.begin(part)
+        for layer in range(LAYERS):
+            ends.asker.ask(layer, *given, SHAPE)
+            reference.write(layer, given[1], given[2], torch.from_numpy(part.spans.slots))
+            expected = reference.attend_part(layer, part.spans, given[0], SHAPE)
+            found = ends.asker.take()
+            assert found is not None and found[2] > 0
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    ends.asker.stop()
+    wait_until(lambda: ends.ended)
+    assert ends.ended == [None]
+
+
+def test_a_step_given_up_is_followed_by_another(ends: Ends) -> None:
+    part, given = part_of(0, 5, [4, 2]), rows(5)
+    ends.asker.begin(part)
+    ends.asker.ask(0, *given, SHAPE)
+    first = ends.asker.take()
+    ends.asker.give_up()
+    ends.asker.begin(part)
+    ends.asker.ask(0, *given, SHAPE)
+    again = ends.asker.take()
+    assert first is not None and again is not None and torch.equal(first[0], again[0])
+
+
+@pytest.mark.parametrize("blocks", [[0, 2], [2, 6], [2, 7]])
+def test_blocks_that_are_not_lent_are_refused(blocks: list[int], ends: Ends) -> None:
+    before = ends.content()
+    ends.asker.begin(part_of(0, 5, blocks))
+    ends.asker.ask(0, *rows(5), SHAPE)
+    with pytest.raises(StaleEpoch):
+        ends.asker.take()
+    wait_until(lambda: ends.ended)
+    assert isinstance(ends.ended[0], StaleEpoch)
+    assert all(torch.equal(*each) for each in zip(before, ends.content(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_part_makes_it_touch_what_is_not_lent(seed: int, ends: Ends) -> None:
+    """Numbers anywhere in a part are replaced by others."""
+    rng = random.Random(seed)
+    part = part_of(rng.randrange(6), rng.randrange(1, 6), [4, 2, 5])
+    arrays = {
+        name: getattr(part.spans, name).copy()
+        for name in ("first_row", "first_position", "table_start", "key_end", "blocks", "slots")
+    }
+    for _ in range(rng.randrange(1, 4)):
+        array = arrays[rng.choice(list(arrays))]
+        array[rng.randrange(len(array))] = rng.choice((-2, -1, 0, 1, 3, 7, 8, 31, 33, 1 << 30, (1 << 31) - 1))
+    spoilt = replace(part, spans=replace(part.spans, **arrays))
+    before = ends.content()
+    try:
+        ends.asker.begin(spoilt)
+        ends.asker.ask(0, *rows(len(part.rows)), SHAPE)
+        ends.asker.take()
+    except (InvalidMessage, StaleEpoch, PeerLost):
+        wait_until(lambda: ends.ended)
+        assert all(torch.equal(*each) for each in zip(before, ends.content(), strict=True))
+    for old, new in zip(before, ends.content(), strict=True):
+        assert torch.equal(old[~ends.lent], new[~ends.lent])
+
+
+@pytest.mark.parametrize("at", [0, 5, 30, 40, 200, 700])
+def test_what_is_spoilt_on_its_way_is_not_computed(at: int, ends: Ends) -> None:
+    """`at`: a byte of the step and the first question."""
+    sent = bytearray()
+    near, tap = socket.socketpair()
+    spy = Pipe(near)
+    asker = Asker(ends._seals.memory.library, spy, PATIENCE_S)
+    asker.begin(part_of(0, 5, [4, 2]))
+    asker.ask(0, *rows(5), SHAPE)
+    tap.setblocking(False)
+    while True:
+        try:
+            sent += tap.recv(1 << 16)
+        except BlockingIOError:
+            break
+    sent[at] ^= 4
+    before = ends.content()
+    ends.debtor.send([bytes(sent)], time.monotonic() + PATIENCE_S)
+    if at < 40:  # It may have made the creditor wait for more than there is.
+        ends.debtor.sock.shutdown(socket.SHUT_WR)
+    wait_until(lambda: ends.ended)
+    assert isinstance(ends.ended[0], InvalidMessage | PeerLost)
+    assert all(torch.equal(*each) for each in zip(before, ends.content(), strict=True))
+    spy.close()
+    tap.close()
+
+
+def test_a_debtor_that_falls_silent_is_given_up(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_PATIENCE_S", 0.1)
+    ends = Ends(llama)
+    try:
+        ends.asker.begin(part_of(0, 5, [4, 2]))
+        wait_until(lambda: ends.ended)
+        assert isinstance(ends.ended[0], DeadlineExceeded)
+    finally:
+        ends.close()
+
+
+def test_a_creditor_that_hangs_up_is_noticed_at_once(ends: Ends) -> None:
+    ends.asker.begin(part_of(0, 5, [4, 2]))
+    ends.creditor.sock.shutdown(socket.SHUT_RDWR)
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost):
+        ends.asker.ask(0, *rows(5), SHAPE)
+        ends.asker.take()
+    assert time.monotonic() - began_s < PATIENCE_S / 2
+
+
+def test_the_interpreter_is_asked_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps over lent blocks: no message but the announcement goes to the creditor's interpreter."""
+    with lender(llama, BLOCKS) as owner:
+        engine = make_engine(llama, 1)
+        debtor = connect(engine, [owner.dial()], BLOCKS, choose=always(ShipMode.SHIP))
+        asked: list[str] = []
+        monkeypatch.setattr(owner.desk, "receiver", noting(asked, owner.desk.receiver))
+        attention = engine.attention
+        for first in range(4):
+            attention.begin([Span(first, 1, [2, 3])], 1)
+            for layer in range(LAYERS):
+                attention.attend(layer, *rows(1, first), SHAPE)
+            attention.end()
+        assert asked == [NATIVE]
+        debtor.close()
+
+
+def test_a_creditor_of_an_earlier_version_is_asked_by_messages(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lender(llama, BLOCKS) as owner:
+        engine = make_engine(llama, 1)
+        debtor = connect(engine, [owner.dial()], BLOCKS, choose=always(ShipMode.SHIP))
+        asked: list[str] = []
+        del owner.desk._receivers[NATIVE]
+        monkeypatch.setattr(owner.desk, "receiver", noting(asked, owner.desk.receiver))
+        attention = engine.attention
+        for first in range(2):
+            attention.begin([Span(first, 1, [2, 3])], 1)
+            for layer in range(LAYERS):
+                attention.attend(layer, *rows(1, first), SHAPE)
+            attention.end()
+        assert asked == [NATIVE, *[ATTEND] * 2 * LAYERS]
+        debtor.close()
+
+
+def noting(asked: list[str], real: Callable[[str], Any]) -> Callable[[str], Any]:
+    def receiver(kind: str) -> Any:
+        asked.append(kind)
+        return real(kind)
+
+    return receiver
