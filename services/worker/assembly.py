@@ -104,7 +104,10 @@ def transfers_of(
     return Transfers(bus, config.transfer, engine, store, registry, runner, clock)
 
 
-def work_ahead(store: KvStore | None, prefixes: Prefixes | None) -> None:
+def work_ahead(engine: Engine, store: KvStore | None, prefixes: Prefixes | None) -> None:
+    """Between two steps, and while there are none."""
+    if isinstance(engine, AttendingEngine) and engine.pie is not None:
+        engine.pie.rest()
     if store is not None and prefixes is not None:
         store.settle()
         prefixes.work_ahead()

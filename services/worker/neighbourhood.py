@@ -80,7 +80,8 @@ def extended(config: LendingConfig, engine: Engine, own: OwnPool) -> OwnPool | E
 def possible(config: LendingConfig, engine: Engine) -> LendingConfig:
     """As far as the engine allows it."""
     if isinstance(engine, AttendingEngine) and engine.is_divisible:
-        return config
+        most = 1.0 if engine.pie is None else engine.pie.lendable_share
+        return config.model_copy(update={"max_lent_fraction": min(config.max_lent_fraction, most)})
     is_gpu = isinstance(engine, AttendingEngine) and not engine.moves_layers and engine.device_type != "cpu"
     allowed = {"max_lent_fraction": 0.0} if is_gpu else {"lend": False}
     return config.model_copy(update={"borrow": False, **allowed})

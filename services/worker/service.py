@@ -119,7 +119,7 @@ class Worker:
             on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
-            between=lambda: work_ahead(self._store, prefixes),
+            between=lambda: work_ahead(engine, self._store, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
         )
         self._transfers = transfers_of(bus, config, engine, self._store, self._registry, self._runner, clock)

@@ -168,8 +168,16 @@ def true_tokens(wanted: Mapping[SequenceKey, Wanted], work: StepWork) -> list[Sa
     return tokens
 
 
-def pulled(given: PrefixCache, taken: PrefixCache, order: PullBlocks, *, most_blocks: int) -> BlocksPulled:
-    """A pull without bytes: what the source has by name, the target has then, as far as there is room."""
+def pulled(
+    given: PrefixCache,
+    taken: PrefixCache,
+    order: PullBlocks,
+    *,
+    most_blocks: int,
+    copy: Callable[[int, int], None] = lambda source, target: None,
+) -> BlocksPulled:
+    """A pull: what the source has by name, the target has then, as far as there is room. `copy`: from a block
+    of the one to a block of the other."""
     names = chain(root(FINGERPRINT, order.cache_salt), order.tokens, taken.block_tokens)
     known = taken.known_blocks(names)
     count = min(given.known_blocks(names), known + most_blocks)
@@ -178,6 +186,9 @@ def pulled(given: PrefixCache, taken: PrefixCache, order: PullBlocks, *, most_bl
         if not taken.can_allocate(2):
             break
         (block,) = taken.allocate(1)
+        source = given.hold([name])
+        copy(source[0], block)
+        given.release(source)
         taken.publish(block, name, parent)
         taken.release([block])
         parent = name

@@ -26,7 +26,7 @@ from shared.errors import InvalidRequest
 from shared.messages.commands import PlacementItem
 from shared.messages.sequence import SequenceRef
 from tests.stack.actors import Wanted, WorkerProcess
-from tests.stack.world import World
+from tests.stack.world import Pace, World
 
 BLOCKS = 24
 MARKS = Marks(1, 6)
@@ -70,7 +70,16 @@ class Loans:
 class MixedWorld(World):
     """One gateway, one scheduler, one placement, some workers."""
 
-    def __init__(self, seed: int, wanted: list[Wanted], parts: Parts, *, workers: int = 3) -> None:
+    def __init__(
+        self,
+        seed: int,
+        wanted: list[Wanted],
+        parts: Parts,
+        *,
+        workers: int = 3,
+        host_blocks: int = 0,
+        pace: Pace | None = None,
+    ) -> None:
         self.parts, self.count = parts, workers
         self.loans: dict[str, Loans] = {}
         self.fleet = FleetCapacity(order=find_order(parts.order))
@@ -86,6 +95,8 @@ class MixedWorld(World):
             workers=workers,
             kv_blocks=BLOCKS,
             cached=parts.cached,
+            host_blocks=host_blocks,
+            pace=pace or Pace(),
             policy=find_policy(parts.policy),
             rules=Rules(relief=ReliefRules(enabled=parts.relief)),
             says={"most_lent_blocks": CAP * parts.lends},
@@ -134,11 +145,16 @@ class MixedWorld(World):
     # --- loans
 
     @property
+    def own_ids(self) -> int:
+        """Blocks of a worker have lower ids."""
+        return BLOCKS
+
+    @property
     def longest_tokens(self) -> int:
         return (BLOCKS + (self.count - 1) * CAP * self.parts.lends) * 16
 
     def pool_over(self, worker: WorkerProcess, own: OwnPool) -> Pool:
-        pool = ExtendedPool(own, BLOCKS)
+        pool = ExtendedPool(own, self.own_ids)
         self.loans[worker.name] = Loans(pool)
         return pool
 
@@ -162,7 +178,7 @@ class MixedWorld(World):
         balance.on_report(capacity_of(pool))
         missing = balance.lacks(pool.borrowed_blocks, 0) if self.parts.lends else 0
         for other in self.loans:
-            if missing and other != worker.name:
+            if missing and other != worker.name and self.workers[other].alive:
                 given = lend(self.loans[other].pool.own, min(missing, self._lendable(other)), 1, KEEP)
                 loans.enter(other, given)
                 missing -= len(given)
@@ -183,11 +199,16 @@ class MixedWorld(World):
 
     def _bring_home(self, loans: Loans, most_blocks: int) -> None:
         pool = loans.pool
+        most_blocks = min(most_blocks, pool.own.lendable_blocks)
         chosen = pool.set_apart(pool.are_used(loans.places), most_blocks)
-        home = pool.own.allocate(len(chosen))
-        pool.own.withdraw(home)
+        home = pool.own.withdraw(pool.own.allocate(len(chosen)))
+        for number, place in zip(chosen, home, strict=True):
+            self.brought_home(pool, loans.places[number], place)
         pool.own.readmit(pool.come_home(zip(chosen, home, strict=True)))
         self._give_back(loans, chosen)
+
+    def brought_home(self, pool: ExtendedPool, at_creditor: tuple[str, int], place: int) -> None:
+        """A borrowed block's content is in the own memory; here nobody keeps account of that."""
 
     def _give_back(self, loans: Loans, numbers: list[int]) -> None:
         for number in numbers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
@@ -26,6 +27,11 @@ class VirtualTiers:
         self.loaded_blocks = self.lost_loads = self.stored_blocks = self.late_stores = 0
         self.cache: PrefixCache | None = None
         """Set once it is there."""
+        self.read: Callable[[int], Any] = lambda block: None
+        self.write: Callable[[int, Any], None] = lambda block, content: None
+        """What is in a block of the device, where somebody keeps account of that."""
+        self._content: dict[int, Any] = {}
+        """By slot."""
 
     def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
         done, failed = len(loads), False
@@ -37,6 +43,8 @@ class VirtualTiers:
             assert self.cache is not None
             for load in loads:
                 assert self._slots[load.place] == load.name, "a slot was reused while it was read"
+            for load in loads[:done]:
+                self.write(load.block, self._content[load.place])
             self.loaded_blocks += done
             self.cache.on_loaded(ticket, Loaded(done, failed=failed))
 
@@ -65,6 +73,7 @@ class VirtualTiers:
     def store(self, stores: Sequence[Store]) -> float:
         self.late_stores += len(stores)
         self._slots.update({store.place: store.name for store in stores})
+        self._content.update({store.place: self.read(store.block) for store in stores})
         return 0.0
 
     def start_write(self, source: int, node: StoredBlock) -> bool:
@@ -77,5 +86,5 @@ class VirtualTiers:
         assert self.cache is not None
         assert self.cache.hold([store.name]) == [store.block], "a block was reused while it was copied"
         self.cache.release([store.block])
-        self._slots[store.place] = store.name
+        self._slots[store.place], self._content[store.place] = store.name, self.read(store.block)
         self.stored_blocks += 1

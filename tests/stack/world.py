@@ -35,6 +35,7 @@ from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.policy.first_come import VllmPolicy
 from services.worker.core.plans import StepWork
 from services.worker.core.prefixes import Prefixes
+from services.worker.core.sampling import KV_LOST
 from services.worker.core.steps import StepCore, StepEffects
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import OwnPool, Pool
@@ -317,6 +318,11 @@ class World(VirtualNet):
         """How long the engine takes."""
         return self.random.choice(self.pace.steps_s)
 
+    def computed(self, worker: WorkerProcess, work: StepWork) -> set[int]:
+        """The engine has run: items whose KV was lost. Here nobody keeps account of what it reads and
+        writes."""
+        return set()
+
     def move_to(self, target: str, request: Request, mode: MoveMode = MoveMode.TOKENS) -> None:
         """Raises InvalidRequest."""
         order = SequenceMove(ref=request.ref, target=target, mode=mode)
@@ -346,7 +352,11 @@ class World(VirtualNet):
         is_there = source.alive and not source.frozen and source.incarnation == order.source_incarnation
         if given is None or taken is None or not is_there:
             return None
-        return pulled(given, taken, order, most_blocks=self.random.choice(self.pace.pulled_blocks))
+        most_blocks = self.random.choice(self.pace.pulled_blocks)
+        return pulled(given, taken, order, most_blocks=most_blocks, copy=partial(self.copied, source, target))
+
+    def copied(self, source: WorkerProcess, target: WorkerProcess, block: int, to: int) -> None:
+        """A block of one worker to a block of another; here nobody keeps account of what is in them."""
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         core = self.core
@@ -364,6 +374,10 @@ class World(VirtualNet):
         """That a worker takes."""
         return self.kv_blocks * self.block_tokens
 
+    def own_pool(self, worker: WorkerProcess) -> BlockPool:
+        """The blocks of its engine."""
+        return BlockPool(self.kv_blocks, self.block_tokens)
+
     def pool_over(self, worker: WorkerProcess, own: OwnPool) -> Pool:
         """What its sequences get their blocks from."""
         return own
@@ -373,7 +387,7 @@ class World(VirtualNet):
         worker = self.workers.setdefault(name, WorkerProcess(name))
         worker.clock = lambda: self.now_s
         worker.begin(self.says | says)
-        pool = BlockPool(self.kv_blocks, self.block_tokens)
+        pool = self.own_pool(worker)
         prefixes = None
         if self.cached:
             pace, life = self.pace, worker.life
@@ -461,7 +475,9 @@ class World(VirtualNet):
             if worker.frozen:
                 worker.mail.insert(0, finish)
                 return
-            tokens = true_tokens(self.wanted, work)
+            lost = self.computed(worker, work)
+            true = true_tokens(self.wanted, work)
+            tokens = [KV_LOST if at in lost else token for at, token in enumerate(true)]
             self._emit(worker, worker.core.finish_step(work, tokens, self.now_s, step_s))
             worker.core.check_integrity()
             self.read_mail(worker)

@@ -79,8 +79,8 @@ def _own_tokens(report: WorkerReported) -> int:
 
 
 def is_deprived(blocks: int, capacity: Capacity) -> bool:
-    """A sequence of so many blocks is larger than the worker's own KV, as far as that is not lent."""
-    return blocks > capacity.total_blocks - capacity.borrowed_blocks
+    """A sequence of so many blocks is larger than the worker's own KV, as far as that stays."""
+    return blocks > capacity.total_blocks - capacity.doomed_blocks - capacity.borrowed_blocks
 
 
 def _larger(claim: Claim, other: Claim | None) -> Claim:

@@ -46,6 +46,11 @@ class Pie(Protocol):
         """What a sequence may count on, if it is alone."""
         ...
 
+    @property
+    def lendable_share(self) -> float:
+        """Of the device's blocks, what other workers may have at most."""
+        ...
+
     def demand(self, blocks: int) -> None:
         """A sequence needs so many, all in all, and cannot begin with fewer. To be repeated while it
         waits."""
@@ -67,6 +72,10 @@ class Pie(Protocol):
 
     def step_ends(self, tokens: int, *, is_decoding: bool) -> None:
         """It sampled so many tokens; `is_decoding`: and computed no prompt."""
+        ...
+
+    def rest(self) -> None:
+        """There is no step just now: a change of size goes on as far as that can be."""
         ...
 
     def set_background(self, bytes_s: float) -> None:
@@ -99,6 +108,11 @@ class LayerPie:
         """See `Pie`. As many as there are: slots are not cut anew for one sequence."""
         return self.growth.capacity_blocks
 
+    @property
+    def lendable_share(self) -> float:
+        """See `Pie`. None: blocks lie in no fixed place."""
+        return 0.0
+
     def demand(self, blocks: int) -> None:
         """See `Pie`. Slots are not cut anew for one sequence."""
 
@@ -122,6 +136,9 @@ class LayerPie:
         """See `Pie`."""
         self.store.step_ends(tokens, is_decoding=is_decoding)
         self.growth.after_step()
+
+    def rest(self) -> None:
+        """See `Pie`. Layers change size with steps."""
 
     def set_background(self, bytes_s: float) -> None:
         """See `Pie`."""

@@ -75,6 +75,7 @@ class BlockGrowth:
         self._needed_until_s = 0.0
         self._used: Callable[[], int] = lambda: 0
         self._shed: Callable[[int], None] = lambda _: None
+        self._first_blocks = self._blocks(fifo_layers)
         if not kv.set_buffers(self._spare(fifo_layers)):
             raise ValueError(f"no room for the buffers of level {fifo_layers}")
 
@@ -103,6 +104,12 @@ class BlockGrowth:
         """What a sequence may count on, if it is alone."""
         return self.capacity_blocks if self._controller is None else self._blocks(self._controller.most)
 
+    @property
+    def lendable_share(self) -> float:
+        """Of the blocks at the start, what may be lent at any level: half of what no buffer is made of."""
+        highest = self._wanted if self._controller is None else self._controller.most
+        return (self._device_blocks - self._spare(highest)) // 2 / self._first_blocks
+
     def expansion(self) -> Expansion:
         controller, now = self._controller, self._wanted
         most = now if controller is None or controller.is_holding else controller.most
@@ -126,8 +133,7 @@ class BlockGrowth:
         self._iterations += 1
         if self._controller is not None and self._is_window_over(self._controller):
             self._judge(self._controller, now)
-        if self.is_resizing and self._pool is not None:
-            self._go_on(self._pool)
+        self.rest()
 
     def demand(self, blocks: int) -> None:
         """A sequence needs so many, all in all, and cannot begin with fewer: raised to it as far as that can
@@ -136,7 +142,8 @@ class BlockGrowth:
         if controller is None or pool is None:
             return
         self._needed_blocks, self._needed_until_s = blocks, self._clock() + _DEMAND_S
-        if pool.doomed_blocks:  # On its way down.
+        self.rest()
+        if pool.doomed_blocks:  # On its way down, and told of too lately.
             return
         level = self._wanted
         while level < controller.most and self._blocks(level) < blocks:
@@ -158,6 +165,11 @@ class BlockGrowth:
         self._wanted = fifo_layers
         if self._blocks(fifo_layers) < self.capacity_blocks:
             self._grant(self._pool)
+
+    def rest(self) -> None:
+        """Between two steps, or while there are none: goes on with a change."""
+        if self.is_resizing and self._pool is not None:
+            self._go_on(self._pool)
 
     def _note_copies(self, before: StreamFigures, now: StreamFigures) -> None:
         """A swap is what a level of 3 brings in for each step."""
@@ -255,6 +267,11 @@ class BlockPie:
         """See `Pie`."""
         return self.growth.most_blocks
 
+    @property
+    def lendable_share(self) -> float:
+        """See `Pie`."""
+        return self.growth.lendable_share
+
     def demand(self, blocks: int) -> None:
         """See `Pie`."""
         self.growth.demand(blocks)
@@ -269,6 +286,10 @@ class BlockPie:
 
     def expansion(self) -> Expansion:
         return self.growth.expansion()
+
+    def rest(self) -> None:
+        """See `Pie`."""
+        self.growth.rest()
 
     def step_begins(self, blocks: Iterable[Sequence[int]], written: Iterable[Sequence[int]]) -> None:
         """See `Pie`. Which blocks they are is told by the step's tables."""

@@ -1,0 +1,109 @@
+"""All mechanisms on, whatever comes: no block is lost, each is read as it was written, all answers end."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.core.stream import StreamPhase
+from tests.stack.actors import Wanted
+from tests.stack.everything_world import MOST_LENT, EverythingWorld
+from tests.stack.mixed_world import BLOCKS, Parts
+from tests.stack.world import Pace
+
+LONG_ENOUGH_S = 180.0
+LONGEST = (2 * BLOCKS + MOST_LENT) * 16 - 60
+"""More than a worker has at its highest level, and one other lends."""
+AFTERWARDS_S = 15.0
+chats = st.builds(
+    Wanted,
+    prompt_tokens=st.integers(20, 200),
+    answer_tokens=st.integers(1, 60),
+    max_tokens=st.sampled_from((2, 20, 60)),
+    word=st.integers(3, 6),
+)
+longs = st.builds(
+    Wanted,
+    prompt_tokens=st.integers(BLOCKS * 16 - 60, LONGEST),
+    answer_tokens=st.integers(1, 40),
+    max_tokens=st.just(40),
+    word=st.integers(3, 9),
+)
+moments = st.floats(0.5, 6.0)
+programs = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32),
+        "requests": st.lists(
+            st.tuples(st.floats(0.5, 4.0), st.one_of(chats, chats, chats, longs)), min_size=2, max_size=16
+        ),
+        "levels": st.lists(st.tuples(moments, st.integers(0, 9), st.sampled_from((0, 3, 5, 6))), max_size=8),
+        "moves": st.lists(st.tuples(moments, st.integers(0, 99)), max_size=6),
+        "cancels": st.lists(st.tuples(moments, st.integers(0, 15)), max_size=3),
+        "kills": st.lists(st.tuples(moments, st.integers(0, 2), st.floats(0.02, 1.0)), max_size=2),
+        "copies_s": st.sampled_from(((0.0,), (0.001,), (0.01, 0.05), (0.0, 0.01, 0.3))),
+        "relief": st.booleans(),
+        "placement": st.sampled_from(("prefix_aware", "mell", None)),
+    }
+)
+
+
+def play(
+    seed: int,
+    requests: list[tuple[float, Wanted]],
+    levels: list[tuple[float, int, int]],
+    moves: list[tuple[float, int]],
+    cancels: list[tuple[float, int]],
+    kills: list[tuple[float, int, float]],
+    copies_s: tuple[float, ...],
+    relief: bool,
+    placement: str | None,
+) -> EverythingWorld:
+    """All that was not cancelled is served, with its own tokens, and nothing is left of anything."""
+    world = EverythingWorld(
+        seed,
+        [one for _, one in requests],
+        Parts(placement=placement, relief=relief),
+        workers=3,
+        pace=Pace(copies_s=copies_s),
+    )
+    names = sorted(world.workers)
+    for (start_s, _), key in zip(requests, world.wanted, strict=True):
+        world.at(start_s, partial(world.submit, key))
+    for at_s, number, level in levels:
+        world.at(at_s, partial(world.resize, number, level))
+    for at_s, number in moves:
+        world.at(at_s, partial(world.move, number))
+    for at_s, number, for_s in kills:
+        world.at(at_s, partial(world.kill, world.workers[names[number]], for_s))
+    for at_s, number in cancels:
+        world.at(at_s, partial(cancel, world, number))
+    world.run(LONG_ENOUGH_S)
+    for request in world.requests:
+        assert request.over, f"{request.key}: {request.stream.phase} {world.state()}"
+        assert request.tokens == request.expected[: len(request.tokens)]
+        assert request.stream.phase in (StreamPhase.ENDED, StreamPhase.CANCELLED), request.refused
+    world.run_for(AFTERWARDS_S)
+    assert not any(worker.used_blocks for worker in world.workers.values())
+    assert (world.core.queued, world.core.running) == (0, 0)
+    return world
+
+
+def cancel(world: EverythingWorld, number: int) -> None:
+    for request in world.requests[number:][:1]:
+        world.cancel(request)
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs)
+def test_every_program_ends_well(program: dict[str, Any]) -> None:
+    play(**program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=10_000, deadline=None)
+@given(programs)
+def test_every_one_of_ten_thousand_programs_ends_well(program: dict[str, Any]) -> None:
+    play(**program)
