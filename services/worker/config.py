@@ -84,7 +84,7 @@ class WorkerConfig(ModelServiceConfig):
     @model_validator(mode="after")
     def _nothing_that_a_simulated_engine_has_not(self) -> "WorkerConfig":
         wanted = {
-            "pie.enabled": self.pie.enabled,
+            "pie.enabled": self.pie.enabled is True,
             "lending.borrow": self.lending.borrow,
             "kv_bytes": self.kv_bytes,
         }
@@ -97,7 +97,7 @@ class WorkerConfig(ModelServiceConfig):
 
     @model_validator(mode="after")
     def _one_way_to_more_kv(self) -> "WorkerConfig":
-        if self.pie.enabled and self.pie.form == "layers" and self.lending.borrow:
+        if self.pie.enabled is True and self.pie.form == "layers" and self.lending.borrow:
             raise ValueError(
                 'pie.form "layers" and lending.borrow exclude each other, as blocks lie in no fixed place: '
                 'set pie.form "blocks", or switch one off'

@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
-from services.worker.engine.attention import PagedAttention, make_pools
+from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
 from services.worker.engine.backends import Pools
 from services.worker.engine.contract import Engine, Row
 from services.worker.engine.forward import make_forward
@@ -22,6 +22,7 @@ from services.worker.kv.tiers.records import Records, records_of
 from services.worker.kv.tiers.resident import ResidentKv
 from services.worker.pie.assembly import LayerPie, assemble
 from services.worker.pie.blocks import BlockPie
+from services.worker.pie.core.sizes import most_fifo_layers
 from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
 from shared.blocks import fingerprint
@@ -69,7 +70,7 @@ class TorchEngine:
         self.block_tokens = block_tokens
         library = choose(attention, device=model.device, dtype=model.dtype)
         self.pie: LayerPie | BlockPie | None = None
-        if pie is not None and pie.enabled:
+        if pie is not None and _is_swapped(pie, model.layers, can_swap_blocks=library is not None):
             self.pie = assemble(
                 pie,
                 [
@@ -228,6 +229,14 @@ def _written(row: Row, block_tokens: int) -> Sequence[int]:
     """The blocks that the row's keys and values go to."""
     end = row.first_position + len(row.tokens)
     return row.blocks[row.first_position // block_tokens : -(-end // block_tokens)]
+
+
+def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_blocks: bool) -> bool:
+    """Whether there is Pie: where nobody asked for it, only in blocks, and of a model that it can be of."""
+    if pie.enabled != "auto":
+        return pie.enabled
+    is_possible = len(set(layers)) == 1 and most_fifo_layers(len(layers)) > 0
+    return pie.form == "blocks" and can_swap_blocks and is_possible
 
 
 def _written_blocks(rows: Sequence[Row], block_tokens: int) -> int:

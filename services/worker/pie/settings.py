@@ -10,7 +10,10 @@ class PieSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    enabled: bool = Field(default=False, description="swap layers of KV to the host")
+    enabled: bool | Literal["auto"] = Field(
+        default=False,
+        description="swap KV to the host as far as it pays; `auto`: where blocks can be swapped",
+    )
     form: Literal["blocks", "layers"] = Field(
         default="blocks",
         description="what lies on the host: some blocks of all layers, beside a prefix cache and loans, or "
