@@ -6,6 +6,8 @@ which is imported by name, and nothing else of a service.
 
 import contextlib
 import errno
+import itertools
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +24,8 @@ from shared import subjects
 from shared.config import ServiceConfig, load
 from shared.errors import ConfigError, KvasirError
 
+_FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
+_turns = itertools.count()
 
 @dataclass(frozen=True)
 class PortOwner:
@@ -48,11 +52,18 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port nobody listened on a moment ago, and that nobody is given by chance in the next.
+
+    Below those that the kernel gives to connections and to listeners on port 0; each process looks in a share
+    of its own, so that two that start stacks at the same time do not find the same one. Raises OSError when
+    the whole share is taken.
+    """
+    share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
+    for _ in range(_PORTS_OF_SHARE):
+        port = share + next(_turns) % _PORTS_OF_SHARE
+        if is_free(port, host):
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free port from {share} to {share + _PORTS_OF_SHARE - 1}")
 
 
 def owner(port: int) -> PortOwner:

