@@ -27,6 +27,7 @@ from shared.errors import ConfigError, KvasirError
 _FIRST_PORT, _SHARES, _PORTS_OF_SHARE = 12_000, 64, 320
 _turns = itertools.count()
 
+
 @dataclass(frozen=True)
 class PortOwner:
     """The process that listens on a port; `pid` is None when it belongs to somebody else."""
