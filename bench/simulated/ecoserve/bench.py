@@ -7,6 +7,7 @@ real machine is bounded by `bench sim-check`. Figures and rules: design notes in
 
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.kit.context import Context
@@ -15,6 +16,7 @@ from bench.kit.outcome import Outcome, Table
 from bench.kit.plots import Chart, draw_bars, draw_latency, draw_lines
 from bench.simulated.ecoserve import sides
 from bench.simulated.ecoserve.comparison import PAST_KNEE, PEER, Comparison, Effort, add_curves, compare
+from bench.simulated.ecoserve.headline import headline_figures, measure_headline
 from bench.simulated.ecoserve.sensitivity import Curves, best_rows, measure_sensitivities
 from bench.simulated.ecoserve.sides import (
     ABLATION,
@@ -34,6 +36,7 @@ from sim.summary import PARTS
 from sim.workloads import Source, find_source
 
 TRACES = ("sharegpt", "alpaca", "books")
+HEADLINE_TRACES = ("sharegpt", "azure", "alpaca", "books")
 PREFIXES = {"ecoserve": "", "kvasir": "k_", "ecoserve_profile": "p_"}
 """PolicySide → prefix of its figures."""
 _SHOWN = {
@@ -62,6 +65,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="of sustained rates: above them, this is too much [%(default)s]",
     )
     parser.add_argument("--processes", type=int, help="[one per core]")
+    parser.add_argument(
+        "--headline",
+        action="store_true",
+        help="only what kvasir is to vllm by predictor, with intervals over seeds [7, quick: 2]",
+    )
     parser.add_argument("--predictors", action="store_true", help="also every predictor, with our policies")
     parser.add_argument(
         "--pictures", action=BooleanOptionalAction, help="which cost as many runs again [not with --quick]"
@@ -79,6 +87,8 @@ def run(context: Context) -> Outcome:
         processes=flags.processes,
         tolerance=flags.tolerance,
     )
+    if flags.headline:
+        return _headline(context, effort)
     sides = _sides(flags.policies, flags.predictor, context.quick, flags.predictors)
     sources = _sources(flags.trace, flags.traces or (TRACES[:1] if context.quick else TRACES))
     machine = Machine()
@@ -92,6 +102,21 @@ def run(context: Context) -> Outcome:
         tables.append(_sensitivities(context, found, machine, effort, flags.predictor))
     figures = _figures(found)
     return Outcome(figures, 0, tables, _notes(found, effort, flags.predictor), simulated=True)
+
+
+def _headline(context: Context, effort: Effort) -> Outcome:
+    flags = context.arguments
+    count = flags.seeds or (2 if context.quick else 7)
+    effort = replace(effort, seeds=tuple(range(context.seed, context.seed + count)))
+    sources = _sources(flags.trace, flags.traces or (TRACES[:1] if context.quick else HEADLINE_TRACES))
+    with context.progress("seeds", len(sources) * count) as bar:
+        found = measure_headline(sources, Machine(), effort, lambda label: bar.advance(now=label))
+    for (trace, seed), answers in found.items():
+        for side, answer in answers.items():
+            context.record({"trace": trace, "seed": seed, "side": side, **answer}, "seeds.jsonl")
+    figures, tables = headline_figures(found)
+    notes = [f"seeds {list(effort.seeds)}; {effort.duration_s:g} s of arrivals at the peer's capacity"]
+    return Outcome(figures, 0, tables, notes, simulated=True)
 
 
 def _sides(

@@ -1,0 +1,139 @@
+"""The headline of `bench sim-ecoserve`: what `kvasir` is to a user, by what there is to predict lengths with.
+
+Predictors that a stack has come first (`histogram`); a noisy oracle and the truth are bounds. For every seed,
+by itself: the rate that keeps the peer's normalized latency, the service levels kept at 1.2 times the peer's
+rate, and how long the last in a thousand waits there. Ratios are within one seed; a figure is their median,
+with an interval that holds it with 95 %.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from bench.kit.outcome import Table
+from bench.kit.stats import interval, median_of_ratios
+from bench.simulated.ecoserve.comparison import PAST_KNEE, PEER, Effort
+from bench.simulated.ecoserve.measures import (
+    KneeQuestion,
+    RateQuestion,
+    Reference,
+    answer_knee,
+    answer_rate,
+    measure_reference,
+)
+from sim.case import Case, Machine
+from sim.sweep import sweep
+from sim.workloads import Source
+
+PREDICTORS = ("histogram", "sigma0.5", "oracle")
+POLICY = "kvasir"
+_FIGURES = {"k_rate_vs_vllm": "rate_per_s", "k_slo_vs_vllm": "slo", "k_wait_p999_vs_vllm": "wait_s_p999"}
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SeedQuestion:
+    """One trace with one seed, every predictor, against the peer."""
+
+    source: Source
+    seed: int
+    requests: int
+    machine: Machine
+    reference: Reference
+    tolerance: float
+    predictors: tuple[str, ...]
+
+
+Answers = dict[str, dict[str, float]]
+"""By predictor, and `PEER`: `rate_per_s`, and `sim.summary` at 1.2 times the peer's rate."""
+
+
+def answer_seed(question: SeedQuestion) -> Answers:
+    """The peer is the better of chunked and whole prompts."""
+    peers = [_case(question, PEER, "none", chunked=chunked) for chunked in (True, False)]
+    rates = [_knee(question, case) for case in peers]
+    best = max(range(2), key=rates.__getitem__)
+    sides = {PEER: peers[best]} | {name: _case(question, POLICY, name) for name in question.predictors}
+    answers: Answers = {}
+    for name, case in sides.items():
+        at = RateQuestion(name, case, PAST_KNEE * rates[best], question.reference.level, (question.seed,))
+        rate = rates[best] if name == PEER else _knee(question, case)
+        answers[name] = {"rate_per_s": rate, **answer_rate(at)}
+    return answers
+
+
+def _case(question: SeedQuestion, policy: str, predictor: str, *, chunked: bool = True) -> Case:
+    return Case(
+        question.source,
+        policy,
+        predictor,
+        question.machine,
+        requests=question.requests,
+        seed=question.seed,
+        chunked_prefill=chunked,
+    )
+
+
+def _knee(question: SeedQuestion, case: Case) -> float:
+    reference = question.reference
+    return answer_knee(
+        KneeQuestion(
+            case.policy,
+            case,
+            reference.limit_s,
+            reference.capacity_per_s,
+            (question.seed,),
+            tolerance=question.tolerance,
+        )
+    )
+
+
+def measure_headline(
+    sources: Sequence[Source],
+    machine: Machine,
+    effort: Effort,
+    tell: Callable[[str], None],
+    predictors: tuple[str, ...] = PREDICTORS,
+) -> dict[tuple[str, int], Answers]:
+    """By trace and seed."""
+    first = [
+        Case(source, PEER, "none", machine, requests=effort.requests, seed=effort.seeds[0])
+        for source in sources
+    ]
+    rough = sweep(measure_reference, first, processes=effort.processes)
+    counts = [max(effort.requests, round(effort.duration_s * one.capacity_per_s)) for one in rough]
+    cases = [replace(case, requests=count) for case, count in zip(first, counts, strict=True)]
+    references = sweep(measure_reference, cases, processes=effort.processes)
+    questions = [
+        SeedQuestion(source, seed, count, machine, reference, effort.tolerance, predictors)
+        for source, reference, count in zip(sources, references, counts, strict=True)
+        for seed in effort.seeds
+    ]
+    answers = sweep(
+        answer_seed,
+        questions,
+        processes=effort.processes,
+        on_result=lambda done, _: tell(f"{done.source.name}, seed {done.seed}"),
+    )
+    return {(one.source.name, one.seed): answer for one, answer in zip(questions, answers, strict=True)}
+
+
+def headline_figures(found: dict[tuple[str, int], Answers]) -> tuple[dict[str, float], list[Table]]:
+    """`k_rate_vs_vllm_TRACE_PREDICTOR` and its like, each with `…_low` and `…_high`; a table by trace."""
+    figures: dict[str, float] = {}
+    tables = []
+    for trace in dict.fromkeys(trace for trace, _ in found):
+        seeds = [answers for (name, _), answers in found.items() if name == trace]
+        rows = []
+        for predictor in (name for name in seeds[0] if name != PEER):
+            row: list[object] = [predictor]
+            for figure, name in _FIGURES.items():
+                ours = [max(_LEAST, answers[predictor][name]) for answers in seeds]
+                theirs = [max(_LEAST, answers[PEER][name]) for answers in seeds]
+                low, high = interval(ours, theirs, median_of_ratios)
+                key = f"{figure}_{trace}_{predictor}"
+                figures |= {key: median_of_ratios(ours, theirs), f"{key}_low": low, f"{key}_high": high}
+                row.append(f"{figures[key]:.2f} ({low:.2f} to {high:.2f})")
+            rows.append(tuple(row))
+        title = f"{trace} (simulated), {len(seeds)} seeds: kvasir over vllm, median and interval"
+        tables.append(Table(title, ("predictor", "rate", f"SLO at {PAST_KNEE} x", "p99.9 of waiting"), rows))
+    return figures, tables
