@@ -7,19 +7,19 @@ A third party declares an entry point in the group `kvasir.scheduler.policies`, 
 from importlib.metadata import EntryPoint, entry_points
 
 from services.scheduler.policy.contract import PolicyFactory, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.planner import (
+from services.scheduler.policy.first_come import FastGenPolicy, OrcaPolicy, VllmPolicy
+from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.research.ecoserve.planner import (
     EcoServe,
     EcoServeD,
     EcoServeProfile,
     EcoServeSD,
     EcoServeSDO,
 )
-from services.scheduler.policy.fastserve import FastServePolicy
-from services.scheduler.policy.first_come import FastGenPolicy, OrcaPolicy, VllmPolicy
-from services.scheduler.policy.kvasir import KvasirPolicy
-from services.scheduler.policy.multires import MultiResPolicy
-from services.scheduler.policy.ranked import SrtfPolicy
-from services.scheduler.policy.sync_coupled import SyncCoupledPolicy
+from services.scheduler.policy.research.fastserve import FastServePolicy
+from services.scheduler.policy.research.multires import MultiResPolicy
+from services.scheduler.policy.research.ranked import SrtfPolicy
+from services.scheduler.policy.research.sync_coupled import SyncCoupledPolicy
 from shared.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvasir.scheduler.policies"

@@ -12,9 +12,9 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.planner import EcoServeProfile
 from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.research.ecoserve.planner import EcoServeProfile
 from services.scheduler.policy.waiting_queue import PassingBudget
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,

@@ -17,8 +17,13 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeProfile, EcoServeSDO
 from services.scheduler.policy.kvasir import KvasirPolicy
+from services.scheduler.policy.research.ecoserve.planner import (
+    EcoServe,
+    EcoServeD,
+    EcoServeProfile,
+    EcoServeSDO,
+)
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,

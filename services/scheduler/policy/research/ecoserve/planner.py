@@ -20,10 +20,14 @@ from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage, arrival_rank
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape
-from services.scheduler.policy.ecoserve.admission import AdmissionRule, ExactAdmission, ProfileAdmission
-from services.scheduler.policy.ecoserve.hosting import Hosting
 from services.scheduler.policy.lengths import LengthEstimates
 from services.scheduler.policy.options import TwoQueueOptions, two_queue_options
+from services.scheduler.policy.research.ecoserve.admission import (
+    AdmissionRule,
+    ExactAdmission,
+    ProfileAdmission,
+)
+from services.scheduler.policy.research.ecoserve.hosting import Hosting
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import AgingTurns, Line, QueueRank, WaitingQueue
 from shared.messages.sequence import SequenceKey

@@ -1,7 +1,7 @@
 """`sync_coupled`: equal lengths start together."""
 
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.sync_coupled import SyncCoupledPolicy
+from services.scheduler.policy.research.sync_coupled import SyncCoupledPolicy
 from tests.services.scheduler.policy.batch_rig import BatchRig, rig
 
 

@@ -1,7 +1,7 @@
 """`srtf`: the shortest remaining runs, whoever ran before."""
 
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.ranked import SrtfPolicy
+from services.scheduler.policy.research.ranked import SrtfPolicy
 from tests.services.scheduler.policy.batch_rig import rig
 
 

@@ -2,7 +2,7 @@
 
 from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.ecoserve.planner import Groups
+from services.scheduler.policy.research.ecoserve.planner import Groups
 
 
 def job_of(number: int, rest: int, *, due_s: float = 9.0, computed: int = 10) -> Job:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.ecoserve.planner import EcoServeProfile, EcoServeSDO
+from services.scheduler.policy.research.ecoserve.planner import EcoServeProfile, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import (
     BatchRig,
     Jobs,

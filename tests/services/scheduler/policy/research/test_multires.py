@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import PolicySettings
-from services.scheduler.policy.multires import MultiResPolicy
+from services.scheduler.policy.research.multires import MultiResPolicy
 from tests.services.scheduler.policy.batch_rig import rig
 
 BUDGET, BLOCKS = 64, 40

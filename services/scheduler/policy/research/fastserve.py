@@ -24,7 +24,7 @@ from services.scheduler.policy.contract import (
     WorkerShape,
     read_options,
 )
-from services.scheduler.policy.ranked import RankedPolicy
+from services.scheduler.policy.research.ranked import RankedPolicy
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
 

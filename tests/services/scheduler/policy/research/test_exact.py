@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 from services.scheduler.policy.contract import PlannedBatch, PolicyFactory, PolicySettings
-from services.scheduler.policy.multires import MultiResPolicy
-from services.scheduler.policy.sync_coupled import SyncCoupledPolicy
+from services.scheduler.policy.research.multires import MultiResPolicy
+from services.scheduler.policy.research.sync_coupled import SyncCoupledPolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     Jobs,

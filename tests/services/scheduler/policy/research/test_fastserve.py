@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.policy.contract import Holding, PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.fastserve import FastServePolicy
+from services.scheduler.policy.research.fastserve import FastServePolicy
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     Jobs,

@@ -12,7 +12,7 @@ from services.scheduler.policy.contract import (
     Task,
     WorkerShape,
 )
-from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
+from services.scheduler.policy.research.ecoserve.planner import EcoServe, EcoServeD, EcoServeSD, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,

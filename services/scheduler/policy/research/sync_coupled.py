@@ -17,7 +17,7 @@ from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PolicySettings, WorkerShape, read_options
-from services.scheduler.policy.foresight import ExactPolicy
+from services.scheduler.policy.research.foresight import ExactPolicy
 from services.scheduler.policy.waiting_queue import Line
 from shared.messages.sequence import SequenceKey
 

@@ -18,7 +18,7 @@ from typing import Any
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, WorkerShape, read_options
 from services.scheduler.policy.first_come import MaximumPolicy
-from services.scheduler.policy.foresight import Foreseeing
+from services.scheduler.policy.research.foresight import Foreseeing
 from shared.messages.commands import LengthPrediction
 from shared.messages.sequence import SequenceKey
 

@@ -4,7 +4,7 @@ import pytest
 
 from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import Task
-from services.scheduler.policy.foresight import Foresight
+from services.scheduler.policy.research.foresight import Foresight
 from tests.shared.messages.builders import predicted
 
 KEY = ("a", 0)

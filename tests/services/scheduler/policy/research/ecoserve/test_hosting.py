@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.policy.batch_builder import Job
 from services.scheduler.policy.contract import PlannedBatch, PolicySettings, Task, WorkerShape
-from services.scheduler.policy.ecoserve.hosting import (
+from services.scheduler.policy.research.ecoserve.hosting import (
     Lodging,
     free_guests,
     limit_tokens,
@@ -17,7 +17,7 @@ from services.scheduler.policy.ecoserve.hosting import (
     move_out,
     open_slots,
 )
-from services.scheduler.policy.ecoserve.planner import EcoServe, EcoServeSDO
+from services.scheduler.policy.research.ecoserve.planner import EcoServe, EcoServeSDO
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,
