@@ -77,6 +77,9 @@ BENCHES: tuple[Bench, ...] = (
         "EcoServe and kvasir against their rivals, simulated",
     ),
     Bench(
+        "structured", "bench.live.structured", "answers held to JSON schemas: their cost, and are they valid"
+    ),
+    Bench(
         "together", "bench.live.together.bench", "what the mechanisms for short memory bring together, live"
     ),
     Bench("tiers", "bench.micro.tiers", "the longest step while blocks go to the host or come from it"),

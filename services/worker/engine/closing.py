@@ -13,10 +13,10 @@ import numpy as np
 
 from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
-CHECK_TOKENS = 8
-"""So often it is looked at."""
 _MOST_TOKENS = 512
 """What takes longer to close is not closed."""
+_OF_STRINGS = tuple(bytes([letter]) for letter in b"bcdghijkmopqvwxyzBCDGHIJKMOPQVWXYZ")
+"""Letters with which neither true, false nor null begins: where they may follow, a string is open."""
 _OPENING = (b"{", b"[", b" {", b" [")
 """Taken only where nothing else is allowed: each opens what has to be closed."""
 
@@ -31,7 +31,8 @@ class Closer:
         self._length = np.array([len(text) for text in texts], dtype=np.int64)
         self._is_list = [text.endswith(b"[") for text in texts]
         self._ends = self._of({*grammars.end_token_ids}.__contains__, len(texts))
-        self._letters = self._of(lambda token: texts[token].isalpha(), len(texts))
+        self._letters = self._of(lambda token: texts[token][:1] in _OF_STRINGS, len(texts))
+        self._digits = self._of(lambda token: texts[token][:1].isdigit(), len(texts))
         self._quotes = self._of(lambda token: texts[token] == b'"', len(texts))
         self._brackets = self._of(lambda token: texts[token] in (b"}", b"]"), len(texts))
         self._others = self._of(lambda token: not texts[token].startswith(_OPENING), len(texts))
@@ -43,17 +44,20 @@ class Closer:
         found = self._tokens_to_close(matcher, _MOST_TOKENS, fills_lists=True)
         return found if found < _MOST_TOKENS else 0
 
-    def is_due(self, matcher: GrammarMatcher, left_tokens: int, unit_tokens: int) -> bool:
-        """Whether an answer that stands here should begin to close."""
-        margin = unit_tokens + 2 * CHECK_TOKENS
+    def is_due(self, matcher: GrammarMatcher, left_tokens: int, unit_tokens: int, every_tokens: int) -> bool:
+        """Whether an answer that stands here should begin to close; it is looked at every so many tokens."""
+        margin = unit_tokens + 2 * every_tokens
         return self._tokens_to_close(matcher, min(left_tokens, _MOST_TOKENS)) + margin >= left_tokens
 
     def restrict(self, words: Words) -> None:
         """Of what the grammar allows, leave what leads to the end; in place."""
         if _has(words, self._ends):
             words &= self._ends
-        elif _has(words, self._quotes) and _has(words, self._letters):  # inside a string
-            words &= self._quotes
+        elif _has(words, self._letters):
+            for kind in (self._quotes, ~self._digits):
+                if _has(words, kind):
+                    words &= kind
+                    return
         else:
             for kind in (self._brackets, self._quotes, self._commas):
                 if _has(words, kind):
@@ -83,7 +87,8 @@ class Closer:
                 words &= ~self._brackets
             self.restrict(words)
             ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-            token = int(ids[self._length[ids].argmax()])
+            longest = ids[self._length[ids] == self._length[ids].max()]
+            token = int(longest[count % len(longest)])
             is_list = self._is_list[token]
             follower.accept(token)
         return most

@@ -16,7 +16,7 @@ from threading import Lock
 import numpy as np
 
 from services.worker.core.sampling import SamplePoint
-from services.worker.engine.closing import CHECK_TOKENS, Closer
+from services.worker.engine.closing import Closer
 from shared.errors import KvasirError
 from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
@@ -25,8 +25,10 @@ _MOST_GRAMMARS = 256
 """Kept compiled."""
 _MOST_MATCHERS = 4096
 """Kept at where their answers are; more would be made again in every step."""
-_UNITS, _LEAST_WINDOW = 4, 64
-"""With as many tokens left an answer is looked at for closing."""
+_FAR_TOKENS, _SELDOM = 2048, 64
+"""With as many tokens left an answer is looked at for closing, every so many."""
+_NEAR_TOKENS, _OFTEN = 64, 8
+"""The same, with so many left beyond what it may take to close it."""
 _DEADLINE_S = 1.0
 """For the masks of a step once the model has computed it: rows that have none by then fail alone."""
 
@@ -38,7 +40,7 @@ class _Answer:
     tokens: Sequence[int]
     """The sequence's own list, which only grows; another list is another attempt."""
     matcher: GrammarMatcher
-    unit_tokens: int
+    unit_tokens: "Future[int]"
     accepted: int = 0
     is_broken: bool = False
     is_closing: bool = False
@@ -48,8 +50,8 @@ class _Answer:
 class _Compiled:
     matcher: GrammarMatcher
     """At the beginning."""
-    unit_tokens: int
-    """See `Closer.unit_tokens`."""
+    unit_tokens: "Future[int]"
+    """See `Closer.unit_tokens`; found after the matcher, which a first token waits for."""
 
 
 class RowMasks:
@@ -115,7 +117,7 @@ class GrammarMasks:
         """On the compiler's thread."""
         grammars, closer = self._vocabulary.result()
         matcher = grammars.compile(grammar)
-        return _Compiled(matcher, closer.unit_tokens(matcher))
+        return _Compiled(matcher, self._compiler.submit(closer.unit_tokens, matcher.copy()))
 
     def _fill(self, masks: RowMasks, points: Sequence[SamplePoint]) -> None:
         """On the masks' thread."""
@@ -160,9 +162,13 @@ class GrammarMasks:
     def _look(self, answer: _Answer, max_tokens: int) -> None:
         """Now and then, near its limit: whether it should close. At the same places whoever computes it."""
         left_tokens = max_tokens - answer.accepted
-        is_near = answer.unit_tokens and left_tokens <= _UNITS * answer.unit_tokens + _LEAST_WINDOW
-        if is_near and not answer.is_broken and (left_tokens % CHECK_TOKENS == 0 or not answer.accepted):
-            answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, answer.unit_tokens)
+        is_first = not answer.accepted and left_tokens <= _NEAR_TOKENS
+        if answer.is_broken or left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
+            return
+        unit_tokens = answer.unit_tokens.result(_DEADLINE_S)
+        every = _OFTEN if left_tokens <= 2 * unit_tokens + _NEAR_TOKENS else _SELDOM
+        if unit_tokens and (left_tokens % every == 0 or is_first):
+            answer.is_closing = self._closer.is_due(answer.matcher, left_tokens, unit_tokens, every)
 
     @property
     def _closer(self) -> Closer:

@@ -1,0 +1,236 @@
+"""`python -m bench structured`: what it costs to hold answers to a JSON schema, and whether they keep to it.
+
+Constrained and free answers of the same length, 1, 8 and 32 at once, in turns on one stack; the time to the
+first token with a schema that was never seen before against one without; and random schemas, every answer to
+which is validated. `--suite` takes a checkout of JSON Schema's own test suite: its schemas are answered, too,
+those that are refused are counted.
+"""
+
+import json
+import random
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jsonschema
+
+from bench.kit.context import Context
+from bench.kit.load import Answer, check, first_error, full_answer, run_batch
+from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
+from bench.kit.outcome import Outcome, Table
+from bench.kit.stacks import PLAIN, Stack, start_stack
+from bench.kit.stats import median_of_ratios
+from bench.kit.turns import alternate
+from shared.errors import InternalError
+
+BATCHES = (1, 8, 32)
+TOKENS = 96
+"""Of each answer whose rate is measured."""
+PROMPT_TOKENS = 200
+"""Before a first token: the compiler has the time that they take."""
+ANSWER_TOKENS = 160
+"""At most, of an answer that is validated."""
+_DEADLINE_S = 240.0
+_AT_ONCE = 32
+_ITEM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "mood": {"enum": ["glad", "sad", "calm"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "mood", "tags"],
+    "additionalProperties": False,
+}
+ENDLESS: dict[str, Any] = {"type": "array", "items": _ITEM, "minItems": 10_000}
+"""No answer to it ends before its limit, so that it has as many tokens as a free one."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--turns", type=int, help="of both sides [9; --quick 3]")
+    parser.add_argument("--schemas", type=int, help="random ones [1000; --quick 64]")
+    parser.add_argument(
+        "--suite", type=Path, help="folder of JSON Schema's test suite, such as …/draft2020-12"
+    )
+
+
+def run(context: Context) -> Outcome:
+    """Raises InternalError when an answer is missing."""
+    flags = context.arguments
+    turns = flags.turns or (3 if context.quick else 9)
+    count = flags.schemas or (64 if context.quick else 1000)
+    draw = context.random("schemas")
+    drawn = [random_schema(draw, depth=2) for _ in range(count)]
+    of_suite = [] if flags.suite is None else suite_schemas(flags.suite)
+    with start_stack(context.run_dir / "stack", {**PLAIN, "scheduler.policy": "kvasir"}) as stack:
+        figures: dict[str, float] = {}
+        for batch in BATCHES:
+            figures[f"constrained_ratio_b{batch}"] = ratio_of(context, stack, batch, turns)
+        figures["added_ttft_ms"] = added_ttft_ms(context, stack, 3 * turns)
+        valid, wrong, _ = validated(context, stack, drawn)
+        rows: list[Sequence[object]] = [("random", count, valid, wrong, count - valid - wrong)]
+        figures["valid_share"] = valid / max(1, valid + wrong)
+        if of_suite:
+            in_suite, not_in_suite, refused = validated(context, stack, of_suite)
+            rows.append(("test suite", len(of_suite), in_suite, not_in_suite, refused))
+            figures["suite_valid_share"] = in_suite / max(1, in_suite + not_in_suite)
+            figures["suite_refused_share"] = refused / len(of_suite)
+            wrong += not_in_suite
+    tables = [Table("Schemas", ("from", "schemas", "valid answers", "invalid", "refused"), rows)]
+    notes = [f"{TOKENS} tokens an answer in ratios; rates of constrained over free, median of {turns} turns"]
+    return Outcome(figures, wrong, tables=tables, notes=notes)
+
+
+def ratio_of(context: Context, stack: Stack, batch: int, turns: int) -> float:
+    """Tokens per second of constrained answers over that of free ones."""
+    dice, ids = context.random("prompts"), vocabulary(TINY_CHAT)
+    prompts = [drawn_tokens(dice, ids, 24) for _ in range(batch)]
+    free = [full_answer(prompt, TOKENS) for prompt in prompts]
+    held = [{**body, "guided_json": ENDLESS, "ignore_eos": False} for body in free]
+    sides: list[Callable[[], float]] = [partial(_took_s, stack, held), partial(_took_s, stack, free)]
+    for side in sides:
+        side()
+    held_s, free_s = alternate(sides, turns)
+    context.record({"batch": batch, "held_s": held_s, "free_s": free_s})
+    return median_of_ratios(free_s, held_s)
+
+
+def _took_s(stack: Stack, bodies: Sequence[dict[str, Any]]) -> float:
+    """From the first text of any answer to the end of the last."""
+    answers = run_batch(stack.target, bodies, _DEADLINE_S)
+    if check(answers, TOKENS):
+        raise InternalError(f"an answer is missing: {first_error(answers)}")
+    return max(answer.ended_s for answer in answers) - min(answer.event_s[0] for answer in answers)
+
+
+def added_ttft_ms(context: Context, stack: Stack, turns: int) -> float:
+    """What a schema of 2 kB that is used for the first time adds to the time to the first token."""
+    serial, dice, ids = iter(range(10**9)), context.random("first"), vocabulary(TINY_CHAT)
+
+    def first_s(held: bool) -> float:
+        number = next(serial)
+        body = full_answer(drawn_tokens(dice, ids, PROMPT_TOKENS), 8)
+        if held:
+            body |= {"guided_json": long_schema(number), "ignore_eos": False}
+        (answer,) = run_batch(stack.target, [body], _DEADLINE_S)
+        if not answer.ok:
+            raise InternalError(f"an answer is missing: {answer.error}")
+        return answer.first_s
+
+    held_s, free_s = alternate([lambda: first_s(True), lambda: first_s(False)], turns)
+    context.record({"held_first_s": held_s, "free_first_s": free_s})
+    return 1e3 * (median(held_s) - median(free_s))
+
+
+def long_schema(number: int) -> dict[str, Any]:
+    """About 2 kB, and never the same."""
+    parts: list[dict[str, Any]] = [
+        {"enum": [f"value {number} {at}" for at in range(4)]},
+        {"type": "array", "items": _ITEM, "maxItems": 4},
+        {"type": "number", "minimum": -5},
+        {"type": "string", "pattern": "^[a-z]{2,9}$"},
+    ]
+    properties = {f"field_{number}_{at}": parts[at % len(parts)] for at in range(12)}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def validated(context: Context, stack: Stack, schemas: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    """How many answers are valid, how many are not, and how many schemas were refused."""
+    bodies = [
+        {
+            "prompt": "Write JSON.",
+            "max_tokens": ANSWER_TOKENS,
+            "seed": at,
+            "guided_json": schema,
+        }
+        for at, schema in enumerate(schemas)
+    ]
+    valid = wrong = refused = 0
+    with context.progress("schemas", len(schemas)) as progress:
+        for first in range(0, len(bodies), _AT_ONCE):
+            answers = run_batch(stack.target, bodies[first : first + _AT_ONCE], _DEADLINE_S)
+            for answer, schema in zip(answers, schemas[first:], strict=False):
+                fault = fault_of(answer, schema)
+                refused += fault == REFUSED
+                valid += fault == ""
+                wrong += fault not in ("", REFUSED)
+                if fault:
+                    context.record({"schema": schema, "text": answer.text, "fault": fault}, "faults.jsonl")
+            progress.advance(len(answers))
+    return valid, wrong, refused
+
+
+REFUSED = "refused"
+
+
+def fault_of(answer: Answer, schema: dict[str, Any]) -> str:
+    """What is wrong with an answer; empty when it is as the schema says."""
+    if answer.error:
+        return REFUSED if "status 400" in answer.error else answer.error
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(answer.text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{answer.finish_reason}: {str(error).splitlines()[0]}"
+    return ""
+
+
+def random_schema(draw: random.Random, depth: int) -> dict[str, Any]:
+    """Of the kinds that people write: objects of required and optional parts, lists, choices, references."""
+    kind = draw.choice(
+        tuple(SCALARS) if depth == 0 else (*SCALARS, "object", "object", "object", "array", "anyOf")
+    )
+    if kind == "object":
+        names = draw.sample(("name", "age", "city", "tags", "kind", "parent", "ok"), draw.randint(1, 4))
+        properties = {name: random_schema(draw, depth - 1) for name in names}
+        required = [name for name in names if draw.random() < 0.7]
+        found: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+        return found if draw.random() < 0.3 else {**found, "additionalProperties": False}
+    if kind == "array":
+        items = random_schema(draw, depth - 1)
+        return {
+            "type": "array",
+            "items": items,
+            "minItems": draw.randint(0, 2),
+            "maxItems": draw.randint(2, 4),
+        }
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, depth - 1) for _ in range(draw.randint(2, 3))]}
+    return dict(draw.choice(SCALARS[kind]))
+
+
+SCALARS: dict[str, list[dict[str, Any]]] = {
+    "string": [
+        {"type": "string"},
+        {"type": "string", "maxLength": 12},
+        {"type": "string", "minLength": 3, "maxLength": 5},
+        {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
+        {"type": "string", "format": "date"},
+        {"type": "string", "format": "uuid"},
+    ],
+    "number": [
+        {"type": "integer"},
+        {"type": "integer", "minimum": 3, "exclusiveMaximum": 70},
+        {"type": "number", "minimum": 0, "maximum": 1},
+        {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 100},
+    ],
+    "choice": [{"enum": ["red", "green", 3, None]}, {"const": "only"}, {"type": ["string", "null"]}],
+    "other": [{"type": "boolean"}, {"type": "null"}],
+}
+
+
+def suite_schemas(folder: Path) -> list[dict[str, Any]]:
+    """Of every group of tests, where it is an object, and Python can read its expressions (`\\p` it cannot).
+
+    Raises InternalError when there is none.
+    """
+    files = sorted(folder.glob("*.json"))
+    groups = [group for file in files for group in json.loads(file.read_text())]
+    schemas = [group["schema"] for group in groups if isinstance(group.get("schema"), dict)]
+    found = [schema for schema in schemas if "\\\\p" not in json.dumps(schema)]
+    if not found:
+        raise InternalError(f"{folder} has no tests of JSON Schema")
+    return found
