@@ -66,12 +66,12 @@ GETS: Mapping[str, str] = {
 _OPEN = frozenset({"/health", "/ping", "/ready"})
 
 
-def description(version: str) -> dict[str, Any]:
-    """The API in OpenAPI 3.1."""
+def description(version: str, model: str) -> dict[str, Any]:
+    """The API in OpenAPI 3.1, of a server that serves `model`."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, Any] = {}
     for path, (summary, models) in POSTS.items():
-        names = [_add(model, schemas) for model in models]
+        names = [_add(each, schemas, model) for each in models]
         wanted: dict[str, Any] = (
             {"$ref": names[0]} if len(names) == 1 else {"anyOf": [{"$ref": n} for n in names]}
         )
@@ -85,7 +85,8 @@ def description(version: str) -> dict[str, Any]:
         if path in _OPEN:
             operation["security"] = []
         if "{model}" in path:
-            name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            wanted = {"type": "string", "enum": [model]}
+            name = {"name": "model", "in": "path", "required": True, "schema": wanted}
             operation["parameters"] = [name]
         paths[path] = {"get": operation}
     return {
@@ -115,12 +116,14 @@ _ERROR: dict[str, Any] = {
 }
 
 
-def _add(model: type[BaseModel], schemas: dict[str, Any]) -> str:
+def _add(model: type[BaseModel], schemas: dict[str, Any], served: str) -> str:
     """Its schema among the others; a reference to it."""
     found = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= found.pop("$defs", {})
     for name, each in found.get("properties", {}).items():
         each.pop("title", None)
+        if name == "model":
+            each["enum"] = [served]
         if name in DESCRIPTIONS:
             each["description"] = DESCRIPTIONS[name]
     schemas[model.__name__] = found
@@ -135,9 +138,9 @@ def _responses(kinds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def page(version: str) -> bytes:
+def page(version: str, model: str) -> bytes:
     """The description for people."""
-    described = description(version)
+    described = description(version, model)
     parts = [
         f"<h1>Kvasir {html.escape(version)}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"
     ]
@@ -174,6 +177,6 @@ _PAGE = (
 )
 
 
-def written(version: str) -> tuple[bytes, bytes]:
+def written(version: str, model: str) -> tuple[bytes, bytes]:
     """`/openapi.json` and `/docs`."""
-    return orjson.dumps(description(version)), page(version)
+    return orjson.dumps(description(version, model)), page(version, model)

@@ -112,7 +112,7 @@ def make_app(sessions: Sessions, acceptance: Acceptance, config: GatewayConfig) 
     async def version() -> Response:
         return _json({"version": VERSION})
 
-    _add_description(app)
+    _add_description(app, config)
     _handle_errors(app)
     return HeadAsGet(Shortcut(app, completions))
 
@@ -176,8 +176,8 @@ def _add_models(app: FastAPI, sessions: Sessions, config: GatewayConfig) -> None
         return _json(model_body(config.served_name, began_s, sessions.workers.context_tokens))
 
 
-def _add_description(app: FastAPI) -> None:
-    schema, page = written(VERSION)
+def _add_description(app: FastAPI, config: GatewayConfig) -> None:
+    schema, page = written(VERSION, config.served_name)
 
     @app.get("/openapi.json")
     async def show_schema() -> Response:

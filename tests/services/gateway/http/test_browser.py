@@ -67,7 +67,7 @@ async def test_the_description_describes(stack: Stack) -> None:
         Draft202012Validator.check_schema(schema), name
     chat = {**described["components"]["schemas"]["ChatRequest"], "components": described["components"]}
     validator = Draft202012Validator(chat)
-    assert validator.is_valid({"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": "a"})
-    assert not validator.is_valid({"model": "m", "messages": [{"role": "bot", "content": "x"}]})
+    assert validator.is_valid({"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stop": "a"})
+    assert not validator.is_valid({"model": MODEL, "messages": [{"role": "bot", "content": "x"}]})
     page = (await stack.http.get("/docs")).text
     assert "/v1/chat/completions" in page and "logit_bias" in page
