@@ -104,6 +104,8 @@ class Sampling(Message, frozen=True, kw_only=True):
     """No others are chosen; empty: all may be."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Runs of tokens: the last of one is not chosen where the answer ends with the others."""
+    embeds: bool = False
+    """Log-probabilities, which have to be asked for, come with the hidden state that they are of."""
 
     def __post_init__(self) -> None:
         check_packed(self.forced)

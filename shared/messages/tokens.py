@@ -4,7 +4,17 @@ import msgspec
 
 from shared.messages.base import Message
 from shared.messages.sequence import FinishReason, SequenceRef
-from shared.messages.values import Choice, Count, Digest, Id, LogProbability, Number, RequestId, TokenId
+from shared.messages.values import (
+    Choice,
+    Count,
+    Digest,
+    HiddenState,
+    Id,
+    LogProbability,
+    Number,
+    RequestId,
+    TokenId,
+)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -13,6 +23,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     chosen: LogProbability
     top: tuple[tuple[TokenId, LogProbability], ...] = ()
     """(token id, log-probability), likeliest first."""
+    hidden: HiddenState = b""
+    """Where the request embeds: what the model's head was given here, little-endian fp32."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

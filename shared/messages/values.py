@@ -66,6 +66,8 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=100)]
 LogitBias = Annotated[float, Meta(ge=-1e3, le=1e3)]
 GrammarText = Annotated[str, Meta(max_length=65_536)]
 
+HiddenState = Annotated[bytes, Meta(max_length=4 * 32_768)]
+"""Packed fp32; the widest models have 16,384."""
 Digest = Annotated[bytes, Meta(max_length=64)]
 """A fingerprint, a salt; empty where there is none."""
 

@@ -14,6 +14,7 @@ ROOTS = (
     "CreateChatCompletionResponse",
     "CreateChatCompletionStreamResponse",
     "CreateCompletionResponse",
+    "CreateEmbeddingResponse",
     "ErrorResponse",
     "ListModelsResponse",
     "Model",

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.anthropic.requests import MessagesRequest
 from services.gateway.openai.fields import DESCRIPTIONS
 from services.gateway.openai.response_requests import ResponseRequest
-from services.gateway.openai.schemas import ChatRequest, TextRequest
+from services.gateway.openai.schemas import ChatRequest, EmbeddingRequest, TextRequest
 from services.gateway.openai.tokenize import DetokenizeTokens, TokenizeChat, TokenizeText
 
 EXPOSED = ["x-request-id", "x-kvasir-request-id", "retry-after"]
@@ -49,6 +49,7 @@ class HeadAsGet:
 POSTS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
     "/v1/chat/completions": ("An answer to a chat, whole or as events", (ChatRequest,)),
     "/v1/completions": ("A text that goes on, whole or as events", (TextRequest,)),
+    "/v1/embeddings": ("Vectors of texts", (EmbeddingRequest,)),
     "/v1/responses": ("An answer in OpenAI's newer API, whole or as events", (ResponseRequest,)),
     "/v1/messages": ("An answer in Anthropic's API, whole or as events", (MessagesRequest,)),
     "/v1/messages/count_tokens": ("The tokens of that API's request", (MessagesRequest,)),

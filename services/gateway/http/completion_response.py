@@ -189,6 +189,7 @@ class CompletionResponse(Response):
                 self._logprobs(tokens[answer.index]),
                 self._prompt_logprobs(answer),
                 answer.matched_stop,
+                answer.hidden,
             )
             for answer in answers
         ]

@@ -12,6 +12,7 @@ from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
+from services.gateway.openai.embeddings import EmbeddingWriter, admit_embeddings
 from services.gateway.openai.replies import AnswerWriter, Letterhead
 from services.gateway.openai.response_replies import ResponseWriter
 from services.gateway.openai.response_requests import parse_response
@@ -71,9 +72,17 @@ def _in_parts(job: AdmittedRequest) -> AdmittedRequest:
     return job if job.reader is not None else replace(job, reader=PlainReader)
 
 
+async def _embeddings(
+    acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
+) -> tuple[AdmittedRequest, AnswerWriter]:
+    job, is_packed = await admit_embeddings(acceptance, body, context)
+    return job, EmbeddingWriter(naming.config.served_name, is_packed)
+
+
 SURFACES: Mapping[str, Surface] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _text,
+    "/v1/embeddings": _embeddings,
     "/v1/messages": _messages,
     "/v1/responses": _responses,
 }

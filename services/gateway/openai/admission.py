@@ -299,12 +299,16 @@ class Acceptance:
     def close(self) -> None:
         self.threads.close()
 
-    def _check(self, request: schemas.CompletionFields) -> None:
+    def check_fields(self, request: schemas.NamesModel) -> None:
+        """Raises ModelNotFound, UnsupportedFeature and InvalidRequest for fields that this server has not."""
         if request.model != self._config.served_name:
             raise unknown_model(request.model, self._config.served_name)
         fields.refuse_unsupported(request.model_extra or {})
         if not self.ignores_unknown:
             fields.refuse_unknown(request)
+
+    def _check(self, request: schemas.CompletionFields) -> None:
+        self.check_fields(request)
         if request.stream and request.prompt_logprobs is not None:
             raise UnsupportedFeature("prompt_logprobs is not streamed", param="prompt_logprobs")
         if (request.n or 1) > self._config.max_n:
@@ -312,13 +316,14 @@ class Acceptance:
 
     def _prompts(self, request: schemas.TextRequest) -> list[list[int]]:
         adds_special = request.add_special_tokens is not False
-        return [self._encode(prompt, adds_special=adds_special) for prompt in request.prompts]
+        return [self.encode(prompt, "prompt", adds_special=adds_special) for prompt in request.prompts]
 
-    def _encode(self, prompt: str | list[int], *, adds_special: bool = True) -> list[int]:
+    def encode(self, prompt: str | list[int], param: str, *, adds_special: bool = True) -> list[int]:
+        """Tokens of a text or of tokens. Raises InvalidRequest for tokens that the model does not have."""
         if isinstance(prompt, str):
             return self.codec.encode_text(prompt, add_special_tokens=adds_special)
         if any(not 0 <= token < self.codec.vocab_size for token in prompt):
-            raise InvalidRequest(f"token ids are from 0 to {self.codec.vocab_size - 1}", param="prompt")
+            raise InvalidRequest(f"token ids are from 0 to {self.codec.vocab_size - 1}", param=param)
         return prompt
 
     def _job(
@@ -332,7 +337,8 @@ class Acceptance:
     ) -> AdmittedRequest:
         seed = secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK
         prompts = [self._truncated(request, prompt, limit, context_tokens) for prompt in prompts]
-        limits = [self._limit(kind, len(prompt), limit, context_tokens) for prompt in prompts]
+        param = "messages" if kind == "chat" else "prompt"
+        limits = [self.limit(param, len(prompt), limit, context_tokens) for prompt in prompts]
         given = [self._given(request, prompt, limit, at) for at, prompt in enumerate(prompts)]
         return AdmittedRequest(
             kind=kind,
@@ -392,9 +398,8 @@ class Acceptance:
             text = str(asked) if is_whole else decode(self.codec.tokenizer, prompt)
         return Given(count, tuple(prompt) if count or echoes else (), text)
 
-    def _limit(self, kind: ReplyKind, prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
+    def limit(self, param: str, prompt_tokens: int, limit: int | None, context_tokens: int) -> int:
         """Longest answer. Raises ContextOverflow, in the words that clients look for."""
-        param = "messages" if kind == "chat" else "prompt"
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt has no tokens", param=param)
         left = context_tokens - prompt_tokens
@@ -409,5 +414,5 @@ class Acceptance:
             )
         if limit is not None:
             return limit
-        default = DEFAULT_TEXT_MAX_TOKENS if kind == "text" else self._config.default_max_tokens
+        default = DEFAULT_TEXT_MAX_TOKENS if param == "prompt" else self._config.default_max_tokens
         return min(left, default or left)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from services.gateway.errors import UnsupportedFeature, shown
-from services.gateway.openai.schemas import ChatRequest, TextRequest
+from services.gateway.openai.schemas import ChatRequest, EmbeddingRequest, TextRequest
 from shared.errors import InvalidRequest
 
 DESCRIPTIONS: Mapping[str, str] = {
@@ -60,6 +60,8 @@ DESCRIPTIONS: Mapping[str, str] = {
     "chat_template_kwargs": "go to the chat template",
     "best_of": "at most `n`",
     "echo": "begin with the prompt",
+    "input": "as `prompt`, 2,048 of them at most: each gets a vector of length one",
+    "encoding_format": "of vectors: `float`, or `base64` of little-endian fp32",
     "add_special_tokens": "false: the prompt as it is, without a begin token",
 }
 """What each field that is honoured does, for the table in the docs and /openapi.json."""
@@ -85,6 +87,7 @@ UNSUPPORTED: Mapping[str, Neutral] = {
     "logits_processors": _is_empty,
     "chat_template": _is_empty,
     "documents": _is_empty,
+    "dimensions": _is_empty,
     "length_penalty": _is(1),
     "audio": _is_empty,
     "modalities": lambda value: value is None or value == ["text"],
@@ -102,6 +105,7 @@ UNSUPPORTED: Mapping[str, Neutral] = {
 
 INSTEAD: Mapping[str, str] = {
     "chat_template": "the model's own is used; chat_template_kwargs go to it",
+    "dimensions": "of embeddings: all that the model has are given",
     "documents": "put them into a message",
     "echo": "it goes with /v1/completions",
     "functions": "send them as tools",
@@ -148,11 +152,14 @@ def refuse_unknown(request: BaseModel) -> None:
     raise InvalidRequest(f"there is no field {shown(name, 64)!r}{meant}", param=shown(name, 64))
 
 
+REQUESTS = (ChatRequest, TextRequest, EmbeddingRequest)
+
+
 def table() -> str:
     """Every field in Markdown."""
-    lines = [_HEAD, "| field | chat | completions | |", "|---|---|---|---|"]
-    for name in sorted({*ChatRequest.model_fields, *TextRequest.model_fields}):
-        places = ["yes" if name in each.model_fields else "" for each in (ChatRequest, TextRequest)]
+    lines = [_HEAD, "| field | chat | completions | embeddings | |", "|---|---|---|---|---|"]
+    for name in sorted({name for each in REQUESTS for name in each.model_fields}):
+        places = ["yes" if name in each.model_fields else "" for each in REQUESTS]
         lines.append(f"| `{name}` | {' | '.join(places)} | {DESCRIPTIONS[name]} |")
     lines += ["", "Taken without effect: " + ", ".join(f"`{name}`" for name in sorted(IGNORED)) + ".", ""]
     lines += ["Refused, unless the value asks for nothing:", "", "| field | instead |", "|---|---|"]
@@ -162,8 +169,9 @@ def table() -> str:
 
 _HEAD = """# Fields of a request
 
-Of `POST /v1/chat/completions` and `POST /v1/completions`. A field that is in none of these tables is
-refused with 400 and the name of the one that may be meant; `gateway.unknown_fields: ignore` lets it pass.
+Of `POST /v1/chat/completions`, `POST /v1/completions` and `POST /v1/embeddings`. A field that is in none
+of these tables is refused with 400 and the name of the one that may be meant; `gateway.unknown_fields: ignore`
+lets it pass.
 This file is made by `python -m services.gateway.openai.fields > docs/fields.md`.
 """
 

@@ -88,7 +88,7 @@ def _by_text(item: PlacedToken, vocabulary: Vocabulary, top: int) -> dict[str, f
 
 DONE = b"data: [DONE]\n\n"
 
-ReplyKind = Literal["chat", "text"]
+ReplyKind = Literal["chat", "text", "embedding"]
 
 
 class AnswerWriter(Protocol):
@@ -150,6 +150,8 @@ class FinishedChoice:
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     stop: str | None = None
     """The stop string that it ended at."""
+    hidden: bytes = b""
+    """Of requests that embed: the model's last hidden state, packed fp32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,11 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _prompts(value: Any) -> list[Any]:
-    """By hand: a union of lists would collect an error for each of a million tokens in each wrong branch."""
+def texts_or_tokens(value: Any) -> list[Any]:
+    """As a list of texts, or of lists of tokens.
+
+    By hand: a union of lists would collect an error for each of a million tokens in each wrong branch.
+    """
     prompts = [value] if isinstance(value, str) or _is_tokens(value) else value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(
@@ -132,12 +135,17 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class CompletionFields(BaseModel):
-    """What both endpoints have. None is the same as absent, as in OpenAI's schema."""
+class NamesModel(BaseModel):
+    """What says which model is to do it. None is the same as absent, as in OpenAI's schema."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
     model: str
+
+
+class CompletionFields(NamesModel):
+    """What both endpoints have."""
+
     max_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -211,7 +219,7 @@ class ChatRequest(CompletionFields):
 class TextRequest(CompletionFields):
     """POST /v1/completions. Each prompt is a text or a list of token ids."""
 
-    prompt: Annotated[Any, PlainValidator(_prompts)]
+    prompt: Annotated[Any, PlainValidator(texts_or_tokens)]
     """A list of texts or of lists of token ids, whichever of the four forms the client used."""
     best_of: int | None = Field(None, ge=0, le=20)
     logprobs: int | None = Field(None, ge=0, le=5)
@@ -227,6 +235,19 @@ class TextRequest(CompletionFields):
     def logprobs_wanted(self) -> int | None:
         """As that of a chat."""
         return self.logprobs
+
+
+class EmbeddingRequest(NamesModel):
+    """POST /v1/embeddings."""
+
+    input: Annotated[
+        Any,
+        PlainValidator(texts_or_tokens, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
 
 
 CompletionRequest = ChatRequest | TextRequest

@@ -226,6 +226,8 @@ class ChoiceText:
         self.completion_tokens = 0
         """Tokens read, up to and including the one that ended the answer."""
         self.echo = PromptEcho(tokenizer, given)
+        self.hidden = b""
+        """The latest token's hidden state, where the request embeds."""
         self._given = given
         self._read_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, shows_special=rules.shows_special)
@@ -270,6 +272,8 @@ class ChoiceText:
             token = tokens[self._read_tokens]
             logprobs = self.stream.logprobs.pop(self._read_tokens, None)
             self._read_tokens += 1
+            if logprobs is not None and logprobs.hidden:
+                self.hidden = logprobs.hidden
             if self._read_tokens <= self._given.tokens:
                 self.echo.logprobs.append(logprobs)
                 continue

@@ -10,6 +10,7 @@ from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.attention import LayerShape, PagedAttention, make_pools
 from services.worker.engine.backends import Pools
 from services.worker.engine.contract import Engine, Row
+from services.worker.engine.embedding import with_hidden
 from services.worker.engine.forward import make_forward
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.layout import Span
@@ -219,6 +220,8 @@ class TorchEngine:
         )
         self._attention.end()
         drawn = sample(logits, points, self._attention.library, masks) if points else []
+        if any(point.sampling.embeds for point in points):
+            drawn = with_hidden(drawn, points, logits.hidden)
         if len(drawn) == len(rows):
             return drawn
         following = iter(drawn)

@@ -54,7 +54,8 @@ class LlamaForward:
             hidden = torch.addmm(hidden, attended, layer.output.t())
             gate, up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
             hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down.t())
-        return Logits(functional.linear(self._normed(hidden[kept], self._norm), self._head))
+        found = self._normed(hidden[kept], self._norm)
+        return Logits(functional.linear(found, self._head), hidden=found)
 
     def _attend(
         self, index: int, layer: JoinedLayer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -86,7 +87,12 @@ class TransformersForward:
 
     def __init__(self, model: LoadedModel, attention: PagedAttention) -> None:
         self._module = model.module
+        self._hidden: torch.Tensor | None = None
         replace_attention(model.module, attention.name)
+        model.module.get_output_embeddings().register_forward_pre_hook(self._note_hidden)
+
+    def _note_hidden(self, _: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        self._hidden = arguments[0][0]
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Logits:
         output = self._module(
@@ -96,7 +102,10 @@ class TransformersForward:
             # An empty index would be valid here, but some models slice with it in ways that are not.
             logits_to_keep=kept if kept.numel() else torch.zeros_like(tokens[:1]),
         )
-        return Logits(output.logits[0, : kept.numel()])
+        hidden, self._hidden = self._hidden, None
+        return Logits(
+            output.logits[0, : kept.numel()], hidden=None if hidden is None else hidden[: kept.numel()]
+        )
 
 
 def make_forward(

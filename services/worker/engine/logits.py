@@ -16,3 +16,5 @@ class Logits:
     values: torch.Tensor
     highest: torch.Tensor | None = None
     likeliest: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    """`[rows, hidden size]`: what `values` are of, after the model's last norm; valid as long as they are."""

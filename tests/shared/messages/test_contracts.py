@@ -131,7 +131,7 @@ def test_the_bytes_of_a_frame_are_arrays_in_this_order() -> None:
     logprobs = (tokens.TokenLogprobs(-0.5, ((7, -0.5), (9, -1.5))), tokens.TokenLogprobs(-2.0))
     delta = tokens.TokenDelta("req_1", 0, 1, 5, (7, 8), FinishReason.STOP, 3, logprobs, b"p")
     frame = tokens.TokenFrame("worker-0", 9, (delta,))
-    packed = [[-0.5, [[7, -0.5], [9, -1.5]]], [-2.0, []]]
+    packed = [[-0.5, [[7, -0.5], [9, -1.5]], b""], [-2.0, [], b""]]
     assert msgpack.unpackb(encode(frame)) == [
         "worker-0",
         9,

@@ -32,18 +32,20 @@ _log = logging.getLogger("kvasir.worker.graphs")
 _WARM_UPS = 2
 """Calls before a capture: kernels are compiled, libraries make their workspaces."""
 
-Compute = Callable[[], torch.Tensor]
-Replay = Callable[[], torch.Tensor]
+Results = tuple[torch.Tensor, torch.Tensor]
+"""Logits `[kept, vocabulary]` and what they are of, `[kept, hidden size]`."""
+Compute = Callable[[], Results]
+Replay = Callable[[], Results]
 
 
 class Computation(Protocol):
     """`services.worker.engine.forward.Forward` without its wrapping: what can be captured."""
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> Results: ...
 
 
 class Capture(Protocol):
-    """Turns a computation on static tensors into one that is replayed; its result is static too."""
+    """Turns a computation on static tensors into one that is replayed; its results are static too."""
 
     def __call__(self, compute: Compute) -> Replay: ...
 
@@ -66,7 +68,7 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = compute()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Results:
             graph.replay()
             return output
 
@@ -180,22 +182,24 @@ class DecodeGraphs:
         """See `services.worker.engine.forward.Forward`. The logits are valid until the next call."""
         packed = self._backend.packed
         if packed is None or not self._replays or not self._arrays.fits(packed):
-            return Logits(self._forward(tokens, positions, kept))
+            logits, hidden = self._forward(tokens, positions, kept)
+            return Logits(logits, hidden=hidden)
         rows = len(packed.first_position)
         batch = next(size for size in self._sizes if size >= rows)
         self._arrays.fill(packed, batch)
         # Tokens and positions of padded rows are an earlier step's: valid, and nobody reads the result.
         self._arrays.tokens[:rows].copy_(tokens)
         self._arrays.positions[:rows].copy_(positions)
-        logits = self._replays[batch]()
-        return Logits(logits[:rows] if kept.shape[0] == rows else logits[kept])
+        logits, hidden = self._replays[batch]()
+        chosen = slice(rows) if kept.shape[0] == rows else kept
+        return Logits(logits[chosen], hidden=hidden[chosen])
 
     def _captured(self, batch: int) -> Replay:
         arrays = self._arrays
         step = DecodeStep(arrays, batch, self._backend.block_tokens, self._backend.multiprocessors)
         tokens, positions, kept = arrays.tokens[:batch], arrays.positions[:batch], self._kept[:batch]
 
-        def compute() -> torch.Tensor:
+        def compute() -> Results:
             with self._backend.fixed(step):
                 return self._forward(tokens, positions, kept)
 

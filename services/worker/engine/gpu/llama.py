@@ -58,15 +58,19 @@ class CudaLlama:
         self._layers = [join_layer(layer) for layer in module.model.layers]
         self._angles = _angles(module.model.rotary_emb, max_positions, self._embedding.device)
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → logits `[kept, vocabulary]`."""
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tokens`, `positions` int64 `[rows]`, `kept` int64, rows wanted → logits `[kept, vocabulary]`, and
+        what they are of, `[kept, hidden size]`."""
         hidden = functional.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, hidden, positions)
             hidden = torch.addmm(hidden, attended, layer.output.t())
             gate_up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up)
             hidden = torch.addmm(hidden, gated(gate_up), layer.down.t())
-        return functional.linear(self._normed(hidden[kept], self._norm), self._head)
+        found = self._normed(hidden[kept], self._norm)
+        return functional.linear(found, self._head), found
 
     def _attend(
         self, index: int, layer: JoinedLayer, hidden: torch.Tensor, positions: torch.Tensor

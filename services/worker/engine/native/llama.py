@@ -255,6 +255,7 @@ class NativeLlama:
             results["logits"][:kept],
             results["highest"].view(-1)[:kept],
             results["likeliest"].view(-1)[:kept],
+            self._scratch["normed"][:kept],
         )
 
     def prepare(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> LlamaStep:

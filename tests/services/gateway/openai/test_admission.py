@@ -197,7 +197,7 @@ async def test_whatever_costs_time_is_off_the_event_loop(
     acceptance.ignores_unknown = True
     note(schemas, "parse")
     note(Codec, "encode_rendered")
-    note(Acceptance, "_encode")
+    note(Acceptance, "encode")
     with contextlib.suppress(ContextOverflow):
         await getattr(acceptance, kind)(orjson.dumps(fields), context)
     assert [name.rstrip("01_") for name in threads] == ["reader", "tokenizer"]

@@ -22,6 +22,7 @@ ASKED: dict[str, Any] = {
     "logits_processors": ["x"],
     "chat_template": "x",
     "documents": [{}],
+    "dimensions": 16,
     "tools": [{}],
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,

@@ -42,14 +42,17 @@ class SmallModel:
         )
         self.k_pool, self.v_pool = backend.pools[0]
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls += 1
         hidden = self._embedding[tokens] + self._places[positions]
         joined = (hidden @ self._projection.T).view(hidden.shape[0], -1, DIM)
         queries, keys, values = torch.split(joined, [HEADS, KV_HEADS, KV_HEADS], 1)
         self._backend.write(0, keys, values, self._backend.step.slots)
         attended = self._backend.attend(0, queries, keys, values, Shape(0.25), None)
-        return attended[kept].flatten(1) @ self._head.T
+        found = attended[kept].flatten(1)
+        return found @ self._head.T, found
 
 
 class Engine:
@@ -70,7 +73,13 @@ class Engine:
         with torch.inference_mode():
             for backend in self.backends:
                 backend.begin(spans, 0, pack(spans, BLOCK_TOKENS))
-            return self.graphs(tokens, positions, wanted).values, self.models[1](tokens, positions, wanted)
+            found, (logits, hidden) = (
+                self.graphs(tokens, positions, wanted),
+                self.models[1](tokens, positions, wanted),
+            )
+        assert found.hidden is not None
+        torch.testing.assert_close(found.hidden, hidden, rtol=1e-5, atol=1e-5)
+        return found.values, logits
 
     def check_pools(self) -> None:
         for mine, theirs in zip(

@@ -1,0 +1,121 @@
+"""POST /v1/embeddings: the served model's last hidden state at the end of each text, of length one.
+
+A text is a sequence like any other, of one token, which nobody reads: it is batched, finds stored prefixes
+and survives its worker as they do. Pooling is the last token's, as decoders that were trained to embed have
+it.
+"""
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from services.gateway.errors import UnsupportedFeature
+from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
+from services.gateway.openai.replies import DONE, FinishedChoice, Usage, error_event
+from services.gateway.openai.schemas import EmbeddingRequest, parse_object, validated
+from services.gateway.parts.items import Part
+from services.gateway.text.choice_text import TextRules
+from shared.errors import InvalidRequest, KvasirError
+from shared.messages.sequence import Sampling
+
+MAX_INPUTS = 2048
+"""As in OpenAI's API."""
+
+
+async def admit_embeddings(
+    acceptance: Acceptance, body: bytes, context: ContextLimit
+) -> tuple[AdmittedRequest, bool]:
+    """A job of one sequence for each text, and whether vectors are wanted in base64.
+
+    Raises InvalidRequest and its kinds, Overloaded, or what `context` raises.
+    """
+    request = await acceptance.threads.read(lambda: _checked(acceptance, body), len(body))
+    prompts = await acceptance.threads.encode(lambda: _prompts(acceptance, request), len(body))
+    context_tokens = await context()
+    most = request.truncate_prompt_tokens
+    most = context_tokens - 1 if most == -1 else most
+    prompts = [prompt if most is None else prompt[-most:] for prompt in prompts]
+    for prompt in prompts:
+        acceptance.limit("input", len(prompt), 1, context_tokens)
+    sampling = Sampling(seed=0, max_tokens=1, temperature=0.0, top_logprobs=0, embeds=True)
+    job = AdmittedRequest(
+        kind="embedding",
+        prompts=tuple(map(tuple, prompts)),
+        samplings=(sampling,) * len(prompts),
+        n=1,
+        rules=TextRules(),
+        stream=False,
+        include_usage=True,
+        unknown_fields=(),
+        cache_salt=request.cache_salt or "",
+    )
+    return job, request.encoding_format == "base64"
+
+
+def _checked(acceptance: Acceptance, body: bytes) -> EmbeddingRequest:
+    request = validated(EmbeddingRequest, parse_object(body))
+    acceptance.check_fields(request)
+    if len(request.input) > MAX_INPUTS:
+        raise InvalidRequest(f"input may have {MAX_INPUTS} texts at most", param="input")
+    if request.truncate_prompt_tokens == 0:
+        text = "truncate_prompt_tokens should be at least 1, or -1"
+        raise InvalidRequest(text, param="truncate_prompt_tokens")
+    return request
+
+
+def _prompts(acceptance: Acceptance, request: EmbeddingRequest) -> list[list[int]]:
+    adds_special = request.add_special_tokens is not False
+    return [acceptance.encode(text, "input", adds_special=adds_special) for text in request.input]
+
+
+class EmbeddingWriter:
+    """An `AnswerWriter` for vectors, which are never streamed."""
+
+    def __init__(self, model: str, is_packed: bool) -> None:
+        self._model = model
+        self._is_packed = is_packed
+
+    def begin(self, index: int) -> bytes:
+        return b""
+
+    def piece(
+        self,
+        index: int,
+        parts: Sequence[Part],
+        reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+        stop: str | None = None,
+    ) -> bytes:
+        return b""
+
+    def end(self, usage: Usage, *, include_usage: bool) -> bytes:
+        return DONE
+
+    def failed(self, error: KvasirError) -> bytes:
+        return error_event(error) + DONE
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+        """Raises UnsupportedFeature where the workers give no hidden states."""
+        data = [
+            {"object": "embedding", "index": choice.index, "embedding": self._vector(choice.hidden)}
+            for choice in choices
+        ]
+        counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+        content = {"object": "list", "data": data, "model": self._model, "usage": counts}
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _vector(self, hidden: bytes) -> Any:
+        if not hidden:
+            raise UnsupportedFeature("this model's workers give no embeddings", param="model")
+        vector = unit(hidden)
+        return base64.b64encode(vector.tobytes()).decode() if self._is_packed else vector
+
+
+def unit(hidden: bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """Packed fp32 as a vector of length one; zeros stay zeros."""
+    vector = np.frombuffer(hidden, dtype="<f4").astype(np.float64)
+    length = float(np.linalg.norm(vector))
+    return (vector / (length or 1.0)).astype("<f4")

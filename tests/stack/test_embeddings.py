@@ -1,0 +1,100 @@
+"""Embeddings on a whole stack: the model's own last hidden states, however they are asked for."""
+
+import base64
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conformance.schemas import violations
+from tests.patience import STACK_PATIENCE_S
+from tests.stack.running import TINY_CHAT, RunningStack
+
+pytestmark = pytest.mark.stack
+TEXTS = ["A dog ran home.", "Rain.", "Once upon a time there was a fox. " * 12]
+
+
+@pytest.fixture(scope="module")
+def client(stack: RunningStack) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[float]]:
+    """From transformers, each text by itself."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_CHAT)
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32).eval()
+    found = []
+    with torch.inference_mode():
+        for text in TEXTS:
+            states = model.model(input_ids=torch.tensor([tokenizer(text).input_ids])).last_hidden_state
+            found.append(torch.nn.functional.normalize(states[0, -1], dim=-1).tolist())
+    return found
+
+
+def vectors(reply: Any) -> list[list[float]]:
+    return [each.embedding for each in sorted(reply.data, key=lambda each: each.index)]
+
+
+def test_they_are_the_models_hidden_states(client: openai.OpenAI, expected: list[list[float]]) -> None:
+    """The second time blocks of the longest are found in the prefix cache, or on another worker."""
+    for _ in range(2):
+        reply = client.embeddings.create(model="tiny_chat", input=TEXTS, encoding_format="float")
+        np.testing.assert_allclose(vectors(reply), expected, atol=1e-4)
+        assert reply.usage.prompt_tokens == reply.usage.total_tokens > 100
+    single = client.embeddings.create(model="tiny_chat", input=TEXTS[0], encoding_format="float")
+    np.testing.assert_allclose(vectors(single), expected[:1], atol=1e-4)
+
+
+def test_base64_and_tokens(stack: RunningStack, client: openai.OpenAI, expected: list[list[float]]) -> None:
+    np.testing.assert_allclose(
+        vectors(client.embeddings.create(model="tiny_chat", input=TEXTS)), expected, atol=1e-4
+    )  # the SDK asks for base64 by itself
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_CHAT)
+    tokens = [tokenizer(text).input_ids for text in TEXTS]
+    headers = {"Authorization": f"Bearer {stack.key}"}
+    body = {"model": "tiny_chat", "input": tokens, "encoding_format": "base64"}
+    reply = httpx.post(
+        f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S
+    ).json()
+    packed = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in reply["data"]]
+    np.testing.assert_allclose(packed, expected, atol=1e-4)
+    body["encoding_format"] = "float"
+    reply = httpx.post(
+        f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S
+    ).json()
+    assert violations("CreateEmbeddingResponse", reply) == []
+
+
+def test_a_text_is_cut_where_that_is_asked_for(client: openai.OpenAI) -> None:
+    long = "word " * 20_000
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.embeddings.create(model="tiny_chat", input=long)
+    cut = client.embeddings.create(model="tiny_chat", input=long, extra_body={"truncate_prompt_tokens": 30})
+    assert cut.usage.prompt_tokens == 30
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"dimensions": 16}, "dimensions"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [10**9]}, "input"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+        ({"inptu": "a"}, "inptu"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+def test_refusals_name_the_field(stack: RunningStack, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny_chat", "input": "a", **fields}
+    headers = {"Authorization": f"Bearer {stack.key}"}
+    reply = httpx.post(f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
