@@ -29,7 +29,8 @@ def client(stack: RunningStack) -> openai.OpenAI:
 def expected() -> list[list[float]]:
     """From transformers, each text by itself."""
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_CHAT)
-    model: Any = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
+    model.eval()
     found = []
     with torch.inference_mode():
         for text in TEXTS:

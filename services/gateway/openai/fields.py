@@ -170,8 +170,8 @@ def table() -> str:
 _HEAD = """# Fields of a request
 
 Of `POST /v1/chat/completions`, `POST /v1/completions` and `POST /v1/embeddings`. A field that is in none
-of these tables is refused with 400 and the name of the one that may be meant; `gateway.unknown_fields: ignore`
-lets it pass.
+of these tables is refused with 400 and the name of the one that may be meant;
+`gateway.unknown_fields: ignore` lets it pass.
 This file is made by `python -m services.gateway.openai.fields > docs/fields.md`.
 """
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.worker.engine.gpu.graphs import Capture, Compute, CudaCapture, Replay
+from services.worker.engine.gpu.graphs import Capture, Compute, CudaCapture, Replay, Results
 
 
 def capture_for(device: torch.device) -> Capture:
@@ -11,10 +11,11 @@ def capture_for(device: torch.device) -> Capture:
 
 
 def recording(compute: Compute) -> Replay:
-    """The same computation on the same tensors into the same output, whenever it is replayed."""
-    output = compute().clone()
+    """The same computation on the same tensors into the same results, whenever it is replayed."""
+    logits, hidden = (each.clone() for each in compute())
 
-    def replay() -> torch.Tensor:
-        return output.copy_(compute())
+    def replay() -> Results:
+        new_logits, new_hidden = compute()
+        return logits.copy_(new_logits), hidden.copy_(new_hidden)
 
     return replay
