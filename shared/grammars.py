@@ -3,7 +3,7 @@
 A gateway writes a grammar (llguidance's serialized form: JSON Schema, regular expressions, Lark) and checks
 it before anything is done for the request; a worker follows it token by token. What a matcher allows next is
 a function of the tokens so far alone, so an answer that goes on elsewhere goes on inside its grammar. Why
-this library: docs/decisions/0021.
+this library: docs/decisions/0022.
 """
 
 import json
