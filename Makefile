@@ -16,7 +16,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-up: .venv/.runtime ## set up, start the stack in the background, print its URL, key and a curl line
+up: .venv/.runtime $(if $(findstring vllm,$(ARGS)),.venv-vllm/.installed) ## set up, start the stack in the background, print its URL, key and a curl line
 	@$(BIN)/python -m services up --detach --if-needed $(ARGS)
 
 down: .venv/.runtime ## end the stack
@@ -46,7 +46,7 @@ slow: .venv/.dev ## the tests that take minutes, and those of numerics with seve
 clients: .venv/.runtime .venv-clients/.installed ## chat with a stack through litellm, langchain-openai and llm, in their own venv
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)
 
-setup-vllm: .venv-vllm/.installed ## vLLM in its own venv, for `python -m bench engine --peer vllm` and `bench vllm-client`
+setup-vllm: .venv-vllm/.installed ## vLLM in its own venv: workers with `--engine vllm`, and what benches measure against
 
 setup-llamacpp: .venv-llamacpp/.installed ## llama.cpp's server, built from source, for `python -m bench engine --peer llamacpp`
 

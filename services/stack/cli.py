@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         help="do not start it, one of your own is to do its work; repeatable",
     )
     up.add_argument(
-        "--engine", choices=("model", "simulated"), help=StackConfig.model_fields["engine"].description
+        "--engine",
+        choices=("native", "vllm", "simulated"),
+        help=StackConfig.model_fields["engine"].description,
     )
     up.add_argument("--tls", action="store_true", help=StackConfig.model_fields["tls"].description)
     up.add_argument(

@@ -56,10 +56,14 @@ class StackConfig(ServiceConfig):
         default=None, description="PEM file: who signed it; unset: an authority that the system trusts"
     )
     workers: int = Field(default=2, ge=1, le=256, description="how many worker processes")
-    engine: Literal["model", "simulated"] | None = Field(
+    engine: Literal["native", "vllm", "simulated"] | None = Field(
         default=None,
-        description="simulated: workers take the time of a model and compute nothing, for experiments; "
-        "unset: what worker.engine says",
+        description="vllm: vLLM computes the model; simulated: workers take the time of a model and compute "
+        "nothing, for experiments; unset: what worker.engine says",
+    )
+    vllm_python: Path = Field(
+        default=Path(".venv-vllm/bin/python"),
+        description="the Python that workers with engine vllm run in; a path is the repository's",
     )
     model: str | None = Field(
         default=None, description="folder or hub id; unset: what the services default to"

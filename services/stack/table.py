@@ -86,6 +86,11 @@ def kvasir_table(
         if setting in ("port", "operator_port"):
             flag = f"--{setting.replace('_', '-')}"
             raise ConfigError(f"the stack looks for the gateway where it starts it: write {flag} PORT")
+    engines = {
+        name: _engine_of(name, config, config_file, overrides, environ)
+        for name, service in instances.items()
+        if service == "worker"
+    }
     nats_argv = (nats_server.binary(), "-c", str(run.nats_config))
     table = [ChildSpec("nats", nats_argv, dict(environ), TcpProbe(access.port), stage=_BUS)]
     seed = run.path / "seed.sock"
@@ -93,26 +98,57 @@ def kvasir_table(
     preload = config.preload and socket_fits(seed)
     if preload:
         modules = [f"services.{service}.service" for service in sorted({*instances.values()})]
-        modules += [_ENGINE_MODULE] if config.engine != "simulated" else []
+        modules += [_ENGINE_MODULE] if "native" in engines.values() else []
         seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
         table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
     for instance, service in instances.items():
         front = service == "gateway"
         page = "/ready" if "scheduler" not in config.without else "/health"
         module, arguments = f"services.{service}", ("--instance", instance)
+        is_apart = engines.get(instance) == "vllm"
+        python = _vllm_python(config) if is_apart else sys.executable
+        is_forked = preload and not is_apart
         table.append(
             ChildSpec(
                 name=instance,
-                argv=(sys.executable, "-m", module, *arguments),
+                argv=(python, "-m", module, *arguments),
                 env=shared_env | access.environment(instance) | _override_env(overrides, service, instance),
                 ready=HttpProbe(config.operator_port, page)
                 if front
                 else StatusProbe(roll, service, instance),
-                launcher=SeedLauncher(seed, instance, module, arguments) if preload else ProgramLauncher(),
+                launcher=SeedLauncher(seed, instance, module, arguments) if is_forked else ProgramLauncher(),
                 stage=_FRONT if front else _BACKEND,
             )
         )
     return table
+
+
+def _engine_of(
+    instance: str,
+    config: StackConfig,
+    config_file: Path | None,
+    overrides: Sequence[tuple[str, str, str]],
+    environ: Mapping[str, str],
+) -> str:
+    """Which engine this worker is going to have, as it will find out itself."""
+    if config_file is None and environ.get(ENV_CONFIG_FILE):
+        config_file = Path(environ[ENV_CONFIG_FILE])
+    name = f"{ENV_PREFIX}WORKER__ENGINE"
+    variables = {**environ, **_model_env(config), **_override_env(overrides, "worker", instance)}
+    said = [value for variable, value in variables.items() if variable.upper() == name and value]
+    return str((said or [_in_file(config_file, "worker", "engine")])[-1] or "native")
+
+
+def _vllm_python(config: StackConfig) -> str:
+    """Raises ConfigError where there is none."""
+    python = ROOT / config.vllm_python
+    if not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"engine vllm runs in an environment of its own, and {python} is not there: run "
+            "`make setup-vllm`, or name a Python that has vLLM with KVASIR_STACK__VLLM_PYTHON",
+            param="engine",
+        )
+    return str(python)
 
 
 def parse_override(text: str) -> tuple[str, str, str]:

@@ -3,6 +3,7 @@
 Settings in, parts out; nothing here runs, and nothing but the worker's name comes from the bus.
 """
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,11 @@ def make_engine(config: WorkerConfig) -> Engine:
         from services.worker.engine.simulated import SimulatedEngine
 
         return SimulatedEngine.of(config.model, config.kv_blocks, config.block_tokens, config.simulated)
+    if config.engine == "vllm":
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # read when torch is loaded, and never again
+        from services.worker.building_vllm import build_vllm
+
+        return build_vllm(config)
     from services.worker.building import build  # torch takes seconds
 
     return build(config)

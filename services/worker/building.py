@@ -1,10 +1,11 @@
-"""An engine that computes a model, from a worker's settings."""
+"""The native engine, from a worker's settings."""
 
 import gc
 
 import torch
 
 from services.worker.config import WorkerConfig
+from services.worker.engine.checkpoint import checkpoint_digest
 from services.worker.engine.engine import TorchEngine, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
@@ -37,6 +38,7 @@ def build(config: WorkerConfig) -> TorchEngine:
         pie=config.pie,
         grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), model.vocabulary)),
     )
+    engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
     gc.collect()

@@ -1,13 +1,13 @@
 """Settings of one worker."""
 
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
-from services.worker.engine.settings import SimulatedConfig
+from services.worker.engine.settings import VLLM_BLOCK_TOKENS, SimulatedConfig, VllmConfig
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.migration.settings import TransferConfig
@@ -17,13 +17,22 @@ from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
 from shared.model_files import check_model
 
+_LACKING = {
+    "simulated": "a simulated engine has no attention and no real KV",
+    "vllm": "with engine vllm attention and KV are vLLM's, whole on their device",
+}
+"""What an engine cannot have, and so which settings are refused."""
+
 
 class WorkerConfig(ModelServiceConfig):
     """Section `worker`. Durations in seconds."""
 
-    engine: Literal["model", "simulated"] = Field(
-        default="model", description="computes the model; or takes the time of one, and answers with hashes"
+    engine: Literal["native", "vllm", "simulated"] = Field(
+        default="native",
+        description="computes the model; or has vLLM compute it; or takes the time of one, and answers with "
+        "hashes",
     )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="the engine whose model vLLM computes")
     simulated: SimulatedConfig = Field(
         default=SimulatedConfig(), description="the engine that computes nothing"
     )
@@ -43,8 +52,12 @@ class WorkerConfig(ModelServiceConfig):
     engine_cores: tuple[int, ...] = Field(
         default=(), description="CPU cores of the engine's thread, and of those that compute for it, instead"
     )
-    block_tokens: int = Field(default=16, ge=1, description="tokens in one KV block")
-    kv_blocks: int = Field(default=1024, ge=1, description="KV capacity in blocks")
+    block_tokens: int = Field(
+        default=16, ge=1, description="tokens in one KV block; with vllm multiples of 32, and 32 unless set"
+    )
+    kv_blocks: int = Field(
+        default=1024, ge=0, description="KV capacity in blocks; 0, with vllm: as many as there is memory for"
+    )
     kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead; 0: kv_blocks counts")
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="KV that outlives its sequence"
@@ -81,17 +94,32 @@ class WorkerConfig(ModelServiceConfig):
                 "the bulk transport ucx needs ucxx: run `make setup-ucx`", param="bulk.transports"
             )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_engine(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("engine") == "vllm":
+            return {"block_tokens": VLLM_BLOCK_TOKENS, **given}
+        return given
+
     @model_validator(mode="after")
-    def _nothing_that_a_simulated_engine_has_not(self) -> "WorkerConfig":
+    def _nothing_that_the_engine_lacks(self) -> "WorkerConfig":
         wanted = {
             "pie.enabled": self.pie.enabled is True,
             "lending.borrow": self.lending.borrow,
-            "kv_bytes": self.kv_bytes,
+            "kv_bytes": self.kv_bytes and self.engine == "simulated",
+            "attention": self.attention != "auto" and self.engine == "vllm",
         }
         without = [name for name, is_set in wanted.items() if is_set]
-        if self.engine == "simulated" and without:
+        if self.engine in _LACKING and without:
+            raise ValueError(f"{_LACKING[self.engine]}: leave out {', '.join(without)}")
+        if self.engine == "vllm" and self.device == "cpu" and self.block_tokens % VLLM_BLOCK_TOKENS:
             raise ValueError(
-                f"a simulated engine has no attention and no real KV: leave out {', '.join(without)}"
+                f"vLLM's kernels for CPUs want blocks of a multiple of {VLLM_BLOCK_TOKENS} tokens: set "
+                f"block_tokens {VLLM_BLOCK_TOKENS}, or leave it out"
+            )
+        if self.engine != "vllm" and not self.kv_blocks and not self.kv_bytes:
+            raise ValueError(
+                "kv_blocks 0 is for engine vllm, which asks how much memory is free: set a number"
             )
         return self
 

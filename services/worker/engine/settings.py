@@ -1,4 +1,4 @@
-"""Settings of an engine that is simulated."""
+"""Settings of engines other than the native one."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,3 +10,21 @@ class SimulatedConfig(BaseModel):
 
     cost: str = Field(default="opt-13b-a100", description="cost model of a step, by name")
     speed: float = Field(default=1.0, gt=0, description="seconds of the cost model that pass in one second")
+
+
+VLLM_BLOCK_TOKENS = 32
+"""Blocks of vLLM's kernels for CPUs are multiples of this."""
+
+
+class VllmConfig(BaseModel):
+    """Section `worker.vllm`: what counts with `worker.engine: vllm`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    eager: bool = Field(
+        default=True, description="compute as the model is written; off: compiled, faster, a minute at first"
+    )
+    max_rows: int = Field(default=256, ge=1, description="sequences that vLLM's buffers hold in one step")
+    max_step_tokens: int = Field(
+        default=2048, ge=32, description="tokens that they hold; longer steps are computed in parts"
+    )

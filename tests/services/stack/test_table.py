@@ -179,3 +179,24 @@ def test_the_curl_line_survives_a_shell() -> None:
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:1/v1/chat/completions"]
     assert "Authorization: Bearer sk-x" in words
     assert json.loads(words[-1])["stream"] is True
+
+
+async def test_a_worker_of_vllms_is_a_program_of_its_own_python(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch(mode=0o755)
+    config = StackConfig(workers=2, vllm_python=python)
+    specs = await table(tmp_path, "worker-1.engine=vllm", config=config)
+    assert specs["worker-1"].argv == (str(python), "-m", "services.worker", "--instance", "worker-1")
+    assert isinstance(specs["worker-1"].launcher, ProgramLauncher)
+    assert isinstance(specs["worker-0"].launcher, SeedLauncher)
+    assert "services.worker.building" in specs["seed"].argv
+    (tmp_path / "local.yaml").write_text("worker: {engine: vllm}\n")
+    specs = await table(tmp_path, config=config)
+    assert {specs[f"worker-{number}"].argv[0] for number in range(2)} == {str(python)}
+    assert "services.worker.building" not in specs["seed"].argv
+
+
+async def test_without_vllm_there_is_no_such_worker(tmp_path: Path) -> None:
+    config = StackConfig(workers=1, engine="vllm", vllm_python=tmp_path / "python")
+    with pytest.raises(ConfigError, match=r"python is not there: run `make setup-vllm`"):
+        await table(tmp_path, config=config)

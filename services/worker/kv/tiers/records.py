@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 RecordRow = npt.NDArray[np.uint8]
 """One record, `[record_bytes]`."""
 LayerPool: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
-LayerPools: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]] | Sequence[tuple[npt.NDArray[Any], ...]]"
-"""By layer: K `[num_blocks, kv_heads, head_dim, block_tokens]`, V `[num_blocks, kv_heads, block_tokens,
-value_dim]`, each contiguous."""
+LayerPools: TypeAlias = "Sequence[tuple[torch.Tensor, ...]] | Sequence[tuple[npt.NDArray[Any], ...]]"
+"""By layer, natively: K `[num_blocks, kv_heads, head_dim, block_tokens]`, V `[num_blocks, kv_heads,
+block_tokens, value_dim]`. With other engines what they have, each contiguous and with the blocks first."""
 
 
 class Records:

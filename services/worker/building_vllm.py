@@ -1,0 +1,61 @@
+"""The engine whose model vLLM computes, from a worker's settings."""
+
+import gc
+from importlib.util import find_spec
+
+from services.worker.config import WorkerConfig
+from services.worker.engine.checkpoint import checkpoint_digest
+from services.worker.engine.engine import prefill_tokens_per_s, warm_up
+from services.worker.engine.grammar_masks import GrammarMasks
+from services.worker.engine.vllm.engine import VllmEngine
+from services.worker.engine.vllm.runner_v1 import RunnerV1
+from shared.errors import ConfigError
+from shared.grammars import Grammars
+from shared.log import canonical, get_logger
+from shared.model_files import HubId, check_model, source_of
+from shared.tokenizer_files import load_tokenizer
+
+_log = get_logger("worker.vllm")
+
+
+def build_vllm(config: WorkerConfig) -> VllmEngine:
+    """Warm and timed. Raises ConfigError where vLLM is not there, is another, or cannot have the model."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not in this Python: run `make setup-vllm`, and start this worker with "
+            ".venv-vllm/bin/python",
+            param="engine",
+        )
+    check_model(config.model)
+    source = source_of(config.model)
+    runner = RunnerV1(
+        source.name if isinstance(source, HubId) else str(source),
+        revision=source.revision if isinstance(source, HubId) else None,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+        kv_blocks=0 if config.kv_bytes else config.kv_blocks,
+        kv_bytes=config.kv_bytes,
+        settings=config.vllm,
+    )
+    engine = VllmEngine(
+        runner,
+        weights=checkpoint_digest(config.model, str(runner.dtype)),
+        block_tokens=config.block_tokens,
+        max_rows=config.vllm.max_rows,
+        max_step_tokens=config.vllm.max_step_tokens,
+        grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), runner.vocabulary)),
+    )
+    warm_up(engine)
+    engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, engine.kv_blocks)
+    canonical(
+        _log,
+        "vLLM is warm",
+        version=runner.version,
+        layout=runner.layout,
+        dtype=str(runner.dtype),
+        kv_blocks=engine.kv_blocks,
+        prefill_tokens_per_s=round(engine.prefill_tokens_per_s),
+    )
+    gc.collect()
+    gc.freeze()  # What is there now stays: no collection during a step walks through it.
+    return engine

@@ -1,0 +1,137 @@
+"""An engine whose model, kernels and KV are vLLM's: Kvasir's rows in, tokens of Kvasir's sampler out.
+
+Plans, block ids, prefix cache, tiers and moves are Kvasir's, as with the native engine. Attention over keys
+that other workers hold, and Pie, are not: see `services/worker/README.md`.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from services.worker.core.sampling import Sampled
+from services.worker.engine.contract import Row
+from services.worker.engine.grammar_masks import GrammarMasks
+from services.worker.engine.logits import Logits
+from services.worker.engine.native.library import choose
+from services.worker.engine.sampler import sample
+from services.worker.engine.vllm.requests import NULL_BLOCKS, Requests
+from services.worker.engine.vllm.seam import ModelRunner
+from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.tiers.records import Records, records_of
+from shared.blocks import fingerprint
+
+
+class VllmEngine:
+    """An `Engine` whose blocks can be copied (`CacheableEngine`)."""
+
+    prefill_tokens_per_s = 0.0
+    """As profiled at the start; 0: it was not."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        weights: str,
+        block_tokens: int,
+        max_rows: int,
+        max_step_tokens: int,
+        grammars: GrammarMasks | None = None,
+    ) -> None:
+        """`weights` names the checkpoint. Without `grammars` a row that has one fails."""
+        self._runner = runner
+        self._grammars = grammars
+        self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
+        self.block_tokens = block_tokens
+        self.kv_blocks = len(runner.kv[0]) - NULL_BLOCKS
+        self.vocabulary, self.max_positions = runner.vocabulary, runner.max_positions
+        self.weights = weights
+        self.fingerprint = fingerprint(
+            model=f"vllm {runner.version} {weights}",
+            dtype=str(runner.dtype),
+            layout=runner.layout,
+            block_tokens=block_tokens,
+        )
+        self._library = choose("auto", device=runner.device, dtype=torch.float32)
+        self.requests = Requests(block_tokens)
+
+    @property
+    def pools(self) -> Sequence[tuple[torch.Tensor, ...]]:
+        """By layer one tensor: K and V together, as vLLM's kernels have them."""
+        return [(layer[NULL_BLOCKS:],) for layer in self._runner.kv]
+
+    def records(self) -> Records:
+        """Its blocks as rows of bytes, for one thread."""
+        return records_of(self.pools)
+
+    def make_pool(self) -> BlockPool:
+        """A pool of its blocks."""
+        return BlockPool(self.kv_blocks, self.block_tokens)
+
+    def expect_grammar(self, grammar: str) -> None:
+        """A sequence that keeps to it comes soon. Any thread may call this."""
+        if self._grammars is not None:
+            self._grammars.expect(grammar)
+
+    def close(self) -> None:
+        """Ends what runs beside this process; nothing may be called any more."""
+        self._runner.close()
+
+    def step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        """See `Engine`. In parts, where a step is larger than vLLM's buffers."""
+        sampled: list[Sampled | None] = []
+        for part, is_told in self._parts(rows):
+            found = self._step(part)
+            sampled += found if is_told else []
+        return sampled
+
+    def _parts(self, rows: Sequence[Row]) -> Iterator[tuple[list[Row], bool]]:
+        """Rows that fit at once, and whether they end as the step wants them to."""
+        part: list[Row] = []
+        tokens = 0
+        for whole in rows:
+            row = whole
+            while len(row.tokens) > self._max_step_tokens:
+                head, row = _split(row, self._max_step_tokens)
+                yield [head], False
+            if part and (len(part) == self._max_rows or tokens + len(row.tokens) > self._max_step_tokens):
+                yield part, True
+                part, tokens = [], 0
+            part.append(row)
+            tokens += len(row.tokens)
+        if part:
+            yield part, True
+
+    def _step(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        points = [row.point for row in rows if row.point is not None]
+        masks = None if self._grammars is None else self._grammars.begin(points)
+        step = self.requests.begin(rows)
+        wanted = [name for name, row in zip(step.names, rows, strict=True) if row.point is not None]
+        drawn: dict[str, Sampled | None] = {}
+
+        def draw(logits: torch.Tensor, names: Sequence[str]) -> list[int]:
+            if not wanted:
+                return [0] * len(names)
+            at = {name: index for index, name in enumerate(names)}
+            order = [at[name] for name in wanted]
+            in_order = order == list(range(len(names)))
+            values = logits.float() if in_order else logits[order].float()
+            drawn.update(zip(wanted, sample(Logits(values), points, self._library, masks), strict=True))
+            return [_noted(drawn.get(name)) or 0 for name in names]
+
+        try:
+            self._runner.run(step.new, step.continued, step.counts, step.finished, draw)
+        except BaseException:
+            self.requests.fail()
+            raise
+        self.requests.end([_noted(drawn.get(name)) for name in step.names])
+        return [drawn.get(name) for name in step.names]
+
+
+def _noted(sampled: Sampled | None) -> int | None:
+    return None if sampled is None else sampled.token
+
+
+def _split(row: Row, tokens: int) -> tuple[Row, Row]:
+    """Its first `tokens`, and the rest."""
+    head = Row(row.tokens[:tokens], row.first_position, row.blocks, None)
+    return head, Row(row.tokens[tokens:], row.first_position + tokens, row.blocks, row.point)

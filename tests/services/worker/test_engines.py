@@ -1,0 +1,36 @@
+"""What each engine can have is looked at in the settings; what it cannot is refused in a sentence."""
+
+from typing import Any
+
+import pytest
+
+from services.worker.config import WorkerConfig
+from shared.config import load
+from shared.errors import ConfigError
+
+
+def settings(**fields: str) -> WorkerConfig:
+    flags = [f"--{name.replace('__', '.')}={value}" for name, value in fields.items()]
+    return load(WorkerConfig, "worker", flags, {})
+
+
+def test_blocks_are_of_the_engines_size() -> None:
+    assert settings().block_tokens == 16
+    assert settings(engine="vllm").block_tokens == 32
+    assert settings(engine="vllm", block_tokens="64").block_tokens == 64
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"engine": "vllm", "pie__enabled": "true"}, "leave out pie.enabled"),
+        ({"engine": "vllm", "lending__borrow": "true"}, "leave out lending.borrow"),
+        ({"engine": "vllm", "attention": "torch"}, "leave out attention"),
+        ({"engine": "vllm", "block_tokens": "16"}, "blocks of a multiple of 32 tokens"),
+        ({"engine": "native", "kv_blocks": "0"}, "kv_blocks 0 is for engine vllm"),
+        ({"engine": "simulated", "kv_bytes": "4096"}, "leave out kv_bytes"),
+    ],
+)
+def test_what_an_engine_lacks_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(**fields)
