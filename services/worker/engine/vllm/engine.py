@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from services.worker.core.sampling import Sampled
+from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import Row
-from services.worker.engine.grammar_masks import GrammarMasks
+from services.worker.engine.embedding import with_hidden
+from services.worker.engine.grammar_masks import GrammarMasks, RowMasks
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import choose
 from services.worker.engine.sampler import sample
@@ -108,14 +109,11 @@ class VllmEngine:
         wanted = [name for name, row in zip(step.names, rows, strict=True) if row.point is not None]
         drawn: dict[str, Sampled | None] = {}
 
-        def draw(logits: torch.Tensor, names: Sequence[str]) -> list[int]:
-            if not wanted:
-                return [0] * len(names)
-            at = {name: index for index, name in enumerate(names)}
-            order = [at[name] for name in wanted]
-            in_order = order == list(range(len(names)))
-            values = logits.float() if in_order else logits[order].float()
-            drawn.update(zip(wanted, sample(Logits(values), points, self._library, masks), strict=True))
+        def draw(logits: Logits, names: Sequence[str]) -> list[int]:
+            if wanted:
+                at = {name: index for index, name in enumerate(names)}
+                found = self._sampled(_of(logits, [at[name] for name in wanted]), points, masks)
+                drawn.update(zip(wanted, found, strict=True))
             return [_noted(drawn.get(name)) or 0 for name in names]
 
         try:
@@ -125,6 +123,20 @@ class VllmEngine:
             raise
         self.requests.end([_noted(drawn.get(name)) for name in step.names])
         return [drawn.get(name) for name in step.names]
+
+    def _sampled(
+        self, logits: Logits, points: Sequence[SamplePoint], masks: RowMasks | None
+    ) -> list[Sampled | None]:
+        drawn = sample(logits, points, self._library, masks)
+        return with_hidden(drawn, points, logits.hidden) if any(p.sampling.embeds for p in points) else drawn
+
+
+def _of(logits: Logits, rows: list[int]) -> Logits:
+    """These rows of them, in this order, as fp32."""
+    values, hidden = logits.values, logits.hidden
+    if rows != list(range(len(values))):
+        values, hidden = values[rows], None if hidden is None else hidden[rows]
+    return Logits(values.float(), hidden=hidden)
 
 
 def _noted(sampled: Sampled | None) -> int | None:

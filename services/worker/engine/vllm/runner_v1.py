@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from services.worker.engine.logits import Logits
 from services.worker.engine.settings import VllmConfig
 from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
 from services.worker.engine.vllm.seam import Draw, require
@@ -106,6 +107,7 @@ class RunnerV1:
         self._check(kv_blocks)
         self._greedy = SamplingParams(temperature=0.0, max_tokens=1 << 30)
         self._draw: Draw | None = None
+        self._hidden: torch.Tensor | None = None
         self._runner.sampler = self._sampled
 
     def _check(self, kv_blocks: int) -> None:
@@ -181,12 +183,13 @@ class RunnerV1:
         self._draw = draw
         try:
             if self._executor.execute_model(scheduled) is None:
+                self._hidden = self._runner.execute_model_state.sample_hidden_states
                 self._executor.sample_tokens(None)
         except BaseException:
             self._runner.execute_model_state = None  # else every later step is refused
             raise
         finally:
-            self._draw = None
+            self._draw = self._hidden = None
 
     def close(self) -> None:
         self._core.shutdown()
@@ -218,7 +221,7 @@ class RunnerV1:
         """In place of vLLM's `Sampler`."""
         require(self._draw is not None, "the sampler is called in a step")
         assert self._draw is not None
-        tokens = self._draw(logits, self._runner.input_batch.req_ids)
+        tokens = self._draw(Logits(logits, hidden=self._hidden), self._runner.input_batch.req_ids)
         noted = torch.tensor(tokens, dtype=torch.int32, device=logits.device).unsqueeze(1)
         return self._sampler_output(sampled_token_ids=noted, logprobs_tensors=None)
 

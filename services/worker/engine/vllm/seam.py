@@ -5,11 +5,12 @@ from typing import Any, Protocol
 
 import torch
 
+from services.worker.engine.logits import Logits
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
 from shared.errors import ConfigError
 
-Draw = Callable[[torch.Tensor, Sequence[str]], list[int]]
-"""Logits `[requests, vocabulary]`, in the order of the names → one token each."""
+Draw = Callable[[Logits, Sequence[str]], list[int]]
+"""Logits `[requests, vocabulary]` and what they are of, in the order of the names → one token each."""
 
 
 class ModelRunner(Protocol):

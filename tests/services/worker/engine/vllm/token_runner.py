@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 
+from services.worker.engine.logits import Logits
 from services.worker.engine.vllm.requests import NULL_BLOCKS, ContinuedRequest, NewRequest
 from services.worker.engine.vllm.seam import Draw
 
@@ -80,7 +81,7 @@ class TokenRunner:
             raise Broken
         names = sorted(counts, key=lambda name: crc32(name.encode()))
         logits = torch.stack([self._computed(self._requests[name], counts[name]) for name in names])
-        for name, token in zip(names, draw(logits, names), strict=True):
+        for name, token in zip(names, draw(Logits(logits), names), strict=True):
             kept = self._requests[name]
             if kept.computed + counts[name] >= kept.prompt_tokens:
                 kept.tokens.append(token)
