@@ -6,8 +6,13 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from shared.config import ModelServiceConfig
+from shared.errors import ConfigError
+from shared.model_files import source_of
 
 KeyHash = Annotated[str, StringConstraints(pattern=re.compile(r"^[0-9a-f]{64}$"))]
+
+
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class GatewayConfig(ModelServiceConfig):
@@ -28,6 +33,13 @@ class GatewayConfig(ModelServiceConfig):
     model: str = Field(
         "models/tiny_chat",
         description="folder or hub id (ORG/NAME@REVISION) whose tokenizer and chat template are used",
+    )
+
+    models: dict[ModelName, str] = Field(
+        {}, description="further models, by the names that clients and their workers call them"
+    )
+    aliases: dict[ModelName, ModelName] = Field(
+        {}, description="other names for models, as in {gpt-4o: tiny_chat}; answers say the model's own"
     )
 
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="longest request body")
@@ -97,3 +109,25 @@ class GatewayConfig(ModelServiceConfig):
         8.0, gt=0, description="off the bus or stopped for this long, waiting sequences are handed over anew"
     )
     report_interval_s: float = Field(0.5, gt=0, description="between the gateway's own heartbeats")
+
+    def check(self) -> None:
+        """Raises ConfigError, also for names that are there twice and for an alias of nothing."""
+        super().check()
+        if self.served_name in self.models:
+            raise ConfigError(f"two models are called {self.served_name!r}", param="models")
+        served = {self.served_name, *self.models}
+        for model in self.models.values():
+            source_of(model)
+        for alias, name in self.aliases.items():
+            if name not in served:
+                known = ", ".join(sorted(served))
+                raise ConfigError(f"{alias!r} is to be {name!r}, which is none of {known}", param="aliases")
+            if alias in served:
+                raise ConfigError(f"{alias!r} is a model already", param="aliases")
+
+    def of_models(self) -> list["GatewayConfig"]:
+        """One for each model, with its `served_name` and `model`, the gateway's own first."""
+        served = {self.served_name: self.model, **self.models}
+        return [
+            self.model_copy(update={"served_name": name, "model": model}) for name, model in served.items()
+        ]

@@ -4,7 +4,7 @@ Knows nothing of where an error came from.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import orjson
 from starlette.responses import Response
@@ -88,11 +88,10 @@ def shown(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
-def unknown_model(name: str, served_name: str) -> UnknownModel:
-    """The error for a model that is not the one served here."""
-    return UnknownModel(
-        f"the model {shown(name, 100)!r} does not exist; there is {served_name!r}", param="model"
-    )
+def unknown_model(name: str, served: Sequence[str]) -> UnknownModel:
+    """The error for a model that is none of those served here."""
+    known = ", ".join(map(repr, served))
+    return UnknownModel(f"the model {shown(name, 100)!r} does not exist; there is {known}", param="model")
 
 
 def code_of(error: KvasirError) -> str | None:

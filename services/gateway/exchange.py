@@ -81,6 +81,7 @@ class OpenChoice:
     context: Context
     """Of the request that began it, so that its trace goes along with every submission."""
     cache_salt: bytes = b""
+    model: str = ""
 
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
@@ -102,6 +103,7 @@ class OpenChoice:
             waited_s=max(0.0, now_s - self.accepted_s),
             deadline_in_s=self.exchange.deadline.remaining_s(),
             cache_salt=self.cache_salt,
+            model=self.model,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
             capability=self.stream.capability,
         )

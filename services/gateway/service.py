@@ -16,7 +16,7 @@ from services.gateway.http.browser import with_cors
 from services.gateway.http.middleware import OPERATOR_PATHS, Edge, KeyRing
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
-from services.gateway.openai.admission import Acceptance
+from services.gateway.models import Models, ServedModel
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import load_codec
 from shared import log, subjects
@@ -92,7 +92,7 @@ class Gateway:
         details: dict[str, Any] = {
             "url": self._url,
             "operator_url": self._operator_url,
-            "model": self._config.served_name,
+            "model": ", ".join((self._config.served_name, *self._config.models)),
             "active": self._sessions.active,
             "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else "away",
             "unready": "; ".join(self._sessions.unready_reasons()),
@@ -134,10 +134,13 @@ async def run(config: GatewayConfig) -> None:
     """Serve until cancelled; then let running answers go on for `shutdown_grace_s`, and end what is left
     with an error.
     """
-    codec = await asyncio.to_thread(load_codec, config.model)
-    acceptance = Acceptance(config, codec)
+    loaded = {
+        each.served_name: ServedModel(each, await asyncio.to_thread(load_codec, each.model))
+        for each in config.of_models()
+    }
+    models = Models(loaded)
     async with AsyncExitStack() as ends:
-        ends.callback(acceptance.close)
+        ends.callback(models.close)
         listener = ends.enter_context(closing(bind(config.host, config.port, "port")))
         operator_address = (config.operator_host, config.operator_port)
         operator = ends.enter_context(closing(bind(*operator_address, "operator_port")))
@@ -145,13 +148,13 @@ async def run(config: GatewayConfig) -> None:
         ends.push_async_callback(bus.close)
         async with asyncio.TaskGroup() as tasks:
             now_s = AwakeClock(monotonic_s, lambda: bus.connected)
-            sessions = Sessions(config, bus, codec, tasks, now_s)
+            sessions = Sessions(config, bus, tasks, now_s)
             gateway = Gateway(config, bus, sessions, now_s, url_of(listener), url_of(operator))
             await bus.attach(HANDLERS, gateway)
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick()):
                 tasks.create_task(loop)
             keys = KeyRing(config.api_key_sha256)
-            app: ASGIApp = Edge(make_app(sessions, acceptance, config), keys, sessions.counters)
+            app: ASGIApp = Edge(make_app(sessions, models, config), keys, sessions.counters)
             app = with_cors(app, config.cors_origins)
             operator_app = Edge(make_operator_app(sessions), keys, sessions.counters, OPERATOR_PATHS)
             log.canonical(
@@ -159,7 +162,7 @@ async def run(config: GatewayConfig) -> None:
                 "listening",
                 url=url_of(listener),
                 operator_url=url_of(operator),
-                model=config.served_name,
+                models=[model.name for model in models],
                 keys=len(config.api_key_sha256),
             )
             async with _beside(make_operator_server(operator_app, config), operator):

@@ -20,7 +20,7 @@ from services.gateway.errors import ShuttingDown
 from services.gateway.exchange import NONE, Deadline, Exchange, OpenChoice
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText, Given
-from services.gateway.text.tokenizer import Codec, Vocabulary
+from services.gateway.text.tokenizer import Codec
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
@@ -42,21 +42,17 @@ _logger = log.get_logger("gateway.sessions")
 class Sessions:
     """One per process. Commands run as tasks of the group it is given."""
 
-    def __init__(
-        self, config: GatewayConfig, bus: Bus, codec: Codec, tasks: asyncio.TaskGroup, now_s: Clock
-    ) -> None:
+    def __init__(self, config: GatewayConfig, bus: Bus, tasks: asyncio.TaskGroup, now_s: Clock) -> None:
         self._config = config
         self._bus = bus
-        self._codec = codec
         self._now_s = now_s
         self._open: dict[SequenceKey, OpenChoice] = {}
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
         self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
-        self.vocabulary = Vocabulary(codec.tokenizer)
         self.counters = Counters()
-        self.workers = WorkerTable(config.served_name, config.worker_timeout_s)
+        self.workers = WorkerTable((config.served_name, *config.models), config.worker_timeout_s)
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
         self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
 
@@ -67,15 +63,15 @@ class Sessions:
 
     # --- for the HTTP side
 
-    async def context_tokens(self, timeout_s: float) -> int:
-        """Longest prompt + answer. Raises NoResponder when no worker for the model has shown up in time."""
+    async def context_tokens(self, timeout_s: float, model: str) -> int:
+        """Longest prompt + answer of the model. Raises NoResponder when no worker of it shows up in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                while (limit := self.workers.context_tokens) is None:
+                while (limit := self.workers.context_tokens(model)) is None:
                     self._worker_seen.clear()
                     await self._worker_seen.wait()
         except TimeoutError:
-            raise NoResponder(self.workers.absence, retry_after_s=2.0) from None
+            raise NoResponder(self.workers.absence(model), retry_after_s=2.0) from None
         return limit
 
     def unready_reasons(self) -> list[str]:
@@ -84,14 +80,20 @@ class Sessions:
             "the server is shutting down": not self._is_draining,
             "not connected to the bus": self._bus.connected,
             "no scheduler has announced itself": self.scheduler.is_present(self._now_s()),
-            self.workers.absence: self.workers.serving > 0,
+            self.workers.absence(self._config.served_name): self.workers.serving > 0,
         }
         return [reason for reason, holds in checks.items() if not holds]
 
     def open(
-        self, job: AdmittedRequest, request_id: str, deadline: Deadline = NONE, salt: bytes = b""
+        self,
+        job: AdmittedRequest,
+        request_id: str,
+        deadline: Deadline = NONE,
+        salt: bytes = b"",
+        model: str = "",
     ) -> Exchange:
-        """Submit the job's sequences. Raises Overloaded when that would be too many at once, ShuttingDown.
+        """Submit the job's sequences to workers of `model`. Raises Overloaded when that would be too many at
+        once, ShuttingDown.
 
         Stored prefixes are shared among requests of one `salt`.
         """
@@ -107,21 +109,21 @@ class Sessions:
             for choice in range(job.n):
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
                 exchange.sequences.append(
-                    OpenChoice(stream, packed, sampling, exchange, now_s, copy_context(), salt)
+                    OpenChoice(stream, packed, sampling, exchange, now_s, copy_context(), salt, model)
                 )
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence
             self.apply(sequence, sequence.stream.submit(now_s))
         return exchange
 
-    def answers(self, exchange: Exchange, job: AdmittedRequest) -> list[ChoiceText]:
-        """A reader for each sequence, in order."""
+    def answers(self, exchange: Exchange, job: AdmittedRequest, codec: Codec) -> list[ChoiceText]:
+        """A reader for each sequence, in order; `codec` is the model's."""
         return [
             ChoiceText(
                 index,
                 sequence.stream,
-                self._codec.tokenizer,
-                sequence.sampling.end_token_ids if not job.rules.includes_stop else self._codec.end_token_ids,
+                codec.tokenizer,
+                sequence.sampling.end_token_ids if not job.rules.includes_stop else codec.end_token_ids,
                 job.rules,
                 job.given[index // job.n] if job.given else Given(),
             )

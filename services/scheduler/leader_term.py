@@ -6,10 +6,12 @@ What the core asks others is in `rpc`.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter
 
+from services.scheduler.cells import Cell, Cells
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.effects import (
@@ -37,7 +39,7 @@ from services.scheduler.rpc import Questions
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s
-from shared.errors import InvalidRequest, KvasirError, MessageTooLarge
+from shared.errors import InvalidRequest, KvasirError, MessageTooLarge, UnavailableError
 from shared.liveness import AwakeClock, new_incarnation
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
@@ -107,9 +109,11 @@ class Term:
         self._incarnation = new_incarnation()
         self._awake_s = AwakeClock(monotonic_s, lambda: bus.connected)
         """Plans, questions and silence are timed by it: after a pause of this process nobody is blamed."""
-        self._core = SchedulerCore(config.rules(), make_policy, epoch, self._awake_s(), most_epoch)
+        self._make_policy = make_policy
+        self._epoch, self._most_epoch, self._began_s = epoch, most_epoch, self._awake_s()
+        self._cells = Cells(self._make_cell)
+        self._is_crowded = False
         self._outbox: asyncio.Queue[tuple[str, Message, str]] = asyncio.Queue(_MAX_OUTBOX)
-        self._questions = Questions(config, bus, self._core, self._feed)
         self._ended = asyncio.Event()
         self.end_reason: str | None = None
         self.heard_epoch = 0
@@ -125,13 +129,34 @@ class Term:
         )
         self._lost = metrics.counter("kvasir_scheduler_workers_lost_total", "Workers given up")
 
+    def _make_cell(self, model: str) -> Cell:
+        """Its epoch is the term's, or follows the one that its workers obey."""
+        core = SchedulerCore(
+            self._config.rules(),
+            self._make_policy,
+            self.epoch,
+            self._awake_s(),
+            self._most_epoch,
+            self._began_s,
+        )
+        return Cell(model, core, Questions(self._config, self._bus, core, partial(self._feed, model), model))
+
     @property
     def epoch(self) -> int:
-        return self._core.epoch
+        """The latest of any model's."""
+        return max((cell.core.epoch for cell in self._cells), default=self._epoch)
+
+    @property
+    def _queued(self) -> int:
+        return sum(cell.core.queued for cell in self._cells)
+
+    @property
+    def _running(self) -> int:
+        return sum(cell.core.running for cell in self._cells)
 
     def describe(self) -> dict[str, Any]:
-        counts = {"queued": self._core.queued, "running": self._core.running, **self._tally.describe()}
-        return counts | self._core.describe()
+        counts = {"queued": self._queued, "running": self._running, **self._tally.describe()}
+        return counts | self._cells.describe() | {"epoch": self.epoch}
 
     async def run(self) -> None:
         """Until the core steps down, or cancelled."""
@@ -145,21 +170,23 @@ class Term:
             for task in (ended, *tasks):
                 task.cancel()
             await asyncio.gather(ended, *tasks, return_exceptions=True)
-            await self._questions.close()
+            for cell in self._cells:
+                await cell.questions.close()
 
     async def submit(self, command: SubmitSequence) -> SubmitReply:
         try:
-            admission, effects = self._core.on_submit(command.spec, self._awake_s())
+            cell = self._cells.of_model(command.spec.model)
+            admission, effects = cell.core.on_submit(command.spec, self._awake_s())
         except KvasirError:
             raise
         except Exception:
             self._fail()
             raise
-        self._carry_out(effects)
+        self._carry_out(effects, cell)
         return SubmitReply(
             scheduler_id=self._bus.instance,
             incarnation=self._incarnation,
-            epoch=self._core.epoch,
+            epoch=cell.core.epoch,
             known=admission.known,
             worker_id=admission.worker_id,
         )
@@ -169,42 +196,59 @@ class Term:
         return MovesTaken(refusals=tuple(self._begin_move(order) for order in command.moves))
 
     def _begin_move(self, order: SequenceMove) -> str:
+        cell = self._cells.of_worker(order.target)
+        if cell is None:
+            return f"{order.target} is not known"
         try:
-            effects = self._core.on_move(order, self._awake_s())
+            effects = cell.core.on_move(order, self._awake_s())
         except InvalidRequest as error:
             return error.message
         except Exception:
             self._fail()
             raise
-        self._carry_out(effects)
+        self._carry_out(effects, cell)
         return ""
 
     def on_cancel(self, command: CancelSequence) -> None:
-        self._feed(self._core.on_cancel, command)
+        for cell in self._cells:
+            self._feed(cell.model, cell.core.on_cancel, command)
 
     def on_worker_reported(self, report: WorkerReported) -> None:
-        self._feed(self._core.on_worker_reported, report)
+        try:
+            cell = self._cells.of_report(report.worker_id, report.model)
+        except UnavailableError as error:
+            if not self._is_crowded:
+                self._is_crowded = True
+                _log.error("%s is not used, and neither are others: %s", report.worker_id, error.message)
+            return
+        self._feed(cell.model, cell.core.on_worker_reported, report)
 
     def on_stepped(self, event: WorkerStepped) -> None:
-        self._feed(self._core.on_stepped, event)
+        cell = self._cells.of_worker(event.worker_id)
+        if cell is not None:
+            self._feed(cell.model, cell.core.on_stepped, event)
 
     def on_gateway_reported(self, event: GatewayReported) -> None:
-        self._feed(self._core.on_gateway_reported, event)
+        for cell in self._cells:
+            self._feed(cell.model, cell.core.on_gateway_reported, event)
 
-    def _feed(self, on_event: Callable[..., list[Effect]], *event: Any) -> None:
-        """Hand the core an event. A core that fails is not to be trusted any more: the term ends."""
+    def _feed(self, model: str, on_event: Callable[..., list[Effect]], *event: Any) -> None:
+        """Hand a model's core an event. A core that fails is not to be trusted any more: the term ends."""
+        cell = self._cells.known(model)
+        if cell is None:
+            return
         try:
             effects = on_event(*event, self._awake_s())
         except Exception:
             self._fail()
             return
-        self._carry_out(effects)
+        self._carry_out(effects, cell)
 
     def _fail(self) -> None:
         _log.exception("the core failed")
         self._end("the core failed")
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[Effect], cell: Cell) -> None:
         predictions = [effect for effect in effects if isinstance(effect, AskPrediction)]
         for effect in [effect for effect in effects if not isinstance(effect, AskPrediction)] + predictions:
             match effect:
@@ -240,7 +284,7 @@ class Term:
                         still_s,
                     )
                 case AskTokens() | AskPull() | AskPlacement() | AskPrediction() | AskSnapshot():
-                    self._questions.ask(effect)
+                    cell.questions.ask(effect)
                 case SequenceLeft():
                     self._note(effect)
                 case StepDown():
@@ -306,8 +350,9 @@ class Term:
                 await self._bus.publish(subject, message)
             except MessageTooLarge as error:
                 _log.error("%s", error)
-                if isinstance(message, BatchPlan):
-                    self._feed(self._core.on_plan_unsent, worker_id, message, error.message)
+                cell = self._cells.of_worker(worker_id)
+                if isinstance(message, BatchPlan) and cell is not None:
+                    self._feed(cell.model, cell.core.on_plan_unsent, worker_id, message, error.message)
             except KvasirError as error:
                 _log.warning("%s was not sent: %s", type(message).__name__, error)
 
@@ -315,8 +360,9 @@ class Term:
         while True:
             await asyncio.sleep(self._config.tick_s)
             if self._bus.connected:
-                self._feed(self._core.on_tick)
-                self._still.set(self._core.standstill_s)
+                for cell in self._cells:
+                    self._feed(cell.model, cell.core.on_tick)
+                self._still.set(max((cell.core.standstill_s for cell in self._cells), default=0.0))
 
     async def _announce(self) -> None:
         while True:
@@ -325,10 +371,10 @@ class Term:
                 SchedulerAnnounced(
                     scheduler_id=self._bus.instance,
                     incarnation=self._incarnation,
-                    epoch=self._core.epoch,
+                    epoch=self.epoch,
                     policy=self._config.policy,
-                    queued=self._core.queued,
-                    running=self._core.running,
+                    queued=self._queued,
+                    running=self._running,
                 ),
             )
             await asyncio.sleep(self._config.announce_s)

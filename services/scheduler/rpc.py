@@ -34,8 +34,10 @@ class Questions:
         bus: Bus,
         core: SchedulerCore,
         feed: Callable[..., None],
+        model: str,
     ) -> None:
-        self._config, self._bus, self._core, self._feed = config, bus, core, feed
+        """`core` is that of workers that serve `model`."""
+        self._config, self._bus, self._core, self._feed, self._model = config, bus, core, feed, model
         self._open: set[asyncio.Task[None]] = set()
         self._predictions = 0
         self._resyncs = metrics.counter("kvasir_scheduler_snapshots_total", "Snapshots asked for")
@@ -72,6 +74,7 @@ class Questions:
             excluded_workers=question.excluded_workers,
             withdrawn=question.withdrawn,
             ahead=question.ahead,
+            model=self._model,
         )
         worker_ids: tuple[str | None, ...] | None = None
         try:

@@ -1,4 +1,4 @@
-"""The command line: `python -m services up | down | status | logs | chat | credentials`."""
+"""The command line: `python -m services up | down | status | logs | chat | models | credentials`."""
 
 import argparse
 import asyncio
@@ -21,13 +21,12 @@ from shared.config import load
 from shared.errors import ConfigError, KvasirError
 
 _DEFAULT_FILE = ROOT / "deploy" / "local.yaml"
-_METAVARS = {"model": "FOLDER_OR_HUB_ID", "served_name": "NAME"}
+_METAVARS = {"served_name": "NAME"}
 _STACK_FLAGS = (
     "port",
     "operator_port",
     "nats_port",
     "workers",
-    "model",
     "served_name",
     "start_timeout_s",
     "stop_grace_s",
@@ -84,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="One service alone: python -m services.NAME --help, where NAME is gateway, scheduler, "
         "predictor, placement, ledger or worker.",
     )
-    commands = parser.add_subparsers(required=True, metavar="up|down|status|logs|chat|credentials")
+    commands = parser.add_subparsers(required=True, metavar="up|down|status|logs|chat|models|credentials")
     common = _Parser(add_help=False)
     common.add_argument(
         "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="state, logs, credentials [%(default)s]"
@@ -102,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         flag = f"--{name.removesuffix('_s').replace('_', '-')}"
         unit = _METAVARS.get(name, "SECONDS" if name.endswith("_s") else "N")
         up.add_argument(flag, dest=name, metavar=unit, help=f"{field.description}{default}")
+    up.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="FOLDER_OR_HUB_ID",
+        help=StackConfig.model_fields["model"].description,
+    )
     up.add_argument(
         "--without",
         action="append",
@@ -146,6 +152,17 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, help="longest answer")
     chat.set_defaults(command=_chat)
 
+    models = commands.add_parser("models", help="those that are here; pull and remove them")
+    models.set_defaults(command=_models, action="list")
+    actions = models.add_subparsers(metavar="pull|remove")
+    pull = actions.add_parser("pull", help="copy a folder's model, or download one of the hub")
+    pull.add_argument("source", metavar="FOLDER_OR_HUB_ID")
+    pull.add_argument("--name", help="what it is to be called [the last part of its folder or id]")
+    pull.set_defaults(action="pull")
+    remove = actions.add_parser("remove", help="delete the files of one that was pulled")
+    remove.add_argument("name", metavar="NAME")
+    remove.set_defaults(action="remove")
+
     credentials = commands.add_parser(
         "credentials", parents=[common], help="let another instance onto the bus, as a NATS user of its own"
     )
@@ -161,6 +178,8 @@ def _up(arguments: argparse.Namespace, console: Console) -> int:
     program: Program = arguments.program
     file: Path | None = arguments.config or (_DEFAULT_FILE if _DEFAULT_FILE.exists() else None)
     flags = [f"--{n}={getattr(arguments, n)}" for n in _STACK_FLAGS if getattr(arguments, n) is not None]
+    flags += [f"--model={arguments.model[0]}"] if arguments.model else []
+    flags += [f"--more_models={json.dumps(arguments.model[1:])}"] if arguments.model[1:] else []
     flags += [f"--engine={arguments.engine}"] if arguments.engine else []
     flags += ["--tls=true"] if arguments.tls else []
     flags += [f"--without={json.dumps(arguments.without)}"] if arguments.without else []
@@ -202,6 +221,23 @@ def _credentials(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.nats_server import credentials
 
     return credentials(RunDirectory(arguments.run_dir), arguments.name, console)
+
+
+def _models(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack import models
+    from services.stack.display import say
+
+    match arguments.action:
+        case "pull":
+            found = models.pull(arguments.source, arguments.name, models.from_hub)
+            say(console, f"{found.name} is here, {found.size_bytes / 1e6:.1f} MB: up --model {found.name}")
+        case "remove":
+            found = models.remove(arguments.name)
+            say(console, f"{found.name} is gone, {found.size_bytes / 1e6:.1f} MB")
+        case _:
+            for found in models.known():
+                say(console, f"{found.name:30} {found.size_bytes / 1e6:10.1f} MB  {found.problem}".rstrip())
+    return 0
 
 
 def _chat(arguments: argparse.Namespace, console: Console) -> int:

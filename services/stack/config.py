@@ -66,7 +66,13 @@ class StackConfig(ServiceConfig):
         description="the Python that workers with engine vllm run in; a path is the repository's",
     )
     model: str | None = Field(
-        default=None, description="folder or hub id; unset: what the services default to"
+        default=None,
+        description="folder, hub id or name of a model that was pulled, or NAME= and one of these; unset: "
+        "what the services default to; repeatable: workers take the models in turn",
+    )
+    more_models: tuple[str, ...] = Field(
+        default=(),
+        description="further models, each as `model` is written; workers take all of them in turn",
     )
     served_name: str | None = Field(
         default=None, description="what clients call the model; unset: the last part of its folder or id"

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from services.stack import nats_server
 from services.stack.access import BusAccess
 from services.stack.config import StackConfig
+from services.stack.models import named
 from services.stack.probes import HttpProbe, TcpProbe, UnixProbe
 from services.stack.process import ProgramLauncher, SeedLauncher, socket_fits
 from services.stack.roll_call import RollCall, StatusProbe
@@ -22,7 +23,6 @@ from services.stack.supervisor import ChildSpec
 from shared import subjects
 from shared.config import ENV_CONFIG_FILE, ENV_PREFIX
 from shared.errors import ConfigError
-from shared.model_files import name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository: where `python -m services.…` works."""
@@ -62,6 +62,7 @@ def kvasir_table(
     roll: RollCall,
 ) -> list[ChildSpec]:
     """Every child of a stack. `overrides` are (section or instance, setting, value). Raises ConfigError."""
+    _check_models(config, scaled=is_scaled(config_file, overrides, environ))
     nats_server.write_config(run.nats_config, config, access, run.path / "nats")
     shared_env = {
         **environ,
@@ -112,7 +113,10 @@ def kvasir_table(
             ChildSpec(
                 name=instance,
                 argv=(python, "-m", module, *arguments),
-                env=shared_env | access.environment(instance) | _override_env(overrides, service, instance),
+                env=shared_env
+                | _own_model(config, instance)
+                | access.environment(instance)
+                | _override_env(overrides, service, instance),
                 ready=HttpProbe(config.operator_port, page)
                 if front
                 else StatusProbe(roll, service, instance),
@@ -164,9 +168,7 @@ def _model_env(config: StackConfig) -> dict[str, str]:
     """Where it is and what it is called, the same for the gateway and all workers; and who computes it."""
     settings: dict[str, str] = {}
     if config.model is not None:
-        folder = Path(config.model)
-        settings["MODEL"] = str(folder.resolve()) if folder.is_dir() else config.model
-        settings["SERVED_NAME"] = name_of(settings["MODEL"])
+        settings["SERVED_NAME"], settings["MODEL"] = named(config.model)
     if config.served_name is not None:
         settings["SERVED_NAME"] = config.served_name
     engine = {} if config.engine is None else {f"{ENV_PREFIX}WORKER__ENGINE": config.engine}
@@ -175,6 +177,34 @@ def _model_env(config: StackConfig) -> dict[str, str]:
         for section in _MODEL_SERVICES
         for key, value in settings.items()
     }
+
+
+def _check_models(config: StackConfig, *, scaled: bool) -> None:
+    """Raises ConfigError for several models that this stack cannot serve."""
+    count = 1 + len(config.more_models)
+    if count > 1 and config.model is None:
+        raise ConfigError("several models: name the first, too", param="model")
+    if config.workers < count:
+        raise ConfigError(f"{count} models need as many workers: write --workers {count}", param="workers")
+    if count > 1 and scaled:
+        raise ConfigError(
+            "placement.scale counts the workers of one model: leave it out, or serve one", param="scale"
+        )
+
+
+def _own_model(config: StackConfig, instance: str) -> dict[str, str]:
+    """Of the gateway, the further models; of a worker, the one that it serves where there are several."""
+    further = [named(text) for text in config.more_models]
+    if not further:
+        return {}
+    service, _, number = instance.rpartition("-")
+    if service == "gateway":
+        return {f"{ENV_PREFIX}GATEWAY__MODELS": json.dumps(dict(further))}
+    turn = int(number) % (1 + len(further)) if service == "worker" else 0
+    if turn == 0:
+        return {}
+    name, model = further[turn - 1]
+    return {f"{ENV_PREFIX}WORKER__MODEL": model, f"{ENV_PREFIX}WORKER__SERVED_NAME": name}
 
 
 def is_scaled(

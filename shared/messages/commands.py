@@ -113,6 +113,8 @@ class PlaceSequences(Message, frozen=True, kw_only=True):
     withdrawn: tuple[SequenceRef, ...] = ()
     """Asked for before, and left before a worker began with them: no place is to be kept for them."""
     ahead: WaitingAhead = NOBODY_AHEAD
+    model: Text = ""
+    """All items are for workers that serve it; empty: for the one model that there is."""
 
 
 class Placements(Message, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from shared.messages.values import (
     Seed,
     SignedSeconds,
     Temperature,
+    Text,
     TokenId,
     TopLogprobs,
 )
@@ -135,6 +136,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """So many more tokens of the answer may still come (`ExtendSequence`) before it is computed."""
     rehearsal: bool = False
     """Compute it so that its blocks are stored, and tell nobody: where another is about to move to."""
+    model: Text = ""
+    """Computed by workers that serve it under this name; empty: by those of the one model that there is."""
     capability: Digest = b""
     """Who is given it may speak for this attempt, and shows that with `proof_of`; empty: whoever does."""
 

@@ -24,7 +24,7 @@ class Gateway(Process):
         super().__init__("gateway-0")
         self.world, self.wanted, self.incarnation = world, wanted, 1
         self.streams: dict[SequenceKey, Stream] = {}
-        self.table, self.view = WorkerTable(MODEL, 3.0), SchedulerView(3.0)
+        self.table, self.view = WorkerTable([MODEL], 3.0), SchedulerView(3.0)
 
     def submit(self, key: SequenceKey) -> None:
         timing = StreamTiming(give_up_s=500.0)

@@ -3,6 +3,7 @@
 Pure: no bus, no clock; `now_s` is passed in.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from services.gateway.core.effects import WorkerStart
@@ -20,12 +21,12 @@ class WorkerView:
 
 
 class WorkerTable:
-    """The workers heard of lately, and the context the model can be offered."""
+    """The workers heard of lately, and the context that each of `models` can be offered."""
 
-    def __init__(self, model: str, timeout_s: float) -> None:
-        self._model = model
+    def __init__(self, models: Collection[str], timeout_s: float) -> None:
+        self._models = frozenset(models)
         self._workers: dict[str, WorkerView] = {}
-        self._last_context_tokens: int | None = None
+        self._last_context_tokens: dict[str, int] = {}
         self._liveness = Liveness(timeout_s, return_s=timeout_s)
 
     def on_report(self, report: WorkerReported, now_s: float) -> WorkerStart | None:
@@ -35,8 +36,7 @@ class WorkerTable:
             return None
         known = self._workers.get(report.worker_id)
         self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens)
-        if report.model == self._model:
-            self._last_context_tokens = self._most_context() or self._last_context_tokens
+        self._remember(report.model)
         return known.start if known is not None and known.start != start else None
 
     def on_lost(self, start: WorkerStart) -> None:
@@ -45,33 +45,32 @@ class WorkerTable:
         if known is not None and known.start == start:
             del self._workers[start[0]]
             self._liveness.forget(start[0])
-            self._last_context_tokens = self.context_tokens
+            self._remember(known.model)
 
     def on_tick(self, now_s: float) -> list[WorkerStart]:
         """The workers that have been silent too long; they are forgotten."""
-        lost = [self._workers.pop(worker_id).start for worker_id in self._liveness.silent(now_s)]
-        self._last_context_tokens = self.context_tokens
-        return lost
+        lost = [self._workers.pop(worker_id) for worker_id in self._liveness.silent(now_s)]
+        for model in {view.model for view in lost}:
+            self._remember(model)
+        return [view.start for view in lost]
 
     @property
     def serving(self) -> int:
-        """How many workers serve the model."""
-        return sum(view.model == self._model for view in self._workers.values())
+        """How many workers serve any of the models."""
+        return sum(view.model in self._models for view in self._workers.values())
 
-    @property
-    def absence(self) -> str:
+    def absence(self, model: str) -> str:
         """Why nobody serves the model, in words; to be asked when nobody does."""
         others = sorted({(view.start[0], view.model) for view in self._workers.values()})
         told = ", ".join(f"{worker_id} serves {model!r}" for worker_id, model in others)
         advice = f"; {told}: give gateway and workers the same served_name" if told else ""
-        return f"no worker serves {self._model!r}{advice}"
+        return f"no worker serves {model!r}{advice}"
 
-    @property
-    def context_tokens(self) -> int | None:
-        """Longest prompt + answer any worker can hold, or could when last one was there; None before the
-        first.
+    def context_tokens(self, model: str) -> int | None:
+        """Longest prompt + answer any worker of the model can hold, or could when last one was there; None
+        before the first.
         """
-        return self._most_context() or self._last_context_tokens
+        return self._most_context(model) or self._last_context_tokens.get(model)
 
     def rows(self, now_s: float) -> list[dict[str, object]]:
         """For people to read."""
@@ -91,9 +90,13 @@ class WorkerTable:
         assert self._workers.keys() == set(self._liveness)
         assert self.serving <= len(self._workers)
 
-    def _most_context(self) -> int:
+    def _remember(self, model: str) -> None:
+        if model in self._models and (most := self._most_context(model)):
+            self._last_context_tokens[model] = most
+
+    def _most_context(self, model: str) -> int:
         views = self._workers.values()
-        return max((view.max_context_tokens for view in views if view.model == self._model), default=0)
+        return max((view.max_context_tokens for view in views if view.model == model), default=0)
 
 
 class SchedulerView:

@@ -67,12 +67,12 @@ GETS: Mapping[str, str] = {
 _OPEN = frozenset({"/health", "/ping", "/ready"})
 
 
-def description(version: str, model: str) -> dict[str, Any]:
-    """The API in OpenAPI 3.1, of a server that serves `model`."""
+def description(version: str, served: Sequence[str]) -> dict[str, Any]:
+    """The API in OpenAPI 3.1, of a server whose models have these names."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, Any] = {}
     for path, (summary, models) in POSTS.items():
-        names = [_add(each, schemas, model) for each in models]
+        names = [_add(each, schemas, served) for each in models]
         wanted: dict[str, Any] = (
             {"$ref": names[0]} if len(names) == 1 else {"anyOf": [{"$ref": n} for n in names]}
         )
@@ -86,7 +86,7 @@ def description(version: str, model: str) -> dict[str, Any]:
         if path in _OPEN:
             operation["security"] = []
         if "{model}" in path:
-            wanted = {"type": "string", "enum": [model]}
+            wanted = {"type": "string", "enum": list(served)}
             name = {"name": "model", "in": "path", "required": True, "schema": wanted}
             operation["parameters"] = [name]
         paths[path] = {"get": operation}
@@ -117,14 +117,14 @@ _ERROR: dict[str, Any] = {
 }
 
 
-def _add(model: type[BaseModel], schemas: dict[str, Any], served: str) -> str:
+def _add(model: type[BaseModel], schemas: dict[str, Any], served: Sequence[str]) -> str:
     """Its schema among the others; a reference to it."""
     found = model.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= found.pop("$defs", {})
     for name, each in found.get("properties", {}).items():
         each.pop("title", None)
         if name == "model":
-            each["enum"] = [served]
+            each["enum"] = list(served)
         if name in DESCRIPTIONS:
             each["description"] = DESCRIPTIONS[name]
     schemas[model.__name__] = found
@@ -139,9 +139,9 @@ def _responses(kinds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def page(version: str, model: str) -> bytes:
+def page(version: str, served: Sequence[str]) -> bytes:
     """The description for people."""
-    described = description(version, model)
+    described = description(version, served)
     parts = [
         f"<h1>Kvasir {html.escape(version)}</h1><p>As OpenAPI: <a href=openapi.json>openapi.json</a></p>"
     ]
@@ -178,6 +178,6 @@ _PAGE = (
 )
 
 
-def written(version: str, model: str) -> tuple[bytes, bytes]:
+def written(version: str, served: Sequence[str]) -> tuple[bytes, bytes]:
     """`/openapi.json` and `/docs`."""
-    return orjson.dumps(description(version, model)), page(version, model)
+    return orjson.dumps(description(version, served)), page(version, served)

@@ -13,11 +13,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.config import GatewayConfig
 from services.gateway.errors import ClientGone
 from services.gateway.exchange import Deadline, Exchange, admitted
 from services.gateway.http.connection import DIRECT_WRITER, DirectWriter
 from services.gateway.http.middleware import RequestRecord
+from services.gateway.models import ServedModel
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.openai.replies import (
     AnswerWriter,
@@ -125,7 +125,7 @@ class CompletionResponse(Response):
         writer: AnswerWriter,
         record: RequestRecord,
         deadline: Deadline,
-        config: GatewayConfig,
+        served: ServedModel,
     ) -> None:
         super().__init__()
         self._sessions = sessions
@@ -133,7 +133,8 @@ class CompletionResponse(Response):
         self._writer = writer
         self._record = record
         self._deadline = deadline
-        self._config = config
+        self._served = served
+        self._config = served.config
         self._readers: dict[int, PartReader] = {}
         """By choice, where answers are taken apart."""
         self._calling: set[int] = set()
@@ -142,8 +143,10 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises KvasirError as long as nothing has been sent."""
         salt = salt_of(self._record.tenant, self._job.cache_salt)
-        exchange = self._sessions.open(self._job, self._record.request_id, self._deadline, salt)
-        answers = self._sessions.answers(exchange, self._job)
+        exchange = self._sessions.open(
+            self._job, self._record.request_id, self._deadline, salt, self._served.name
+        )
+        answers = self._sessions.answers(exchange, self._job, self._served.acceptance.codec)
         if self._job.reader is not None:
             self._readers = {answer.index: self._job.reader() for answer in answers}
         watcher = asyncio.create_task(_watch(receive, exchange), name="client watcher")
@@ -277,14 +280,14 @@ class CompletionResponse(Response):
         if (top := self._job.top_logprobs) is None:
             return None
         write = chat_logprobs if self._job.kind == "chat" else text_logprobs
-        return write(tokens, self._sessions.vocabulary, top)
+        return write(tokens, self._served.vocabulary, top)
 
     def _prompt_logprobs(self, answer: ChoiceText) -> list[dict[str, Any] | None] | None:
         top = self._job.prompt_logprobs
         if top is None:
             return None
         prompt = self._job.given[answer.index // self._job.n].prompt
-        return prompt_logprobs(prompt, answer.echo.logprobs, self._sessions.vocabulary, top)
+        return prompt_logprobs(prompt, answer.echo.logprobs, self._served.vocabulary, top)
 
     def _usage(self, answers: list[ChoiceText]) -> Usage:
         firsts = answers[:: self._job.n]

@@ -6,6 +6,7 @@ Each reads its request, asks the service, and answers; errors are raised, never 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -16,16 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
-from services.gateway.errors import ClientGone, HttpError, unknown_model
+from services.gateway.errors import ClientGone, HttpError
 from services.gateway.exchange import HEADER, deadline_of
 from services.gateway.http.browser import HeadAsGet, written
 from services.gateway.http.completion_response import CompletionResponse
 from services.gateway.http.connection import MAX_DISCARDED_BYTES
 from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, RequestRecord, refusal
 from services.gateway.http.surfaces import SURFACES, Naming
-from services.gateway.openai.admission import Acceptance
+from services.gateway.models import Models, ServedModel
 from services.gateway.openai.replies import model_body
-from services.gateway.openai.tokenize import Tokenization
 from services.gateway.sessions import Sessions
 from shared import metrics
 from shared.clock import unix_s
@@ -97,22 +97,22 @@ class Shortcut:
 VERSION = "0.1.0"
 
 
-def make_app(sessions: Sessions, acceptance: Acceptance, config: GatewayConfig) -> ASGIApp:
+def make_app(sessions: Sessions, models: Models, config: GatewayConfig) -> ASGIApp:
     """The application behind `Edge`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    completions = _completions(sessions, acceptance, config)
+    completions = _completions(sessions, models, config)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
-    _add_tokenization(app, sessions, acceptance, config)
-    _add_counting(app, acceptance, config)
-    _add_models(app, sessions, config)
+    _add_tokenization(app, sessions, models, config)
+    _add_counting(app, models, config)
+    _add_models(app, sessions, models)
     _add_probes(app, sessions)
 
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": VERSION})
 
-    _add_description(app, config)
+    _add_description(app, models)
     _handle_errors(app)
     return HeadAsGet(Shortcut(app, completions))
 
@@ -130,12 +130,11 @@ def make_operator_app(sessions: Sessions) -> ASGIApp:
     return app
 
 
-def _completions(
-    sessions: Sessions, acceptance: Acceptance, config: GatewayConfig
-) -> dict[str, RouteHandler]:
+def _completions(sessions: Sessions, models: Models, config: GatewayConfig) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         body = await read_body(request, config)
+        served = models.of(body)
         deadline = deadline_of(
             request.headers.get(HEADER),
             config.request_timeout_s,
@@ -143,41 +142,41 @@ def _completions(
             record.began_s,
         )
         async with deadline.enforced():
-            job, writer = await SURFACES[path](acceptance, body, limit, Naming(record, config))
+            limit = partial(sessions.context_tokens, config.admit_timeout_s, served.name)
+            naming = Naming(record, served.config)
+            job, writer = await SURFACES[path](served.acceptance, body, limit, naming)
         record.note_accepted(job)
-        return CompletionResponse(sessions, job, writer, record, deadline, config)
-
-    async def limit() -> int:
-        return await sessions.context_tokens(config.admit_timeout_s)
+        return CompletionResponse(sessions, job, writer, record, deadline, served)
 
     return {path: partial(complete, path) for path in SURFACES}
 
 
-def _add_counting(app: FastAPI, acceptance: Acceptance, config: GatewayConfig) -> None:
+def _add_counting(app: FastAPI, models: Models, config: GatewayConfig) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await read_body(request, config)
         read = partial(parse_messages, body, config.max_messages, counts=True)
-        return _json({"input_tokens": await acceptance.count(read, len(body))})
+        return _json({"input_tokens": await models.of(body).acceptance.count(read, len(body))})
 
 
-def _add_models(app: FastAPI, sessions: Sessions, config: GatewayConfig) -> None:
+def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:
     began_s = int(unix_s())
 
+    def entry(served: ServedModel, name: str) -> dict[str, Any]:
+        return model_body(name, began_s, sessions.workers.context_tokens(served.name))
+
     @app.get("/v1/models")
-    async def models() -> Response:
-        entry = model_body(config.served_name, began_s, sessions.workers.context_tokens)
-        return _json({"object": "list", "data": [entry]})
+    async def every_model() -> Response:
+        data = [entry(models.find(name), name) for name in models.names]
+        return _json({"object": "list", "data": data})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        if model_id != config.served_name:
-            raise unknown_model(model_id, config.served_name)
-        return _json(model_body(config.served_name, began_s, sessions.workers.context_tokens))
+        return _json(entry(models.find(model_id), model_id))
 
 
-def _add_description(app: FastAPI, config: GatewayConfig) -> None:
-    schema, page = written(VERSION, config.served_name)
+def _add_description(app: FastAPI, models: Models) -> None:
+    schema, page = written(VERSION, models.names)
 
     @app.get("/openapi.json")
     async def show_schema() -> Response:
@@ -205,22 +204,18 @@ def _add_probes(app: FastAPI, sessions: Sessions) -> None:
         return _json({"status": "ready"})
 
 
-def _add_tokenization(
-    app: FastAPI, sessions: Sessions, acceptance: Acceptance, config: GatewayConfig
-) -> None:
-    tokenization = Tokenization(
-        config.served_name, acceptance.codec, acceptance.threads, sessions.vocabulary, config.max_messages
-    )
-
+def _add_tokenization(app: FastAPI, sessions: Sessions, models: Models, config: GatewayConfig) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, config)
-        limit = await sessions.context_tokens(config.admit_timeout_s)
-        return _written(await tokenization.tokenize(body, limit))
+        served = models.of(body)
+        limit = await sessions.context_tokens(config.admit_timeout_s, served.name)
+        return _written(await served.tokenization.tokenize(body, limit))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _written(await tokenization.detokenize(await read_body(request, config)))
+        body = await read_body(request, config)
+        return _written(await models.of(body).tokenization.detokenize(body))
 
 
 def _json(content: object) -> Response:

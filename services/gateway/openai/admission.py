@@ -188,11 +188,19 @@ class GrammarChecks:
             self._good.popitem(last=False)
 
 
+def names_of(config: GatewayConfig) -> tuple[str, ...]:
+    """What clients may call the model that is configured: its name first."""
+    own = config.served_name
+    return (own, *(alias for alias, name in config.aliases.items() if name == own))
+
+
 class Acceptance:
     """Turns bodies into jobs; reads and tokenizes in threads of its own, a bounded number at a time."""
 
     def __init__(self, config: GatewayConfig, codec: Codec) -> None:
+        """For the model that `config` names, and the aliases that it has of it."""
         self._config = config
+        self.names = names_of(config)
         self.codec = codec
         self.ignores_unknown = config.unknown_fields == "ignore"
         self.threads = TokenizerThreads(config.tokenizer_threads, config.max_waiting_tokenizations)
@@ -301,8 +309,8 @@ class Acceptance:
 
     def check_fields(self, request: schemas.NamesModel) -> None:
         """Raises ModelNotFound, UnsupportedFeature and InvalidRequest for fields that this server has not."""
-        if request.model != self._config.served_name:
-            raise unknown_model(request.model, self._config.served_name)
+        if request.model not in self.names:
+            raise unknown_model(request.model, self.names)
         fields.refuse_unsupported(request.model_extra or {})
         if not self.ignores_unknown:
             fields.refuse_unknown(request)

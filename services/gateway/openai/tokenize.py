@@ -3,7 +3,7 @@
 Knows the codec; nothing of sequences. Special tokens are shown in a text made from ids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -53,17 +53,17 @@ class DetokenizeTokens(_Fields):
 
 
 class Tokenization:
-    """Serves one model, named or not."""
+    """Serves one model, by any of its names or without."""
 
     def __init__(
         self,
-        served_name: str,
+        names: Sequence[str],
         codec: Codec,
         threads: TokenizerThreads,
         vocabulary: Vocabulary,
         max_messages: int,
     ) -> None:
-        self._served_name = served_name
+        self._names = names
         self._codec = codec
         self._threads = threads
         self._vocabulary = vocabulary
@@ -122,6 +122,6 @@ class Tokenization:
         return self._codec.encode_rendered(rendered)
 
     def _check(self, request: _Fields) -> None:
-        if request.model not in (None, self._served_name):
-            raise unknown_model(request.model or "", self._served_name)
+        if request.model is not None and request.model not in self._names:
+            raise unknown_model(request.model, self._names)
         refuse_unsupported(request.model_extra or {})

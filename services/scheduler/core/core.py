@@ -44,8 +44,10 @@ class SchedulerCore:
         epoch: int,
         now_s: float,
         most_epoch: int = EPOCH_REACH,
+        began_s: float | None = None,
     ) -> None:
-        """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used."""
+        """A worker that claims to obey an epoch above `most_epoch` is not believed, and not used. `began_s`:
+        when heartbeats were first listened to, unless that is now."""
         self._most_epoch = most_epoch
         self._commands_since_s = float("inf")
         self._rules = rules
@@ -56,7 +58,7 @@ class SchedulerCore:
         self._pressure = PressureWatch(self._roster, self._moves, rules.relief)
         self._oversized = OversizedWatch(self._roster, self._moves, rules.oversized)
         self._standstill = Standstill(self._roster, now_s)
-        self._round_ends_s = now_s + rules.round_s
+        self._round_ends_s = (now_s if began_s is None else began_s) + rules.round_s
         self._ticked_s = now_s
         self._expired_s = now_s
         self._wanted_s = now_s
@@ -69,6 +71,11 @@ class SchedulerCore:
     @property
     def is_commanding(self) -> bool:
         return self._fleet.commanding
+
+    @property
+    def is_empty(self) -> bool:
+        """No worker is known, and no sequence."""
+        return not self._roster.pipelines and not self._roster.sequences
 
     @property
     def queued(self) -> int:

@@ -64,18 +64,18 @@ def job(prompts: int = 1, n: int = 1, **fields: Any) -> AdmittedRequest:
 async def desk(connect_bus: Callable[..., Awaitable[Bus]], codec: Codec) -> AsyncIterator[Sessions]:
     config = GatewayConfig.model_validate({"served_name": "m", "max_active_sequences": 4})
     async with asyncio.TaskGroup() as tasks:
-        desk = Sessions(config, await connect_bus("gateway", "gateway-0"), codec, tasks, lambda: 0.0)
+        desk = Sessions(config, await connect_bus("gateway", "gateway-0"), tasks, lambda: 0.0)
         sending = tasks.create_task(desk.dispatch.outbox.run())
         yield desk
         sending.cancel()
 
 
-async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Sessions) -> None:
+async def test_each_choice_and_prompt_is_a_sequence_of_its_own(desk: Sessions, codec: Codec) -> None:
     exchange = desk.open(job(prompts=2, n=2), "req_1")
     keys = [sequence.stream.key for sequence in exchange.sequences]
     assert keys == [("req_1", 0), ("req_1", 1), ("req_1-1", 0), ("req_1-1", 1)]
     assert desk.active == 4
-    assert [answer.index for answer in desk.answers(exchange, job(2, 2))] == [0, 1, 2, 3]
+    assert [answer.index for answer in desk.answers(exchange, job(2, 2), codec)] == [0, 1, 2, 3]
     with pytest.raises(Overloaded):
         desk.open(job(), "req_2")
     desk.close(exchange)
@@ -124,8 +124,8 @@ async def test_a_prepared_move_concerns_the_sequence_it_names(desk: Sessions) ->
 
 async def test_waiting_for_the_first_worker(desk: Sessions) -> None:
     with pytest.raises(NoResponder, match="no worker serves 'm'"):
-        await desk.context_tokens(0.05)
-    waiting = asyncio.create_task(desk.context_tokens(5))
+        await desk.context_tokens(0.05, "m")
+    waiting = asyncio.create_task(desk.context_tokens(5, "m"))
     await asyncio.sleep(0.01)
     desk.on_worker_reported(report("worker-0", context=77), 0.0)
     assert await asyncio.wait_for(waiting, 1) == 77

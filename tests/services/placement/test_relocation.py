@@ -3,8 +3,9 @@
 import asyncio
 
 from services.placement.config import PlacementConfig
+from services.placement.placing import Placement
 from services.placement.relocation import HANDLERS as MOVE_HANDLERS
-from services.placement.service import HANDLERS, Placement
+from services.placement.service import HANDLERS
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.messages.base import Empty

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from services.placement.config import PlacementConfig
+from services.placement.placing import Placement
 from services.placement.policy import LIVE_PACKINGS, POLICIES, create
 from services.placement.policy.fit import PrefixAware, WorstFit
-from services.placement.service import HANDLERS, Placement
+from services.placement.service import HANDLERS
 from shared import subjects
 from shared.bus import Endpoint
 from shared.messages.base import Empty

@@ -136,6 +136,7 @@ class Reader:
             end_token_ids=(END_TOKEN,),
             gateway_id=self.bus.instance,
             gateway_incarnation=self.bus.incarnation,
+            model="m",
         )
 
     async def submit(self, spec: SequenceSpec) -> SubmitReply:

@@ -13,7 +13,7 @@ def report(worker_id: str, incarnation: int = 1, context: int = 100, model: str 
 
 
 def facts(table: WorkerTable) -> tuple[int | None, int]:
-    return table.context_tokens, table.serving
+    return table.context_tokens("m"), table.serving
 
 
 def announced(scheduler_id: str, incarnation: int, epoch: int) -> SchedulerAnnounced:
@@ -21,7 +21,7 @@ def announced(scheduler_id: str, incarnation: int, epoch: int) -> SchedulerAnnou
 
 
 def test_the_context_is_that_of_the_roomiest_worker_and_is_remembered() -> None:
-    table = WorkerTable("m", timeout_s=2)
+    table = WorkerTable(["m"], timeout_s=2)
     assert facts(table) == (None, 0)
     table.on_report(report("a", context=100), 0)
     table.on_report(report("b", context=300), 0)
@@ -35,7 +35,7 @@ def test_the_context_is_that_of_the_roomiest_worker_and_is_remembered() -> None:
 
 
 def test_a_restart_ends_the_run_before() -> None:
-    table = WorkerTable("m", timeout_s=2)
+    table = WorkerTable(["m"], timeout_s=2)
     assert table.on_report(report("a", 5), 0) is None
     assert table.on_report(report("a", 5), 1) is None
     assert table.on_report(report("a", 6), 1) == ("a", 5)
@@ -44,7 +44,7 @@ def test_a_restart_ends_the_run_before() -> None:
 
 
 def test_a_worker_given_up_is_gone_until_it_is_heard_again() -> None:
-    table = WorkerTable("m", timeout_s=2)
+    table = WorkerTable(["m"], timeout_s=2)
     table.on_report(report("a", 5), 0)
     table.on_lost(("a", 4))
     assert facts(table) == (100, 1)
@@ -61,7 +61,7 @@ def test_a_worker_given_up_is_gone_until_it_is_heard_again() -> None:
     )
 )
 def test_whatever_is_heard_the_table_is_sound(events: list[tuple[str, int, int, float]]) -> None:
-    table = WorkerTable("m", timeout_s=2)
+    table = WorkerTable(["m"], timeout_s=2)
     now_s = 0.0
     for worker_id, incarnation, context, after_s in events:
         now_s += after_s
@@ -72,7 +72,7 @@ def test_whatever_is_heard_the_table_is_sound(events: list[tuple[str, int, int, 
         assert ended is None or ended[1] != incarnation
         table.check_integrity()
         assert table.serving >= 1
-        assert table.context_tokens is not None
+        assert table.context_tokens("m") is not None
 
 
 def test_another_scheduler_is_noticed_and_an_old_one_is_not() -> None:
@@ -97,7 +97,7 @@ def test_an_epoch_is_remembered_for_as_long_as_its_scheduler_is_heard_of() -> No
 
 
 def test_why_nobody_serves_the_model_names_what_is_served_instead() -> None:
-    table = WorkerTable("m", timeout_s=2)
-    assert table.absence == "no worker serves 'm'"
+    table = WorkerTable(["m"], timeout_s=2)
+    assert table.absence("m") == "no worker serves 'm'"
     table.on_report(report("w", model="other"), 0)
-    assert "w serves 'other'" in table.absence and "same served_name" in table.absence
+    assert "w serves 'other'" in table.absence("m") and "same served_name" in table.absence("m")

@@ -1,0 +1,100 @@
+"""Several models in one fleet: the workers of each are placed on, packed and moved among by themselves."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from services.placement.placing import Placement
+from shared.bus import Bus
+from shared.clock import monotonic_s
+from shared.errors import InvalidRequest
+from shared.log import canonical, get_logger
+from shared.messages.base import Empty
+from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.moves import SequenceMoved
+from shared.messages.plans import WorkerStepped
+from shared.messages.prefixes import WorkerPrefixes
+from shared.messages.reports import ServiceStatus, WorkerReported
+
+MOST_MODELS = 64
+_log = get_logger("placement")
+
+
+class Models:
+    """The handlers: each message goes to the `Placement` of its model, which begins with the first worker
+    that serves it. A worker of a model beyond `MOST_MODELS` is not used."""
+
+    def __init__(self, bus: Bus, make: Callable[[], Placement], tasks: asyncio.TaskGroup) -> None:
+        """What `make` gives is watched by `tasks`."""
+        self._bus = bus
+        self._make = make
+        self._tasks = tasks
+        self._models: dict[str, Placement] = {}
+        self._model_of: dict[str, str] = {}
+        """By worker."""
+        self._started_s = monotonic_s()
+
+    def on_reported(self, report: WorkerReported) -> None:
+        placement = self._models.get(report.model)
+        if placement is None and len(self._models) < MOST_MODELS:
+            placement = self._models[report.model] = self._make()
+            self._tasks.create_task(placement.watch())
+            canonical(_log, "model", name=report.model, models=len(self._models))
+        if placement is not None:
+            self._model_of[report.worker_id] = report.model
+            placement.on_reported(report)
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        if (placement := self._of_worker(stepped.worker_id)) is not None:
+            placement.on_stepped(stepped)
+
+    def on_cached(self, news: WorkerPrefixes) -> None:
+        if (placement := self._of_worker(news.worker_id)) is not None:
+            placement.on_cached(news)
+
+    def on_moved(self, moved: SequenceMoved) -> None:
+        placement = self._of_worker(moved.target)
+        if placement is not None and placement.relocation is not None:
+            placement.relocation.on_moved(moved)
+
+    async def place(self, asked: PlaceSequences) -> Placements:
+        """See `Placement.place`. Raises InvalidRequest for items of no model where there are several."""
+        name = asked.model
+        if not name and len(self._models) == 1:
+            (name,) = self._models
+        if not name and self._models:
+            raise InvalidRequest("there are several models: say of which it is", param="model")
+        placement = self._models.get(name)
+        if placement is None:
+            return Placements(worker_ids=(None,) * len(asked.items))
+        return await placement.place(asked)
+
+    async def status(self, asked: Empty) -> ServiceStatus:
+        """Of one model, what its placement says; of several the sums, and the workers of all."""
+        if not self._models:
+            return await self._make().status(asked)
+        told = {name: await placement.status(asked) for name, placement in self._models.items()}
+        return ServiceStatus(
+            service="placement",
+            instance=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            uptime_s=monotonic_s() - self._started_s,
+            details=_merged({name: status.details for name, status in told.items()}),
+        )
+
+    def _of_worker(self, worker_id: str) -> Placement | None:
+        return self._models.get(self._model_of.get(worker_id, ""))
+
+
+def _merged(details: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for model, each in details.items():
+        of_model = {} if len(details) == 1 else {"model": model}
+        for name, value in each.items():
+            if name == "workers":
+                found.setdefault(name, []).extend({**row, **of_model} for row in value)
+            elif isinstance(value, int) and isinstance(found.get(name, 0), int):
+                found[name] = found.get(name, 0) + value
+            else:
+                found[name] = value
+    return found

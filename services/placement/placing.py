@@ -1,0 +1,155 @@
+"""Placement among the workers of one model: answers `PlaceSequences` from their heartbeats and what they say
+of their caches.
+
+Soft state: one round of heartbeats after a restart rebuilds it, and a question to each worker what it has
+cached. It knows no request beyond its size and what its blocks are called. Under a packing policy (`mell`)
+`relocation` moves sequences, too.
+"""
+
+import asyncio
+
+from services.placement.config import PlacementConfig
+from services.placement.core.fleet import FleetCapacity
+from services.placement.core.order import find_order
+from services.placement.policy.contract import PlacementPolicy
+from services.placement.relocation import Relocation
+from shared import subjects
+from shared.bus import Bus, fenced
+from shared.clock import Clock, monotonic_s
+from shared.errors import InvalidMessage, KvasirError
+from shared.liveness import AwakeClock
+from shared.log import canonical, get_logger
+from shared.messages.base import Empty
+from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.plans import WorkerStepped
+from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
+from shared.messages.reports import ServiceStatus, WorkerReported
+
+_TICK_S = 0.5
+_ANSWER_DEADLINE_S = 1.0
+
+_log = get_logger("placement")
+
+
+class Placement:
+    """The handlers: heartbeats into the fleet, and each question answered by the policy, from who has
+    room."""
+
+    def __init__(
+        self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy | None, clock: Clock = monotonic_s
+    ) -> None:
+        """Without `policy`, `config.policy` names a packing policy."""
+        self._bus = bus
+        self._policy = policy
+        self._policy_name = config.policy
+        self._order_name = config.order
+        self.fleet = FleetCapacity(
+            silence_s=config.worker_timeout_s,
+            reservation_s=config.reservation_s,
+            order=find_order(config.order),
+        )
+        self._clock = AwakeClock(clock, lambda: bus.connected)
+        self.relocation = Relocation(bus, config, self.fleet, self._clock) if policy is None else None
+        self._started_s = monotonic_s()
+        self._placed = 0
+        self._waits = 0
+        self._questions = 0
+        self._missed = asyncio.Event()
+
+    def on_reported(self, report: WorkerReported) -> None:
+        self.fleet.on_reported(report, self._clock())
+
+    def on_stepped(self, stepped: WorkerStepped) -> None:
+        self.fleet.on_stepped(stepped)
+        if self.relocation is not None:
+            self.relocation.packer.on_stepped(stepped)
+
+    def on_cached(self, news: WorkerPrefixes) -> None:
+        self.fleet.prefixes.on_news(news)
+        self._missed.set()
+
+    async def place(self, asked: PlaceSequences) -> Placements:
+        """A worker id per item, in order; None says wait."""
+        excluded = frozenset(asked.excluded_workers)
+        self.fleet.on_withdrawn(asked.withdrawn)
+        if self.relocation is not None:
+            self.relocation.packer.on_withdrawn(asked.withdrawn)
+        if self._policy is None:
+            assert self.relocation is not None
+            worker_ids = self.relocation.packer.place(asked.items, excluded, self.fleet, self._clock())
+        else:
+            worker_ids = self.fleet.place(asked.items, excluded, self._policy, self._clock(), asked.ahead)
+        waits = sum(worker_id is None for worker_id in worker_ids)
+        self._placed += len(worker_ids) - waits
+        self._waits += waits
+        return Placements(worker_ids=worker_ids)
+
+    async def watch(self) -> None:
+        """Until cancelled: drops workers that fell silent, asks those whose news had a gap."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            tasks.create_task(self._catch_up())
+            if self.relocation is not None:
+                tasks.create_task(self.relocation.run())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._missed.set()
+            with fenced("placement tick"):
+                for worker_id in self.fleet.on_tick(self._clock()):
+                    canonical(_log, "worker dropped", worker=worker_id)
+
+    async def _catch_up(self) -> None:
+        while True:
+            await self._missed.wait()
+            self._missed.clear()
+            for worker_id, question in list(self.fleet.prefixes.questions(self._clock())):
+                with fenced("prefix question"):
+                    await self._ask(worker_id, question)
+
+    async def _ask(self, worker_id: str, question: FindPrefixes) -> None:
+        """One worker at a time; one that does not answer is asked again later."""
+        subject = subjects.worker_prefixes(worker_id)
+        try:
+            answer = await self._bus.request(subject, question, WorkerPrefixes, deadline_s=_ANSWER_DEADLINE_S)
+            if answer.worker_id != worker_id:
+                raise InvalidMessage(f"{worker_id} answers as {answer.worker_id!r}")
+        except KvasirError as error:
+            _log.info("%s did not say what it has cached: %s", worker_id, error)
+            return
+        self._questions += 1
+        self.fleet.prefixes.on_answer(answer)
+
+    async def status(self, _: Empty) -> ServiceStatus:
+        """What `python -m services status` shows."""
+        workers = sorted(self.fleet.workers.values(), key=lambda worker: worker.worker_id)
+        return ServiceStatus(
+            service="placement",
+            instance=self._bus.instance,
+            incarnation=self._bus.incarnation,
+            uptime_s=monotonic_s() - self._started_s,
+            details={
+                "policy": self._policy_name,
+                "order": self._order_name,
+                "placed": self._placed,
+                "waits": self._waits,
+                "prefix_questions": self._questions,
+                **({} if self.relocation is None else self.relocation.details()),
+                "workers": [
+                    {
+                        "worker": worker.worker_id,
+                        "total_tokens": worker.total_blocks * worker.block_tokens,
+                        "free_tokens": worker.free_blocks * worker.block_tokens,
+                        "sequences": len(worker.residents),
+                        "reserved": len(worker.reservations),
+                        "cached_blocks": self.fleet.prefixes.blocks(worker.worker_id),
+                        **self._state_of(worker.worker_id),
+                    }
+                    for worker in workers
+                ],
+            },
+        )
+
+    def _state_of(self, worker_id: str) -> dict[str, str]:
+        return {} if self.relocation is None else {"state": self.relocation.packer.state_of(worker_id)}

@@ -1,0 +1,124 @@
+"""`models`: the folders of models that this installation has: listed, pulled into it, removed from it.
+
+A model that was pulled is called by its name alone: `up --model NAME`. Knows files; loads nothing.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.model_files import HubId, check_model, name_of, source_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = "tiny_chat"
+ENV_FOLDER = "KVASIR_MODELS"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_FILES = (*_WEIGHTS, "*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")
+Download = Callable[[HubId, Path], None]
+
+
+def folder() -> Path:
+    """Where they are: `models/` of the repository, or what `KVASIR_MODELS` names."""
+    return Path(os.environ.get(ENV_FOLDER) or ROOT / "models")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One model; `problem` says why it cannot be served, and is empty where it can."""
+
+    name: str
+    size_bytes: int
+    problem: str
+
+
+def known() -> list[Found]:
+    """All, by name."""
+    return [_found(path.parent) for path in sorted(folder().glob("*/config.json"))]
+
+
+def _found(path: Path) -> Found:
+    size_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    try:
+        check_model(str(path))
+    except ConfigError as error:
+        return Found(path.name, size_bytes, error.message)
+    return Found(path.name, size_bytes, "")
+
+
+def resolved(model: str) -> str:
+    """`model`, or the folder of the one that has this name."""
+    own = folder() / model
+    is_name = "/" not in model and not Path(model).expanduser().is_dir()
+    return str(own) if is_name and (own / "config.json").is_file() else model
+
+
+def named(text: str) -> tuple[str, str]:
+    """Name and folder or hub id of what `--model` says: `FOLDER_OR_HUB_ID`, or `NAME=…` before it."""
+    name, equals, model = text.partition("=")
+    if not equals or Path(text).expanduser().is_dir():
+        name, model = "", text
+    if equals and not model:
+        raise ConfigError(f"--model {text!r}: write NAME=FOLDER_OR_HUB_ID", param="model")
+    model = resolved(model)
+    model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+    return name or name_of(model), model
+
+
+def pull(source: str, name: str | None, download: Download) -> Found:
+    """Copy a folder's model, or download one of the hub, under `name` (its own, unless said). It is there
+    whole, or not at all. Raises ConfigError."""
+    origin = source_of(source)
+    target = folder() / _checked(name or name_of(source))
+    if target.exists():
+        raise ConfigError(
+            f"there is a model {target.name!r} already: remove it, or give --name", param="name"
+        )
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        if isinstance(origin, HubId):
+            download(origin, part)
+        else:
+            check_model(source)
+            for path in sorted({path for pattern in _FILES for path in origin.glob(pattern)}):
+                shutil.copy2(path, part / path.name)
+        check_model(str(part))
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return _found(target)
+
+
+def remove(name: str) -> Found:
+    """Raises ConfigError for one that is not there, and for the one that ships."""
+    target = folder() / _checked(name)
+    if not (target / "config.json").is_file():
+        there = ", ".join(found.name for found in known())
+        raise ConfigError(f"there is no model {name!r}; there is {there}", param="name")
+    if name == SHIPPED:
+        raise ConfigError(f"{SHIPPED} belongs to Kvasir itself: its files stay", param="name")
+    found = _found(target)
+    shutil.rmtree(target)
+    return found
+
+
+def from_hub(model: HubId, target: Path) -> None:
+    """Raises ConfigError when it cannot be had."""
+    from huggingface_hub import snapshot_download  # a second, for this command alone
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(model.name, revision=model.revision, local_dir=target, allow_patterns=list(_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        text = f"{model} cannot be downloaded: {str(error).splitlines()[0]}; a folder can be pulled as well"
+        raise ConfigError(text, param="model") from None
+
+
+def _checked(name: str) -> str:
+    if not name or name.startswith(".") or "/" in name or len(name) > 200:
+        raise ConfigError(f"{name[:200]!r} cannot be the name of a folder", param="name")
+    return name
