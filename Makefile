@@ -11,7 +11,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs chat test dev check lint types layers format slow clients lock wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help up down status logs chat test test-vllm dev check lint types layers format slow clients lock wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,7 +32,17 @@ chat: .venv/.runtime ## talk to the model in this terminal
 	@$(BIN)/python -m services chat $(ARGS)
 
 test: .venv/.dev ## set up, run the tests (no GPU, no network, nothing slow); AT_ONCE=1: one file after another
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(AT_ONCE) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" -n $(AT_ONCE) --dist loadfile $(ARGS)
+
+# The same tests as of native stacks, with vLLM as every worker's engine, then those of its own.
+OF_ANY_ENGINE := $(patsubst %,tests/stack/test_%.py,openai_client openai_sampling structured tools surfaces \
+  embeddings migration faults prefix_cache prefix_placement swap mell)
+
+test-vllm: .venv/.dev ## the tests with vLLM workers (make setup-vllm first: without it they are skipped)
+	@if [ -e .venv-vllm/.installed ]; then \
+	  KVASIR_WORKER__ENGINE=vllm $(BIN)/python -m pytest $(OF_ANY_ENGINE) $(ARGS) \
+	    && $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS); \
+	else echo "make test-vllm: skipped: vLLM is not set up here, which make setup-vllm does (1.5 GB)"; fi
 
 dev: .venv/.dev ## set up what tests, checks and pictures need
 

@@ -5,7 +5,7 @@ import gc
 import torch
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.checkpoint import checkpoint_digest
+from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from services.worker.engine.engine import TorchEngine, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
@@ -22,7 +22,8 @@ def build(config: WorkerConfig) -> TorchEngine:
     Raises ConfigError.
     """
     torch.set_num_threads(config.threads)
-    model = load(config.model, dtype=config.dtype, device=config.device)
+    dtype = stored_dtype(config.model) if config.dtype == "auto" else config.dtype
+    model = load(config.model, dtype=dtype, device=config.device)
     block_bytes = model.block_bytes(config.block_tokens)
     kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
     kv_blocks -= staged_blocks(config.lending, len(model.layers))

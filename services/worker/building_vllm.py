@@ -1,7 +1,9 @@
 """The engine whose model vLLM computes, from a worker's settings."""
 
+import contextlib
 import gc
 from importlib.util import find_spec
+from pathlib import Path
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest
@@ -26,11 +28,14 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
             ".venv-vllm/bin/python",
             param="engine",
         )
+    with contextlib.suppress(OSError):  # what `ps` shows of a fork, for a program of its own, too; Linux
+        Path("/proc/self/comm").write_text(config.instance)
     check_model(config.model)
     source = source_of(config.model)
     runner = RunnerV1(
         source.name if isinstance(source, HubId) else str(source),
         revision=source.revision if isinstance(source, HubId) else None,
+        device=config.device,
         dtype=config.dtype,
         block_tokens=config.block_tokens,
         kv_blocks=0 if config.kv_bytes else config.kv_blocks,

@@ -40,7 +40,9 @@ class WorkerConfig(ModelServiceConfig):
         default="models/tiny_chat",
         description="folder of a Hugging Face decoder, or a hub id (ORG/NAME@REVISION)",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of weights and KV")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="float32", description="of weights and KV; auto: what the checkpoint was made in"
+    )
     device: str = Field(
         default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device: cpu, cuda or cuda:N"
     )

@@ -17,6 +17,8 @@ from tests.stack.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CHAT = ROOT / "models" / "tiny_chat"
+BLOCK_TOKENS = 32 if os.environ.get("KVASIR_WORKER__ENGINE") == "vllm" else 16
+"""Of the stacks' workers: `make test-vllm` runs these tests with vLLM's."""
 
 
 class RunningStack:

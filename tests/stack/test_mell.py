@@ -14,7 +14,7 @@ from shared.messages.moves import WorkersWanted
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Question, assert_same
 from tests.stack.prompts import mixed
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 WORKERS = 4
@@ -24,7 +24,7 @@ SETTINGS = (
     "placement.scale=true",
     "placement.idle_s=1.0",
     "placement.epoch_s=0.2",
-    "worker.kv_blocks=64",
+    f"worker.kv_blocks={64 * 16 // BLOCK_TOKENS}",
 )
 
 

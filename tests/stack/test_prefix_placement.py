@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.stack.running import RunningStack
+from tests.stack.running import BLOCK_TOKENS, RunningStack
 
 pytestmark = pytest.mark.stack
 FAMILIES = 6
 PREFIX_TOKENS = 320
-BLOCK_TOKENS = 16
 CALM_S = 1.0
 """News of a cache are on their way for 0.2 s, and a round of heartbeats for 0.25 s."""
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests.stack.client import Answer, Question, assert_same
 from tests.stack.prompts import long_questions
-from tests.stack.running import RunningStack, running_stack
+from tests.stack.running import BLOCK_TOKENS, RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 STREAMS = 8
 SMALL = (
-    "worker.kv_blocks=56",
+    f"worker.kv_blocks={56 * 16 // BLOCK_TOKENS}",
     "scheduler.policy=vllm",
     "scheduler.relief=true",
     "worker.prefix_cache.host_blocks=256",

@@ -37,6 +37,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[],
         help="kvasir with these besides, a side each",
     )
+    parser.add_argument(
+        "--engines",
+        action="store_true",
+        help="our workers' engine is vLLM, too: what our control plane brings",
+    )
+    parser.add_argument("--prefix-tokens", type=int, default=0, help="before every prompt [none]")
+    parser.add_argument("--prefixes", type=int, default=8, help="different ones of those [%(default)s]")
     parser.add_argument("--requests", type=int, help="of a cell [500; --quick 24]")
     parser.add_argument("--low-requests", type=int, help="of the cell at a tenth of the load [100; quick 6]")
     parser.add_argument(
@@ -78,6 +85,8 @@ def run(context: Context) -> Outcome:
         incomplete = turns.take()
     rows = turns.rows
     made = figures.figures(rows, turns.knees())
+    if plan.engines:
+        made |= figures.of_engines(made)
     mean_tokens = sum(map(len, workload.measured)) + sum(workload.truths)
     made["kv_mean_requests"] = plan.kv_tokens * len(workload.truths) / mean_tokens
     made["answer_tokens_mean"] = sum(workload.truths) / len(workload.truths)

@@ -69,6 +69,26 @@ def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
     return made
 
 
+def of_engines(made: Mapping[str, float]) -> dict[str, float]:
+    """Where vLLM is the engine of all sides: what our control plane costs beside `vllm serve`, and brings."""
+    found = {
+        name: made[source]
+        for name, source in (
+            ("sustained_gain", "sustained_rate_ratio"),
+            ("slo_gain", "slo_ratio"),
+            ("prefix_gain", "factor_tiers"),
+        )
+        if source in made
+    }
+    ours, theirs = made.get(f"burst_tok_s_{BASE}"), made.get(f"burst_tok_s_{PEER}")
+    if ours and theirs:
+        found["price_throughput"] = 1 - ours / theirs
+    first, their_first = made.get(f"low_ttft_ms_{BASE}"), made.get(f"low_ttft_ms_{PEER}")
+    if first is not None and their_first is not None:
+        found["added_ttft_ms_p50"] = first - their_first
+    return found
+
+
 def is_beyond(row: Mapping[str, Any], knee_per_s: float) -> bool:
     """Whether it was measured where levels are compared, for a yardstick with this knee."""
     return row["kind"] == "beyond" and isclose(row["rate_per_s"], BEYOND * knee_per_s, rel_tol=1e-3)
@@ -106,6 +126,7 @@ def headline(made: Mapping[str, float]) -> list[str]:
     wanted = (
         "sustained_rate_ratio", "policy_factor", "slo_ratio", "slo_ratio_worst", "engine_factor",
         "policy_factor_oracle", "prediction_factor", "sustained_rate_ratio_oracle", "slo_ratio_oracle",
+        "price_throughput", "added_ttft_ms_p50", "prefix_gain",
     )  # fmt: skip
     return [name for name in made if name in wanted or name.startswith(("sustained_", "slo_"))]
 

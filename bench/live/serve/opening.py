@@ -43,11 +43,14 @@ def open_arena(context: Context, plan: Plan, arena: Arena, running: ExitStack) -
     Raises ConfigError when the peer is not installed, InternalError when a side does not start or answer.
     """
     folder = context.run_dir.resolve()
-    shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, arena.cores.engine, folder)
+    variant = chosen(plan.model)[0] if plan.engines or PEER in plan.sides else None
+    core, ours = arena.cores.engine, variant if plan.engines else None
+    shape = Shape(plan.model, plan.kv_tokens, plan.context_tokens, core, folder, ours)
     starts = [partial(start_ours, shape, Policy(BASE, "vllm", "constant"))]
-    if PEER in plan.sides:
+    if variant is not None:
         vllm_binary()
-        starts.append(partial(start_peer, shape, chosen(plan.model)[0]))
+    if variant is not None and PEER in plan.sides:
+        starts.append(partial(start_peer, shape, variant))
     context.say(f"KV of {plan.kv_tokens} tokens; starting {', '.join(plan.sides)}")
     first = start_all(starts, running)
     warm_up = plan.prompts.lessons[:_WARM_UP]

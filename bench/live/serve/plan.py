@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.kit.context import Context
-from bench.live.serve.prompts import Prompts, drawn_prompts, read_prompts
-from bench.live.serve.sides import BASE, ORACLE, OURS, PEER, kv_tokens_for
+from bench.live.serve.prompts import Prompts, drawn_prompts, read_prompts, with_prefixes
+from bench.live.serve.sides import BASE, ORACLE, OURS, PEER, WITH_VLLM, kv_tokens_for
 from shared.errors import ConfigError
 
 _BLOCK = 32
@@ -22,6 +22,8 @@ class Plan:
     with_oracle: bool
     mechanisms: tuple[str, ...]
     """Sides that are `kvasir` with something more."""
+    engines: bool
+    """Our workers' engine is vLLM, too."""
     prompts: Prompts
     kv_tokens: int
     max_tokens: int
@@ -66,6 +68,9 @@ def plan_of(context: Context) -> Plan:
         raise ConfigError(f"{flags.model} is no folder with a config.json", param="model")
     max_tokens = flags.max_tokens or (96 if quick else 400)
     prompts = _prompts(context, model, max_tokens)
+    if flags.prefix_tokens:
+        draw = context.random("prefixes")
+        prompts = with_prefixes(prompts, draw, count=flags.prefixes, tokens=flags.prefix_tokens)
     kv_tokens = flags.kv_tokens or kv_tokens_for(prompts.mean_request_tokens, flags.kv_requests)
     plan = Plan(
         model=model,
@@ -73,6 +78,7 @@ def plan_of(context: Context) -> Plan:
         predictor=flags.predictor or ("histogram" if quick else "regressor"),
         with_oracle=(flags.oracle or ("no" if quick else "yes")) == "yes",
         mechanisms=tuple(flags.mechanisms),
+        engines=flags.engines,
         prompts=prompts,
         kv_tokens=-(-kv_tokens // _BLOCK) * _BLOCK,
         max_tokens=max_tokens,
@@ -85,6 +91,9 @@ def plan_of(context: Context) -> Plan:
         slo_scale=flags.slo_scale,
         budget_s=flags.budget_s or (20.0 if quick else 3600.0),
     )
+    impossible = sorted(set(plan.mechanisms) - set(WITH_VLLM)) if plan.engines else []
+    if impossible:
+        raise ConfigError(f"workers with engine vllm cannot have {', '.join(impossible)}", param="mechanisms")
     if plan.context_tokens > plan.kv_tokens:
         raise ConfigError(
             f"a request may come to {plan.context_tokens} tokens, the KV holds {plan.kv_tokens}: raise "

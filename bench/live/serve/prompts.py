@@ -53,6 +53,17 @@ def read_prompts(file: Path, model: Path, *, lessons: int, measured: int, max_to
     return _prompts(chats, model, lessons, measured, max_tokens)
 
 
+def with_prefixes(prompts: Prompts, draw: random.Random, *, count: int, tokens: int) -> Prompts:
+    """The same behind one of `count` beginnings of so many tokens, as prompts of one application have."""
+    known = sorted({token for prompt in prompts.lessons for token in prompt})
+    beginnings = [tuple(draw.choices(known, k=tokens)) for _ in range(count)]
+    lessons, measured = (
+        tuple(draw.choice(beginnings) + prompt for prompt in each)
+        for each in (prompts.lessons, prompts.measured)
+    )
+    return Prompts(lessons, measured, prompts.mean_request_tokens + tokens)
+
+
 def _response(row: dict[str, object]) -> str:
     """Of `length` tokens where only that is known: a short word is one token."""
     if "response" in row:

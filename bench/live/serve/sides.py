@@ -28,6 +28,8 @@ MECHANISMS: dict[str, dict[str, object]] = {
 }
 """What `kvasir` may have besides, by the side's name. Pie leaves the prefix cache out and excludes borrowing
 (docs/pie.md), so `everything` is what one worker can have at once."""
+WITH_VLLM = ("tiers", "relief")
+"""Those that workers can have whose engine is vLLM."""
 PEER, BASE, OURS, ORACLE = "vllm", "ours_vllm", "kvasir", "oracle"
 BLOCK_TOKENS = 16
 MAX_SEQUENCES = 64
@@ -44,6 +46,8 @@ class Shape:
     context_tokens: int
     engine_core: int
     run_dir: Path
+    variant: VllmVariant | None = None
+    """How vLLM runs where it is our workers' engine, too."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,7 @@ def start_ours(shape: Shape, side: Policy) -> Server:
     """A stack with one worker. Raises InternalError when it does not come up."""
     settings: dict[str, object] = {
         **PLAIN,
-        "worker.block_tokens": BLOCK_TOKENS,
-        "worker.kv_blocks": shape.kv_tokens // BLOCK_TOKENS,
+        **_engine(shape),
         "scheduler.policy": side.policy,
         "scheduler.max_batch_sequences": MAX_SEQUENCES,
         "predictor.model": side.predictor,
@@ -80,6 +83,18 @@ def start_ours(shape: Shape, side: Policy) -> Server:
         where = "trace" if side.predictor == "oracle" else "state_dir"
         settings[f"predictor.{where}"] = side.knowledge
     return start_stack(shape.run_dir / side.name, settings, name=side.name, model=shape.model)
+
+
+def _engine(shape: Shape) -> dict[str, object]:
+    if shape.variant is None:
+        return {"worker.block_tokens": BLOCK_TOKENS, "worker.kv_blocks": shape.kv_tokens // BLOCK_TOKENS}
+    return {
+        "worker.engine": "vllm",
+        "worker.block_tokens": VLLM_BLOCK_TOKENS,
+        "worker.kv_blocks": shape.kv_tokens // VLLM_BLOCK_TOKENS,
+        "worker.vllm.eager": not shape.variant.compiled,
+        "worker.vllm.max_rows": MAX_SEQUENCES,
+    }
 
 
 def start_peer(shape: Shape, variant: VllmVariant) -> Server:

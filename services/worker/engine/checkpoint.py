@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.model_files import source_of
-from shared.tokenizer_files import read_json
+from shared.tokenizer_files import model_folder, read_json
 
 SAYS_NOTHING_OF_KV = frozenset(
     {
@@ -65,6 +65,18 @@ def checkpoint_digest(model: str, dtype: str) -> str:
     for line in sorted(_tensors(folder)):
         digest.update(f"{line}\n".encode())
     return digest.hexdigest()
+
+
+def stored_dtype(model: str) -> str:
+    """What its configuration says that the weights were made in: "float32" where it says nothing.
+
+    Raises ConfigError where there is no such model.
+    """
+    config = read_json(model_folder(model) / "config.json")
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
+    said = (config.get(name) or inner.get(name) for name in ("dtype", "torch_dtype"))
+    return next((str(name) for name in said if name), "float32")
 
 
 def _local(model: str) -> Path:

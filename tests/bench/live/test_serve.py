@@ -92,6 +92,28 @@ def test_the_peer_comes_first_and_quick_has_none(tmp_path: Path) -> None:
     assert plan(tmp_path, "--peer", "vllm", quick=True).sides == ("vllm", "ours_vllm", "kvasir")
 
 
+def test_our_workers_can_have_the_peers_engine(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--engines", "--mechanisms", "tiers", "--prefix-tokens", "40", "--prefixes", "2")
+    assert (made.engines, made.mechanisms) == (True, ("tiers",))
+    assert made.identity() != plan(tmp_path, "--mechanisms", "tiers").identity()
+    assert len({prompt[:40] for prompt in (*made.prompts.lessons, *made.prompts.measured)}) == 2
+    assert len({prompt[40:] for prompt in made.prompts.measured}) == 10
+    with pytest.raises(ConfigError, match="workers with engine vllm cannot have everything, pie"):
+        plan(tmp_path, "--engines", "--mechanisms", "pie", "everything", "tiers")
+
+
+def test_what_the_control_plane_costs_and_brings_on_the_same_engine() -> None:
+    rows = [
+        *(row("burst", side, tok_s=tok_s) for side, tok_s in (("vllm", 800.0), ("ours_vllm", 792.0))),
+        *(row("low", side, ttft_ms_p50=ms) for side, ms in (("vllm", 10.0), ("ours_vllm", 12.5))),
+    ]
+    made = figures.figures(rows, {"vllm": 2.0, "kvasir": 3.0, "tiers": 6.0})
+    found = figures.of_engines(made)
+    assert found == pytest.approx(
+        {"price_throughput": 0.01, "added_ttft_ms_p50": 2.5, "sustained_gain": 1.5, "prefix_gain": 2.0}
+    )
+
+
 def test_the_kv_is_whole_blocks_for_so_many_mean_requests(tmp_path: Path) -> None:
     made = plan(tmp_path, "--kv-requests", "12")
     assert made.kv_tokens % 32 == 0

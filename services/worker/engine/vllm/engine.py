@@ -8,13 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.core.sampling import Sampled
 from services.worker.engine.contract import Row
-from services.worker.engine.embedding import with_hidden
-from services.worker.engine.grammar_masks import GrammarMasks, RowMasks
-from services.worker.engine.logits import Logits
-from services.worker.engine.native.library import choose
-from services.worker.engine.sampler import sample
+from services.worker.engine.grammar_masks import GrammarMasks
+from services.worker.engine.vllm.draw import StepDraw
 from services.worker.engine.vllm.requests import NULL_BLOCKS, Requests
 from services.worker.engine.vllm.seam import ModelRunner
 from services.worker.kv.core.block_pool import BlockPool
@@ -52,7 +49,6 @@ class VllmEngine:
             layout=runner.layout,
             block_tokens=block_tokens,
         )
-        self._library = choose("auto", device=runner.device, dtype=torch.float32)
         self.requests = Requests(block_tokens)
 
     @property
@@ -107,40 +103,14 @@ class VllmEngine:
         masks = None if self._grammars is None else self._grammars.begin(points)
         step = self.requests.begin(rows)
         wanted = [name for name, row in zip(step.names, rows, strict=True) if row.point is not None]
-        drawn: dict[str, Sampled | None] = {}
-
-        def draw(logits: Logits, names: Sequence[str]) -> list[int]:
-            if wanted:
-                at = {name: index for index, name in enumerate(names)}
-                found = self._sampled(_of(logits, [at[name] for name in wanted]), points, masks)
-                drawn.update(zip(wanted, found, strict=True))
-            return [_noted(drawn.get(name)) or 0 for name in names]
-
+        draw = StepDraw(wanted, points, masks)
         try:
             self._runner.run(step.new, step.continued, step.counts, step.finished, draw)
         except BaseException:
             self.requests.fail()
             raise
-        self.requests.end([_noted(drawn.get(name)) for name in step.names])
-        return [drawn.get(name) for name in step.names]
-
-    def _sampled(
-        self, logits: Logits, points: Sequence[SamplePoint], masks: RowMasks | None
-    ) -> list[Sampled | None]:
-        drawn = sample(logits, points, self._library, masks)
-        return with_hidden(drawn, points, logits.hidden) if any(p.sampling.embeds for p in points) else drawn
-
-
-def _of(logits: Logits, rows: list[int]) -> Logits:
-    """These rows of them, in this order, as fp32."""
-    values, hidden = logits.values, logits.hidden
-    if rows != list(range(len(values))):
-        values, hidden = values[rows], None if hidden is None else hidden[rows]
-    return Logits(values.float(), hidden=hidden)
-
-
-def _noted(sampled: Sampled | None) -> int | None:
-    return None if sampled is None else sampled.token
+        self.requests.end([draw.noted(name) for name in step.names])
+        return [draw.drawn.get(name) for name in step.names]
 
 
 def _split(row: Row, tokens: int) -> tuple[Row, Row]:

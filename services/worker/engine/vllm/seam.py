@@ -1,16 +1,24 @@
 """The seam: what the engine needs of a model runner of vLLM's. One module per runner and version keeps it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from services.worker.core.sampling import Sampled
 from services.worker.engine.logits import Logits
 from services.worker.engine.vllm.requests import ContinuedRequest, NewRequest
 from shared.errors import ConfigError
 
-Draw = Callable[[Logits, Sequence[str]], list[int]]
-"""Logits `[requests, vocabulary]` and what they are of, in the order of the names → one token each."""
+
+class Draw(Protocol):
+    """Samples a step. May be sent to another process (pickle); then `drawn` has to come back."""
+
+    drawn: dict[str, Sampled | None]
+
+    def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
+        """Logits `[requests, vocabulary]` and what they are of, in the order of the names → a token each."""
+        ...
 
 
 class ModelRunner(Protocol):
@@ -33,11 +41,8 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def device(self) -> torch.device: ...
-
-    @property
     def kv(self) -> Sequence[torch.Tensor]:
-        """By layer `[NULL_BLOCKS + kv_blocks, …]`, contiguous, K and V of a block in one piece."""
+        """By rank and layer `[NULL_BLOCKS + kv_blocks, …]`, contiguous, K and V of a block in one piece."""
         ...
 
     @property

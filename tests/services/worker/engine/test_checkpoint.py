@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.engine.checkpoint import checkpoint_digest
+from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
 from tests.stack.running import TINY_CHAT
 
 FP32 = "torch.float32"
@@ -56,3 +56,11 @@ def test_old_weights_count_by_their_files(folder: Path) -> None:
     held = checkpoint_digest(str(folder), FP32)
     (folder / "pytorch_model.bin").write_bytes(b"two")
     assert checkpoint_digest(str(folder), FP32) != held
+
+
+def test_the_dtype_that_it_was_made_in(folder: Path) -> None:
+    assert stored_dtype(str(folder)) == "bfloat16"
+    config(folder, dtype=None, text_config={"torch_dtype": "float16"})
+    assert stored_dtype(str(folder)) == "float16"
+    config(folder, text_config={})
+    assert stored_dtype(str(folder)) == "float32"

@@ -40,7 +40,6 @@ class TokenRunner:
     max_positions = 1024
     vocabulary = VOCABULARY
     dtype = torch.float32
-    device = torch.device("cpu")
     layout = "tokens"
 
     def __init__(self, kv_blocks: int, block_tokens: int) -> None:

@@ -1,0 +1,76 @@
+"""What is sampled of one step, wherever its logits are: in this process, or on every rank of a model."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.engine.embedding import with_hidden
+from services.worker.engine.grammar_masks import RowMasks
+from services.worker.engine.logits import Logits
+from services.worker.engine.native.library import choose
+from services.worker.engine.sampler import sample
+from shared.grammars import Words
+
+
+class FoundMasks(RowMasks):
+    """Some that are found already."""
+
+    def __init__(self, rows: Sequence[int], words: Words) -> None:
+        self.rows, self.words = rows, words
+
+    def wait(self) -> Words:
+        """At once."""
+        return self.words
+
+
+class StepDraw:
+    """A `Draw`; `drawn` has what it sampled, by name. It can be sent to other processes of this machine."""
+
+    def __init__(self, wanted: Sequence[str], points: Sequence[SamplePoint], masks: RowMasks | None) -> None:
+        """`wanted` are the names of the rows that have the `points`; `masks` are of those."""
+        self._wanted, self._points, self._masks = wanted, points, masks
+        self.drawn: dict[str, Sampled | None] = {}
+
+    def __call__(self, logits: Logits, names: Sequence[str]) -> list[int]:
+        if self._wanted:
+            at = {name: index for index, name in enumerate(names)}
+            mine = _of(logits, [at[name] for name in self._wanted])
+            library = _library(mine.values.device.type)
+            found = sample(mine, self._points, library, self._masks)
+            if any(point.sampling.embeds for point in self._points):
+                found = with_hidden(found, self._points, mine.hidden)
+            self.drawn = dict(zip(self._wanted, found, strict=True))
+        return [self.noted(name) or 0 for name in names]
+
+    def noted(self, name: str) -> int | None:
+        """The token that a request goes on with, if there is one."""
+        sampled = self.drawn.get(name)
+        return None if sampled is None else sampled.token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what nobody reads on the other side; masks are waited for."""
+        masks = None if self._masks is None else FoundMasks(self._masks.rows, self._masks.wait())
+        return StepDraw, (self._wanted, [_brief(point) for point in self._points], masks)
+
+
+def _brief(point: SamplePoint) -> SamplePoint:
+    """Without the text, which only penalties and bad words read."""
+    how = point.sampling
+    reads = how.repetition_penalty != 1 or how.frequency_penalty or how.presence_penalty or how.bad_words
+    return point if reads else SamplePoint(how, point.choice, point.index)
+
+
+def _of(logits: Logits, rows: list[int]) -> Logits:
+    """These rows of them, in this order, as fp32."""
+    values, hidden = logits.values, logits.hidden
+    if rows != list(range(len(values))):
+        values, hidden = values[rows], None if hidden is None else hidden[rows]
+    return Logits(values.float(), hidden=hidden)
+
+
+@cache
+def _library(device: str) -> Any:
+    return choose("auto", device=torch.device(device), dtype=torch.float32)

@@ -1,0 +1,92 @@
+"""In vLLM's environment: greedy answers of a checkpoint, by Kvasir's engine and by vLLM's own `LLM.generate`.
+
+`python -m tests.vllm.generate FOLDER [RANKS]` prints a JSON object of `engine` (on so many ranks) and `vllm`,
+lists of token ids.
+"""
+
+import json
+import os
+import random
+import sys
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from services.worker.assembly import make_engine
+from services.worker.config import WorkerConfig
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.contract import Engine, Row
+from services.worker.engine.settings import VllmConfig
+from shared.messages.sequence import Sampling
+
+LENGTHS = (5, 31, 32, 70, 130, 200)
+ANSWER_TOKENS = 40
+BLOCKS, CHUNK_TOKENS = 96, 48
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Of all lengths, with tokens that are no special ones."""
+    dice = random.Random(7)
+    return [[1, *(dice.randrange(16, vocabulary) for _ in range(length - 1))] for length in LENGTHS]
+
+
+class _Driven:
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt_tokens, self.tokens, self.computed = len(prompt), list(prompt), 0
+        self.blocks: list[int] = []
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    def row(self, free: list[int], block_tokens: int) -> Row:
+        end = min(len(self.tokens), self.computed + CHUNK_TOKENS)
+        while len(self.blocks) * block_tokens < end:
+            self.blocks.append(free.pop())
+        sampling = Sampling(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0)
+        point = SamplePoint(sampling, 0, end - self.prompt_tokens, self.tokens)
+        is_last = end == len(self.tokens)
+        return Row(self.tokens[self.computed : end], self.computed, self.blocks, point if is_last else None)
+
+
+def by_engine(engine: Engine) -> list[list[int]]:
+    """Chunks and decodes mixed, in blocks of any order, rows left out at random."""
+    dice = random.Random(1)
+    free = dice.sample(range(engine.kv_blocks), engine.kv_blocks)
+    driven = [_Driven(prompt) for prompt in prompts(engine.vocabulary)]
+    while left := [each for each in driven if len(each.answer) < ANSWER_TOKENS]:
+        chosen = [each for each in left if dice.random() < 0.8] or left
+        rows = [each.row(free, engine.block_tokens) for each in chosen]
+        for each, row, sampled in zip(chosen, rows, engine.step(rows), strict=True):
+            each.computed += len(row.tokens)
+            if row.point is not None:
+                assert sampled is not None, "logits are not finite"
+                each.tokens.append(sampled.token)
+    return [each.answer for each in driven]
+
+
+def by_vllm(folder: str, vocabulary: int) -> list[list[int]]:
+    """Its own scheduler and sampler, all prompts at once."""
+    from vllm import LLM, SamplingParams
+
+    llm: Any = LLM(folder, dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=64 << 20)
+    how = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts(vocabulary)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, how, use_tqdm=False)]
+
+
+def main() -> None:
+    folder, ranks = sys.argv[1], int((*sys.argv[2:], "1")[0])
+    settings = VllmConfig(tensor_parallel=ranks)
+    config = WorkerConfig(instance="worker-0", engine="vllm", model=folder, kv_blocks=BLOCKS, vllm=settings)
+    engine: Any = make_engine(config)
+    found = by_engine(engine)
+    engine.close()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    print(json.dumps({"engine": found, "vllm": by_vllm(folder, engine.vocabulary)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Small checkpoints with random weights, of architectures that vLLM has and the native engine may not."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.stack.running import TINY_CHAT
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+
+
+def _qwen2(common: dict[str, Any]) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**common))
+
+
+def _qwen3(common: dict[str, Any]) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=64, **common))
+
+
+def _gemma3(common: dict[str, Any]) -> Any:
+    """Layers with a window beside layers without."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            head_dim=64, sliding_window=48, layer_types=kinds, query_pre_attn_scalar=64, **common
+        )
+    )
+
+
+def _mixtral(common: dict[str, Any]) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **common)
+    )
+
+
+def _gpt_oss(common: dict[str, Any]) -> Any:
+    """Attention with sinks, and experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return GptOssForCausalLM(
+        GptOssConfig(
+            head_dim=64,
+            sliding_window=48,
+            layer_types=kinds,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            **common,
+        )
+    )
+
+
+MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+}
+
+
+def make(name: str, folder: Path) -> None:
+    """The checkpoint `name` of `MAKERS`, with tiny_chat's tokenizer."""
+    folder.mkdir(parents=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_CHAT / file, folder)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    torch.manual_seed(0)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    MAKERS[name]({**_COMMON, **ends, "pad_token_id": 0, "vocab_size": len(tokenizer)}).save_pretrained(folder)
