@@ -1,0 +1,54 @@
+"""What is sampled of a step is the same on the other side of a pipe."""
+
+import pickle
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.grammar_masks import RowMasks
+from services.worker.engine.logits import Logits
+from services.worker.engine.vllm.draw import StepDraw
+from shared.messages.sequence import Sampling
+
+VOCABULARY = 64
+TEXT = list(range(40))
+
+
+def points() -> list[SamplePoint]:
+    """Greedy, seeded, penalized, with log-probabilities, constrained."""
+    ways: Sequence[dict[str, object]] = (
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 0.0, "repetition_penalty": 4.0},
+        {"temperature": 1.0, "frequency_penalty": 2.0, "top_logprobs": 2},
+        {"temperature": 0.0},
+    )
+    return [
+        SamplePoint(Sampling(seed=index, max_tokens=99, **how), 0, 30, TEXT)  # type: ignore[arg-type]
+        for index, how in enumerate(ways)
+    ]
+
+
+def masks() -> RowMasks:
+    """The last row may have tokens 5 and 6 only."""
+    made = RowMasks([4], VOCABULARY // 32)
+    made.words[0, 0] = np.uint32(0b1100000)
+    made.done.set_result(None)
+    return made
+
+
+def test_sent_and_drawn_there() -> None:
+    names = [f"row-{index}" for index in range(5)]
+    values = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    order = ["row-3", "chunk", "row-0", "row-4", "row-1", "row-2"]
+    here = StepDraw(names, points(), masks())
+    there: StepDraw = pickle.loads(pickle.dumps(here))
+    tokens = here(Logits(values.clone()), order)
+    assert there(Logits(values.clone()), order) == tokens
+    assert there.drawn == here.drawn
+    assert list(here.drawn) == names
+    assert here.noted("chunk") is None and tokens[1] == 0
+    assert here.noted("row-4") in (5, 6)
+    assert here.noted("row-0") == int(values[2].argmax())
