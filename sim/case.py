@@ -95,7 +95,7 @@ def run_case(
     WedgeError for a policy's faults."""
     requests = requests_of(case)
     _check_sizes(requests, case.machine)
-    is_trained = case.predictor in ("histogram", "histogram_online", "trace")
+    is_trained = case.predictor in ("histogram", "histogram_online", "learned")
     train = training_requests(case.source, count=TRAINING_REQUESTS, seed=case.seed) if is_trained else []
     setup = Setup(
         policy=case.policy,

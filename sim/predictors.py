@@ -7,8 +7,9 @@ about a request that runs longer than predicted concern what is left of it, as w
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
@@ -103,25 +104,6 @@ class Liar(NoPredictor):
 
 
 @dataclass
-class TracePredictor(NoPredictor):
-    """What the trace's own column says (for example a trained regressor's predictions, made elsewhere).
-
-    Beyond it, or where there is none, the histogram answers.
-    """
-
-    fallback: "Histogram" = field(default_factory=lambda: Histogram())  # noqa: PLW0108 - defined below
-    name: str = "trace"
-
-    def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
-        if request.predicted_tokens is None or request.predicted_tokens <= generated_tokens:
-            return self.fallback.predict(request, generated_tokens)
-        return prediction(request, generated_tokens, self.name, request.predicted_tokens)
-
-    def observe(self, request: SimRequest) -> None:
-        self.fallback.observe(request)
-
-
-@dataclass
 class Histogram(NoPredictor):
     """The live predictor's histogram. It learns from `train`, and while it runs if `is_online`."""
 
@@ -164,6 +146,41 @@ class Histogram(NoPredictor):
         self._answers.clear()
 
 
+@dataclass
+class Learned(NoPredictor):
+    """What a trained model said of each prompt, as the trace's own column has it (tokens, or a class of
+    lengths), made a distribution: that of answers to training requests of which it said about the same.
+
+    Where the trace says nothing, the histogram answers.
+    """
+
+    train: Iterable[SimRequest] = ()
+    kinds: int = 16
+    """So many groups of predictions, of equal size where predictions differ."""
+    name: str = "learned"
+
+    def __post_init__(self) -> None:
+        train = list(self.train)
+        self._fallback = Histogram(train=train)
+        told = sorted(one.predicted_tokens for one in train if one.predicted_tokens is not None)
+        places = (round(len(told) * index / self.kinds) for index in range(1, self.kinds))
+        self._edges = sorted({told[place] for place in places}) if told else []
+        self._models: dict[int, Histogram] = {}
+        groups: dict[int, list[SimRequest]] = {}
+        for one in train:
+            if one.predicted_tokens is not None:
+                blank = replace(one, prompt_tokens=1)
+                groups.setdefault(bisect_right(self._edges, one.predicted_tokens), []).append(blank)
+        self._models = {kind: Histogram(train=group, name=self.name) for kind, group in groups.items()}
+
+    def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
+        if request.predicted_tokens is None or not self._models:
+            return self._fallback.predict(request, generated_tokens)
+        kind = bisect_right(self._edges, request.predicted_tokens)
+        nearest = min(self._models, key=lambda one: abs(one - kind))
+        return self._models[nearest].predict(replace(request, prompt_tokens=1), generated_tokens)
+
+
 def _blank(request: SimRequest) -> bytes:
     """A prompt of that length: the histogram looks at nothing else."""
     return bytes(array("I").itemsize * request.prompt_tokens)
@@ -180,7 +197,7 @@ PREDICTORS: dict[str, Callable[[int, Iterable[SimRequest]], SimPredictor]] = {
     "random": lambda seed, train: Liar(kind="random", seed=seed),
     "histogram": lambda seed, train: Histogram(train=train),
     "histogram_online": lambda seed, train: Histogram(train=train, is_online=True, name="histogram_online"),
-    "trace": lambda seed, train: TracePredictor(fallback=Histogram(train=train)),
+    "learned": lambda seed, train: Learned(train=train),
 }
 
 

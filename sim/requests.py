@@ -18,7 +18,7 @@ class SimRequest:
     output_tokens: int
     max_tokens: int
     predicted_tokens: int | None = None
-    """A prediction that the trace brings along, for the predictor `trace`."""
+    """What a model said of it, as the trace has it (tokens, or a class of lengths): for `learned`."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:

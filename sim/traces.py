@@ -2,7 +2,8 @@
 
 CSV `arrival_s,prompt_tokens,output_tokens[,predicted_tokens]` (our own), Azure's
 `TIMESTAMP,ContextTokens,GeneratedTokens`, `num_prefill_tokens,num_decode_tokens` (Vidur, Sarathi),
-`in_llama,out_llama` (Alpaca lengths); JSONL `timestamp,input_length,output_length` (Mooncake, milliseconds).
+`in_llama,out_llama` (Alpaca lengths), `output_token_length,predicted_length` (LMSYS-Chat-1M's answers, each with
+the class that a language model put its prompt into; no prompts); JSONL `timestamp,input_length,output_length` (Mooncake, milliseconds).
 A folder of texts is cut into chunks, as papers/003 §2.1 does with BookCorpus. Knows no workload by name.
 """
 
@@ -29,6 +30,7 @@ class TraceRow:
     output_tokens: int
     arrival_s: float | None = None
     predicted_tokens: int | None = None
+    """Or the number of a class of lengths."""
 
 
 RequestRow = Mapping[str, Any]
@@ -57,6 +59,11 @@ def _alpaca(row: RequestRow) -> TraceRow:
     return TraceRow(int(row["in_llama"]), int(row["out_llama"]))
 
 
+def _classes(row: RequestRow) -> TraceRow:
+    """Prompts have no length there: 1, to be replaced."""
+    return TraceRow(1, int(row["output_token_length"]), predicted_tokens=int(row["predicted_length"]))
+
+
 def _mooncake(row: RequestRow) -> TraceRow:
     return TraceRow(int(row["input_length"]), int(row["output_length"]), float(row["timestamp"]) / 1000.0)
 
@@ -66,6 +73,7 @@ FORMATS: dict[str, tuple[set[str], Callable[[RequestRow], TraceRow]]] = {
     "azure": ({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}, _azure),
     "vidur": ({"num_prefill_tokens", "num_decode_tokens"}, _vidur),
     "alpaca": ({"in_llama", "out_llama"}, _alpaca),
+    "classes": ({"output_token_length", "predicted_length"}, _classes),
     "mooncake": ({"timestamp", "input_length", "output_length"}, _mooncake),
 }
 

@@ -3,13 +3,13 @@
 With the data sets at hand lengths are drawn from those; without, from the quantiles below, which were read
 off the same data (log-linear between them, prompt and answer independent: rank correlations are at most
 0.24). Answers to book chunks exist nowhere; papers/003's Table 2 states mean 681 in [32, 1041], and so they
-are drawn. Every workload has one constant `max_tokens`, the only thing that policies know of an answer's
+are drawn; LMSYS's answers come without their prompts, whose lengths are drawn from ShareGPT's law. Every workload has one constant `max_tokens`, the only thing that policies know of an answer's
 length.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -55,6 +55,7 @@ class Workload:
     longest_prompt_tokens: int
     max_tokens: int
     answers_are_drawn: bool = False
+    prompts_are_drawn: bool = False
 
 
 WORKLOADS: dict[str, Workload] = {
@@ -103,6 +104,31 @@ WORKLOADS: dict[str, Workload] = {
             131_072,
             2048,
         ),
+        Workload(
+            "turns",
+            "sharegpt_lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv",
+            Lengths((1, 12, 29, 74, 382, 777, 1203, 1730, 2401, 3235, 4278, 5696, 6563, 7434, 8141)),
+            Lengths((2, 6, 44, 84, 181, 271, 346, 415, 493, 581, 683, 834, 920, 998, 1024)),
+            8192,
+            2048,
+        ),
+        Workload(
+            "arxiv",
+            "vidur/arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",
+            Lengths((1, 614, 1123, 1486, 1925, 2244, 2530, 2787, 3042, 3280, 3507, 3712, 3818, 3936, 4054)),
+            Lengths((5, 35, 59, 77, 102, 122, 142, 162, 185, 212, 249, 316, 389, 650, 1024)),
+            4096,
+            1024,
+        ),
+        Workload(
+            "lmsys",
+            "lmsys_proxy/predictions_warmup_multi_cls_1000K.csv",
+            Lengths((1, 2, 6, 9, 13, 17, 24, 33, 51, 89, 181, 542, 1056, 1748, 2048)),
+            Lengths((2, 2, 9, 13, 31, 57, 95, 140, 201, 263, 325, 397, 447, 502, 511)),
+            2048,
+            512,
+            prompts_are_drawn=True,
+        ),
     )
 }
 
@@ -140,6 +166,8 @@ def _rows(source: Source) -> tuple[TraceRow, ...]:
     random = Random(f"answers/{workload.name}")
     if workload.answers_are_drawn:
         return tuple(TraceRow(row.prompt_tokens, workload.output.draw(random)) for row in rows)
+    if workload.prompts_are_drawn:
+        rows = [replace(row, prompt_tokens=workload.prompt.draw(random)) for row in rows]
     return tuple(
         row
         for row in rows
@@ -155,6 +183,20 @@ def limit_tokens(source: Source) -> int:
         return WORKLOADS[source.workload].max_tokens
     longest = max(row.output_tokens for row in _rows(source))
     return -(-longest // 256) * 256
+
+
+def has_predictions(source: Source) -> bool:
+    """Whether the trace brings what a trained model said of its prompts."""
+    return any(row.predicted_tokens is not None for row in _rows(source))
+
+
+def longest_tokens(source: Source) -> int:
+    """The longest prompt with its answer, of the data, or of the laws that stand for it."""
+    rows = _rows(source)
+    if rows or source.workload is None:
+        return max(row.prompt_tokens + row.output_tokens for row in rows)
+    workload = WORKLOADS[source.workload]
+    return workload.prompt.at_quantiles[-1] + workload.output.at_quantiles[-1]
 
 
 def _split(source: Source, *, is_training: bool) -> Sequence[TraceRow]:

@@ -45,14 +45,22 @@ def test_the_oracle_knows_and_its_error_is_log_normal() -> None:
     assert far == pytest.approx(0.16, abs=0.04), "one sigma"
 
 
-def test_the_trace_predicts_and_the_histogram_fills_in() -> None:
-    trace = find_predictor("trace", train=[made(i, 30) for i in range(200)])
-    told = trace.predict(made(predicted=77), 0)
-    assert told is not None
-    assert told.rl_tokens == 77
-    beyond = trace.predict(made(output=120, predicted=77), 90)
+def test_what_a_trace_brings_is_made_a_distribution() -> None:
+    """Whatever unit the trace's model speaks: it is what answers were to prompts of which it said the same."""
+    train = [made(i, 20 + i % 5, predicted=1) for i in range(150)]
+    train += [made(i, 150 + i % 9, predicted=2) for i in range(150)]
+    learned = find_predictor("learned", train=train)
+    short, long = (learned.predict(made(predicted=said), 0) for said in (1, 2))
+    assert short is not None
+    assert long is not None
+    assert 18 <= short.p50_tokens <= 26
+    assert short.p95_tokens < 60 < 140 < long.p50_tokens
+    beyond = learned.predict(made(predicted=1), 60)
+    silent = learned.predict(made(), 0)
     assert beyond is not None
-    assert beyond.rl_tokens > 90
+    assert beyond.rl_tokens > 60
+    assert silent is not None
+    assert short.p50_tokens < silent.rl_tokens < long.p50_tokens, "the histogram, where it says nothing"
 
 
 def test_the_histogram_learns_while_it_runs_only_if_told() -> None:

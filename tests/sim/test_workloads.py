@@ -22,6 +22,9 @@ MEANS = {
     "books": (1589, 682),
     "azure": (1083, 214),
     "mooncake": (12035, 343),
+    "turns": (2340, 439),
+    "arxiv": (2683, 186),
+    "lmsys": (175, 177),
 }
 """Of the data itself; of books the answers are the paper's."""
 

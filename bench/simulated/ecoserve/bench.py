@@ -36,7 +36,7 @@ from sim.summary import PARTS
 from sim.workloads import Source, find_source
 
 TRACES = ("sharegpt", "alpaca", "books")
-HEADLINE_TRACES = ("sharegpt", "azure", "alpaca", "books")
+HEADLINE_TRACES = ("sharegpt", "azure", "alpaca", "books", "lmsys", "turns", "arxiv", "mooncake")
 PREFIXES = {"ecoserve": "", "kvasir": "k_", "ecoserve_profile": "p_"}
 """PolicySide → prefix of its figures."""
 _SHOWN = {
@@ -110,7 +110,7 @@ def _headline(context: Context, effort: Effort) -> Outcome:
     effort = replace(effort, seeds=tuple(range(context.seed, context.seed + count)))
     sources = _sources(flags.trace, flags.traces or (TRACES[:1] if context.quick else HEADLINE_TRACES))
     with context.progress("seeds", len(sources) * count) as bar:
-        found = measure_headline(sources, Machine(), effort, lambda label: bar.advance(now=label))
+        found = measure_headline(sources, effort, lambda label: bar.advance(now=label))
     for (trace, seed), answers in found.items():
         for side, answer in answers.items():
             context.record({"trace": trace, "seed": seed, "side": side, **answer}, "seeds.jsonl")

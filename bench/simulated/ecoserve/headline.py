@@ -1,6 +1,7 @@
 """The headline of `bench sim-ecoserve`: what `kvasir` is to a user, by what there is to predict lengths with.
 
-Predictors that a stack has come first (`histogram`); a noisy oracle and the truth are bounds. For every seed,
+Predictors that a stack can have come first: `histogram`, and `learned` where the trace brings what a trained
+model said of each prompt; a noisy oracle and the truth are bounds. For every seed,
 by itself: the rate that keeps the peer's normalized latency, the service levels kept at 1.2 times the peer's
 rate, and how long the last in a thousand waits there. Ratios are within one seed; a figure is their median,
 with an interval that holds it with 95 %.
@@ -22,12 +23,27 @@ from bench.simulated.ecoserve.measures import (
 )
 from sim.case import Case, Machine
 from sim.sweep import sweep
-from sim.workloads import Source
+from sim.workloads import Source, has_predictions, longest_tokens
 
 PREDICTORS = ("histogram", "sigma0.5", "oracle")
+LEARNED = "learned"
 POLICY = "kvasir"
 _FIGURES = {"k_rate_vs_vllm": "rate_per_s", "k_slo_vs_vllm": "slo", "k_wait_p999_vs_vllm": "wait_s_p999"}
 _LEAST = 1e-6
+_LARGE = Machine(capacity_blocks=5120)
+"""For traces with prompts that a standard worker's KV does not hold."""
+
+
+def machine_for(source: Source) -> Machine:
+    """The paper's, or a larger one of the same speed (mooncake: prompts up to 126,195 tokens)."""
+    return _LARGE if longest_tokens(source) > _STANDARD_TOKENS else Machine()
+
+
+_STANDARD_TOKENS = Machine().block_tokens * Machine().capacity_blocks
+
+
+def predictors_for(source: Source) -> tuple[str, ...]:
+    return (PREDICTORS[0], LEARNED, *PREDICTORS[1:]) if has_predictions(source) else PREDICTORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +105,12 @@ def _knee(question: SeedQuestion, case: Case) -> float:
 
 def measure_headline(
     sources: Sequence[Source],
-    machine: Machine,
     effort: Effort,
     tell: Callable[[str], None],
-    predictors: tuple[str, ...] = PREDICTORS,
 ) -> dict[tuple[str, int], Answers]:
     """By trace and seed."""
     first = [
-        Case(source, PEER, "none", machine, requests=effort.requests, seed=effort.seeds[0])
+        Case(source, PEER, "none", machine_for(source), requests=effort.requests, seed=effort.seeds[0])
         for source in sources
     ]
     rough = sweep(measure_reference, first, processes=effort.processes)
@@ -104,7 +118,9 @@ def measure_headline(
     cases = [replace(case, requests=count) for case, count in zip(first, counts, strict=True)]
     references = sweep(measure_reference, cases, processes=effort.processes)
     questions = [
-        SeedQuestion(source, seed, count, machine, reference, effort.tolerance, predictors)
+        SeedQuestion(
+            source, seed, count, machine_for(source), reference, effort.tolerance, predictors_for(source)
+        )
         for source, reference, count in zip(sources, references, counts, strict=True)
         for seed in effort.seeds
     ]
