@@ -68,6 +68,7 @@ BENCHES: tuple[Bench, ...] = (
     ),
     Bench("dgfm", "bench.simulated.dgfm", "what settling cycles of debts brings, simulated or live"),
     Bench("predictor", "bench.micro.predictor", "answer lengths predicted, against the histogram"),
+    Bench("lengths", "bench.micro.lengths", "what hidden states tell of the rest of an answer, and cost"),
     Bench("scheduler", "bench.micro.scheduler", "what one planning step costs with a long queue"),
     Bench("serve", "bench.live.serve.bench", "sustained rate on a tight KV: policies of ours and vLLM, live"),
     Bench("sim-check", "bench.live.sim_check", "the simulator's error against a live run on this machine"),

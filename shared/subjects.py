@@ -37,6 +37,8 @@ ANY_GATEWAY_REPORTED = f"{PREFIX}.evt.gateway.reported.*"
 ANY_WORKER_REPORTED = f"{PREFIX}.evt.worker.reported.*"
 ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
 ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
+ANY_WORKER_OBSERVED = f"{PREFIX}.evt.worker.observed.*"
+ANY_PREDICTOR_REVISED = f"{PREFIX}.evt.predictor.revised.*"
 LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
 LEDGER_ANNOUNCED = f"{PREFIX}.evt.ledger.announced"
 
@@ -123,6 +125,10 @@ worker_reported = Named(f"{PREFIX}.evt.worker.reported")
 worker_stepped = Named(f"{PREFIX}.evt.worker.stepped")
 worker_cached = Named(f"{PREFIX}.evt.worker.cached")
 """What came into its prefix cache and what left it."""
+worker_observed = Named(f"{PREFIX}.evt.worker.observed")
+"""Hidden states of answers under way."""
+predictor_revised = Named(f"{PREFIX}.evt.predictor.revised")
+"""How long such answers will become."""
 gateway_reported = Named(f"{PREFIX}.evt.gateway.reported")
 
 
@@ -212,12 +218,16 @@ def _scheduler(me: str) -> Permissions:
             ANY_WORKER_REPORTED,
             ANY_WORKER_STEPPED,
             ANY_GATEWAY_REPORTED,
+            ANY_PREDICTOR_REVISED,
         ),
     )
 
 
-def _predictor(_: str) -> Permissions:
-    return Permissions(publish=(), subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED))
+def _predictor(me: str) -> Permissions:
+    return Permissions(
+        publish=(predictor_revised(me),),
+        subscribe=(PREDICTOR_PREDICT, GATEWAY_FINISHED, ANY_WORKER_OBSERVED),
+    )
 
 
 def _placement(_: str) -> Permissions:
@@ -247,6 +257,7 @@ def _worker(me: str) -> Permissions:
             worker_reported(me),
             worker_stepped(me),
             worker_cached(me),
+            worker_observed(me),
             ledger_candidates(me),
             worker_borrow.by(me),
             worker_renew.by(me),

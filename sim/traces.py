@@ -2,9 +2,10 @@
 
 CSV `arrival_s,prompt_tokens,output_tokens[,predicted_tokens]` (our own), Azure's
 `TIMESTAMP,ContextTokens,GeneratedTokens`, `num_prefill_tokens,num_decode_tokens` (Vidur, Sarathi),
-`in_llama,out_llama` (Alpaca lengths), `output_token_length,predicted_length` (LMSYS-Chat-1M's answers, each with
-the class that a language model put its prompt into; no prompts); JSONL `timestamp,input_length,output_length` (Mooncake, milliseconds).
-A folder of texts is cut into chunks, as papers/003 §2.1 does with BookCorpus. Knows no workload by name.
+`in_llama,out_llama` (Alpaca lengths), `output_token_length,predicted_length` (LMSYS-Chat-1M's answers, each
+with the class that a language model put its prompt into; no prompts); JSONL
+`timestamp,input_length,output_length` (Mooncake, milliseconds). A folder of texts is cut into chunks, as
+papers/003 §2.1 does with BookCorpus. Knows no workload by name.
 """
 
 import csv

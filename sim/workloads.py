@@ -3,8 +3,8 @@
 With the data sets at hand lengths are drawn from those; without, from the quantiles below, which were read
 off the same data (log-linear between them, prompt and answer independent: rank correlations are at most
 0.24). Answers to book chunks exist nowhere; papers/003's Table 2 states mean 681 in [32, 1041], and so they
-are drawn; LMSYS's answers come without their prompts, whose lengths are drawn from ShareGPT's law. Every workload has one constant `max_tokens`, the only thing that policies know of an answer's
-length.
+are drawn; LMSYS's answers come without their prompts, whose lengths are drawn from ShareGPT's law. Every
+workload has one constant `max_tokens`, the only thing that policies know of an answer's length.
 """
 
 import math

@@ -1,6 +1,7 @@
 """The predictor's settings."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -27,6 +28,11 @@ class PredictorConfig(ServiceConfig):
     trace: Path | None = Field(default=None, description="oracle: JSONL of prompts and true lengths")
     tokenizer: Path | None = Field(default=None, description="tokenizer.json, to read a trace's text")
     base_model: Path | None = Field(default=None, description="lm_head: directory of a causal language model")
+    rest_head: Literal["distribution", "rank", "none"] = Field(
+        default="distribution",
+        description="what reads hidden states where workers hand some out (worker.states_every): tells "
+        "lengths, or the order in which answers end; or nothing does",
+    )
     batch_limit: int = Field(default=64, ge=1, description="questions that one call of the model answers")
     queue_limit: int = Field(default=2048, ge=1, description="questions that may wait; one more is refused")
     learn: bool = Field(default=True, description="regressor: train in the background on what is served")

@@ -1,4 +1,5 @@
-"""The predictor on the bus: answers `PredictLength`, learns from `SequenceFinished`.
+"""The predictor on the bus: answers `PredictLength`, learns from `SequenceFinished`; where workers hand it
+hidden states of answers under way (`WorkerObserved`), it tells the scheduler what becomes of them.
 
 It owns nothing that must survive: a restart begins with the latest trained version, or the prior. It knows no
 scheduler, no worker.
@@ -13,19 +14,22 @@ from services.predictor.core.length_model import LengthQuery, LengthSample
 from services.predictor.core.report import PredictionAudit
 from services.predictor.learning import Learner
 from services.predictor.models import create
+from services.predictor.revising import Reviser
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
 from shared.messages.commands import LengthPrediction, PredictLength
+from shared.messages.lengths import LengthsRevised, WorkerObserved
 from shared.messages.reports import SequenceFinished, ServiceStatus
 from shared.messages.sequence import FinishReason
 
 HANDLERS: tuple[Handler, ...] = (
     Endpoint(subjects.PREDICTOR_PREDICT, PredictLength, "predict", concurrency=512),
     Listener(subjects.GATEWAY_FINISHED, SequenceFinished, "learn"),
+    Listener(subjects.ANY_WORKER_OBSERVED, WorkerObserved, "observe", sender="worker_id"),
     *status_handlers("predictor"),
 )
 
@@ -38,11 +42,17 @@ class Predictor:
     """The handlers: predictions asked of the model, finished answers given to it and to the audit."""
 
     def __init__(
-        self, bus: Bus, batcher: Batcher, learner: Learner | None = None, clock: Clock = monotonic_s
+        self,
+        bus: Bus,
+        batcher: Batcher,
+        learner: Learner | None = None,
+        clock: Clock = monotonic_s,
+        reviser: Reviser | None = None,
     ) -> None:
         self._bus = bus
         self._batcher = batcher
         self._learner = learner
+        self._reviser = reviser
         self._audit = PredictionAudit()
         self._clock = clock
         self._started_s = clock()
@@ -67,16 +77,34 @@ class Predictor:
 
     def learn(self, finished: SequenceFinished) -> None:
         """Whole answers, and those cut by their limit, teach; the rest ended for other reasons."""
-        if finished.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return
-        if finished.output_tokens < 1:
+        teaches = finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if not teaches or finished.output_tokens < 1:
+            if self._reviser is not None:
+                self._reviser.forget(finished.ref.key)
             return
         censored = finished.finish_reason is FinishReason.LENGTH
+        if self._reviser is not None:
+            self._reviser.finish(finished.ref.key, finished.output_tokens, censored=censored)
         sample = LengthSample(finished.prompt, finished.output_tokens, censored)
         self._batcher.observe(sample)
         if self._learner is not None:
             self._learner.observe(sample)
         self._audit.on_finished(finished.ref.key, finished.output_tokens, censored=censored)
+
+    def observe(self, event: WorkerObserved) -> None:
+        """Hidden states of answers under way."""
+        if self._reviser is not None:
+            self._reviser.observe(event)
+
+    async def tell(self) -> None:
+        """Publish what the reviser has to say, for ever. Whoever misses it goes on with what was said."""
+        me = self._bus.instance
+        while self._reviser is not None:
+            lengths = await self._reviser.revised.get()
+            if self._bus.connected:
+                with fenced("revised lengths"):
+                    message = LengthsRevised(predictor_id=me, lengths=lengths)
+                    await self._bus.publish(subjects.predictor_revised(me), message)
 
     async def status(self, _: Empty) -> ServiceStatus:
         """What `python -m services status` shows."""
@@ -91,6 +119,7 @@ class Predictor:
                 "batches": self._batcher.batches,
                 **self._audit.summary(),
                 **({} if self._learner is None else self._learner.summary()),
+                **({} if self._reviser is None else self._reviser.summary()),
             },
         )
 
@@ -110,13 +139,18 @@ async def run(config: PredictorConfig) -> None:
     """Serves until cancelled. Raises ConfigError (unknown model) and BusUnavailable (no NATS at start)."""
     batcher = Batcher(create(config.model, config.model_settings()), config.batch_limit, config.queue_limit)
     learner = learner_for(config, batcher)
+    reviser = None if config.rest_head == "none" else Reviser(batcher, config.rest_head, config.state_dir)
     bus = await Bus.connect(config.bus, service="predictor", instance=config.instance)
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(batcher.run())
             if learner is not None:
                 tasks.create_task(learner.run())
-            await bus.attach(HANDLERS, Predictor(bus, batcher, learner))
+            predictor = Predictor(bus, batcher, learner, reviser=reviser)
+            await bus.attach(HANDLERS, predictor)
+            tasks.create_task(predictor.tell())
             canonical(_log, "predictor serving", model=config.model, version=batcher.model.version)
     finally:
+        if reviser is not None:
+            reviser.save()
         await bus.close()

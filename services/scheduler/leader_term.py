@@ -44,6 +44,7 @@ from shared.liveness import AwakeClock, new_incarnation
 from shared.log import canonical, get_logger
 from shared.messages.base import Message
 from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence, WantKv
+from shared.messages.lengths import LengthsRevised
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
@@ -94,6 +95,7 @@ HANDLERS = (
     Endpoint(subjects.SCHEDULER_MOVE, MoveSequences, "move"),
     Listener(subjects.ANY_SCHEDULER_CANCEL, CancelSequence, "on_cancel", sender="sender"),
     Listener(subjects.ANY_WORKER_STEPPED, WorkerStepped, "on_stepped", sender="worker_id"),
+    Listener(subjects.ANY_PREDICTOR_REVISED, LengthsRevised, "on_revised", sender="predictor_id"),
     Listener(subjects.ANY_GATEWAY_REPORTED, GatewayReported, "on_gateway_reported", sender="gateway_id"),
 )
 
@@ -227,6 +229,9 @@ class Term:
         cell = self._cells.of_worker(event.worker_id)
         if cell is not None:
             self._feed(cell.model, cell.core.on_stepped, event)
+
+    def on_revised(self, event: LengthsRevised) -> None:
+        self._feed(self._core.on_revised, event)
 
     def on_gateway_reported(self, event: GatewayReported) -> None:
         for cell in self._cells:

@@ -38,6 +38,7 @@ def build(config: WorkerConfig) -> TorchEngine:
         release=True,
         pie=config.pie,
         grammars=GrammarMasks(lambda: Grammars(load_tokenizer(config.model), model.vocabulary)),
+        states_every=config.states_every,
     )
     engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
     warm_up(engine)

@@ -69,6 +69,11 @@ class WorkerConfig(ModelServiceConfig):
     transfer: TransferConfig = Field(
         default=TransferConfig(), description="KV fetched by workers that sequences move to"
     )
+    states_every: int = Field(
+        default=0,
+        ge=0,
+        description="hand a hidden state to the predictor once in so many tokens of an answer; 0: never",
+    )
     host: str = Field(default="", description="workers of equal host are neighbours; empty: the host's name")
     heartbeat_s: float = Field(default=0.25, gt=0, description="between two heartbeats")
     end_retention_s: float = Field(
@@ -110,6 +115,7 @@ class WorkerConfig(ModelServiceConfig):
             "lending.borrow": self.lending.borrow,
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
             "attention": self.attention != "auto" and self.engine == "vllm",
+            "states_every": self.states_every,
         }
         without = [name for name, is_set in wanted.items() if is_set]
         if self.engine in _LACKING and without:

@@ -62,6 +62,8 @@ class Outbox:
             (subjects.tokens(each.gateway_id, each.frame.worker_id), each.frame) for each in frames
         ]
         messages += [(subjects.worker_stepped(each.worker_id), each) for each in effects.stepped]
+        if effects.observed is not None:
+            messages.append((subjects.worker_observed(effects.observed.worker_id), effects.observed))
         return messages
 
     def put(self, messages: Sequence[Addressed]) -> None:

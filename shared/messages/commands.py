@@ -64,6 +64,8 @@ class LengthPrediction(Message, frozen=True, kw_only=True):
     p90_tokens: Count
     p95_tokens: Count
     model_version: Text
+    is_calibrated: bool = False
+    """Made by what learns from how answers ended while it serves: to be taken as it is."""
 
 
 class PlacementItem(Message, frozen=True, kw_only=True):

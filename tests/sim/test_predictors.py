@@ -46,7 +46,7 @@ def test_the_oracle_knows_and_its_error_is_log_normal() -> None:
 
 
 def test_what_a_trace_brings_is_made_a_distribution() -> None:
-    """Whatever unit the trace's model speaks: it is what answers were to prompts of which it said the same."""
+    """In whatever unit: what answers were to prompts of which the trace's model said the same."""
     train = [made(i, 20 + i % 5, predicted=1) for i in range(150)]
     train += [made(i, 150 + i % 9, predicted=2) for i in range(150)]
     learned = find_predictor("learned", train=train)

@@ -31,6 +31,7 @@ from shared.messages.commands import (
     SubmitSequence,
 )
 from shared.messages.lending import CreditorOffered
+from shared.messages.lengths import LengthsRevised
 from shared.messages.moves import BlocksPulled, SequenceMove, SequenceMoved
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.prefixes import WorkerPrefixes
@@ -98,6 +99,7 @@ def test_the_scheduler(seed: int) -> None:
         GatewayReported: core.on_gateway_reported,
         SequenceMove: core.on_move,
         LengthPrediction: lambda message, now_s: core.on_predicted(refs[-1], message, now_s) if refs else [],
+        LengthsRevised: core.on_revised,
         BlocksPulled: lambda message, now_s: core.on_pulled(refs[-1], message, now_s) if refs else [],
     }
     coming = events(seed, list(handlers))

@@ -21,6 +21,7 @@ from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_order
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
 from shared.messages.commands import CancelSequence, LengthPrediction
+from shared.messages.lengths import LengthsRevised
 from shared.messages.moves import BlocksPulled, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
 from shared.messages.reports import GatewayReported, WorkerReported
@@ -187,15 +188,24 @@ class SchedulerCore:
         return []
 
     def on_predicted(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> list[Effect]:
+        self._predict(ref, prediction, now_s)
+        return self._after([], now_s)
+
+    def on_revised(self, event: LengthsRevised, now_s: float) -> list[Effect]:
+        """What became known while answers were written, without having been asked for."""
+        for revised in event.lengths:
+            self._predict(revised.ref, revised.prediction, now_s)
+        return self._after([], now_s)
+
+    def _predict(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> None:
         sequence = self._roster.find(ref)
         if sequence is None:
-            return []
+            return
         sequence.prediction = prediction
         self._roster.backlog.on_predicted(ref.key, prediction)
         pipeline = self._roster.pipelines.get(sequence.worker_id or "")
         if pipeline is not None:
             pipeline.predict(ref.key, prediction, now_s)
-        return self._after([], now_s)
 
     def on_tick(self, now_s: float) -> list[Effect]:
         """To be called every few hundredths of a second while connected, and only then."""

@@ -104,18 +104,21 @@ class LengthEstimates:
             if self._calibration is not None:
                 tokens = self._calibration.default_tokens(tokens)
         else:
-            tokens = round(self._raw_tokens(prediction) * self._factor)
+            tokens = round(self._raw_tokens(prediction) * self._factor(prediction))
         return max(1, min(max_tokens, tokens))
 
     def learn(self, prediction: LengthPrediction | None, generated_tokens: int) -> None:
         """An answer is over; `prediction` is the first there was."""
-        if self._calibration is not None:
+        is_news = prediction is None or not prediction.is_calibrated
+        if self._calibration is not None and is_news:
             raw = None if prediction is None else self._raw_tokens(prediction)
             self._calibration.learn(raw, generated_tokens)
 
-    @property
-    def _factor(self) -> float:
-        return 1.0 if self._calibration is None else self._calibration.factor
+    def _factor(self, prediction: LengthPrediction) -> float:
+        """What a prediction is multiplied by; one that was corrected by who made it is taken as it is."""
+        if self._calibration is None or prediction.is_calibrated:
+            return 1.0
+        return self._calibration.factor
 
     def _raw_tokens(self, prediction: LengthPrediction) -> int:
         name = self._options.length
@@ -126,10 +129,11 @@ class LengthEstimates:
         """Padded tokens still to come: at least a block's, unless the limit is nearer."""
         rest: float = self.whole_tokens(prediction, max_tokens) - generated_tokens
         if rest <= 0:
+            factor = 1.0 if prediction is None else self._factor(prediction)
             rest = (
                 _TAIL * generated_tokens
                 if prediction is None
-                else self._factor * expected_rest_tokens(prediction, generated_tokens / self._factor)
+                else factor * expected_rest_tokens(prediction, generated_tokens / factor)
             )
         padded = max(ceil(rest * (1 + self._options.pad)), self._block_tokens)
         return max(1, min(padded, max_tokens - generated_tokens))

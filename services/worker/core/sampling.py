@@ -32,6 +32,8 @@ class Sampled(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None = None
+    state: bytes | None = None
+    """Now and then, where the engine hands them out: the hidden state before it, fp16 `[width]`."""
 
 
 FAILED = Sampled(-1)

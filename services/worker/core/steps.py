@@ -18,6 +18,7 @@ from services.worker.kv.core.borrowed_pool import capacity_of
 from services.worker.kv.core.radix_tree import Tier
 from shared.errors import InvalidRequest, StaleEpoch
 from shared.messages.commands import CancelSequence, TakeSnapshot
+from shared.messages.lengths import MOST_STATES, AnswerState, WorkerObserved
 from shared.messages.plans import (
     BatchPlan,
     Decode,
@@ -31,6 +32,8 @@ from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedToken
 
 _MOST_TOKENS, _LEAST_RESUMED = 512, 64
 """A step that has as many planned computes fewer of what was put off."""
+_MOST_OBSERVED_BYTES = 262_144
+"""Of hidden states in one message; what is beyond them is not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,17 @@ class StepEffects:
 
     frames: tuple[AddressedFrame, ...] = ()
     stepped: tuple[WorkerStepped, ...] = ()
+    observed: WorkerObserved | None = None
+
+
+def _state_of(sequence: HeldSequence, state: bytes) -> AnswerState:
+    return AnswerState(
+        ref=sequence.ref,
+        prompt_tokens=sequence.prompt_tokens,
+        generated_tokens=sequence.generated_tokens,
+        max_tokens=sequence.sampling.max_tokens,
+        state=state,
+    )
 
 
 class StepCore:
@@ -150,11 +164,14 @@ class StepCore:
     ) -> StepEffects:
         """The iteration ran. `tokens` holds, per item, the sampled token; None where none was; `FAILED`."""
         sampled: list[tuple[HeldSequence, int]] = []
+        states: list[AnswerState] = []
         commit = self._table.commit
         for item, token in zip(work.items, tokens, strict=True):
             commit(item, token, now_s)
             if item.samples and not item.sequence.rehearsal:
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
+                if token is not None and token.state is not None and item.sequence.alive:
+                    states.append(_state_of(item.sequence, token.state))
         ended = (*work.ended, *self._table.take_ended())
         queued = work.queued
         if ended:
@@ -170,10 +187,20 @@ class StepCore:
             self._table.prefixes.on_prefilled(prefilled_tokens, prefill_s)
         self._reports.on_step(prefilled_tokens, decoded_tokens)
         frames = self._frames(sampled, ended)
+        observed = self._observed(states) if states else None
         if not (queued.report_is_due or ended or work.has_news):
-            return StepEffects(frames)
+            return StepEffects(frames, observed=observed)
         stepped = self._reports.of_step(work, ended, plan_over=is_over, step_s=step_s)
-        return StepEffects(frames, (stepped,))
+        return StepEffects(frames, (stepped,), observed)
+
+    def _observed(self, states: Sequence[AnswerState]) -> WorkerObserved:
+        identity = self._identity
+        return WorkerObserved(
+            worker_id=identity.worker_id,
+            incarnation=identity.incarnation,
+            model=identity.model,
+            states=tuple(states[: min(MOST_STATES, _MOST_OBSERVED_BYTES // len(states[0].state))]),
+        )
 
     def report(self, now_s: float) -> WorkerReported:
         """A heartbeat, or the answer to a snapshot; whoever sends it numbers it (`seq` is 0 here)."""

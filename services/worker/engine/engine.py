@@ -18,6 +18,7 @@ from services.worker.engine.loading import LoadedModel, layout_name, model_diges
 from services.worker.engine.native.library import AttentionMode, choose
 from services.worker.engine.native.stream import opener
 from services.worker.engine.sampler import sample
+from services.worker.engine.states import tap_of
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.tiers.records import Records, records_of
 from services.worker.kv.tiers.resident import ResidentKv
@@ -56,8 +57,10 @@ class TorchEngine:
         release: bool = False,
         pie: PieSettings | None = None,
         grammars: GrammarMasks | None = None,
+        states_every: int = 0,
     ) -> None:
-        """Without `grammars` a row that has one fails."""
+        """Without `grammars` a row that has one fails. With `states_every` a hidden state goes with an
+        answer's first token, and with one in so many (`engine.states`)."""
         self._model = model
         self._grammars = grammars
         self.weights = model_digest(model.module)
@@ -95,7 +98,8 @@ class TorchEngine:
             store=self.pie.store if isinstance(self.pie, LayerPie) else None,
             resident=self.pie.kv if isinstance(self.pie, BlockPie) else None,
         )
-        self._forward = make_forward(model, self._attention, threads=threads, release=release)
+        self._tap = tap_of(model.module.config.get_text_config(), states_every)
+        self._forward = make_forward(model, self._attention, threads=threads, release=release, tap=self._tap)
 
     @property
     def _resident(self) -> ResidentKv | None:
@@ -214,6 +218,8 @@ class TorchEngine:
             [Span(row.first_position, len(row.tokens), row.blocks) for row in rows], decodes
         )
         points = [row.point for row in rows if row.point is not None]
+        if self._tap is not None:
+            self._tap.begin(rows)
         masks = None if self._grammars is None else self._grammars.begin(points)
         logits = self._forward(
             *(packed.to(self._model.device) for packed in pack(rows, decodes, len(points)))
@@ -222,10 +228,12 @@ class TorchEngine:
         drawn = sample(logits, points, self._attention.library, masks) if points else []
         if any(point.sampling.embeds for point in points):
             drawn = with_hidden(drawn, points, logits.hidden)
-        if len(drawn) == len(rows):
-            return drawn
-        following = iter(drawn)
-        return [None if row.point is None else next(following) for row in rows]
+        if len(drawn) != len(rows):
+            following = iter(drawn)
+            drawn = [None if row.point is None else next(following) for row in rows]
+        if self._tap is not None:
+            self._tap.attach(drawn)
+        return drawn
 
 
 def _written(row: Row, block_tokens: int) -> Sequence[int]:

@@ -18,6 +18,7 @@ from services.worker.engine.loading import LoadedModel, replace_attention
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.llama import NativeLlama, SwappedLlama, is_computable
 from services.worker.engine.paged import Shape
+from services.worker.engine.states import StateTap
 
 
 def is_plain(module: Any) -> bool:
@@ -30,9 +31,10 @@ def is_plain(module: Any) -> bool:
 class LlamaForward:
     """A `Forward` for a plain `LlamaForCausalLM`, whose own weights become views of the joined ones."""
 
-    def __init__(self, module: Any, attention: PagedAttention) -> None:
+    def __init__(self, module: Any, attention: PagedAttention, tap: StateTap | None = None) -> None:
         config = module.config
         self._attention = attention
+        self._tap = tap
         self._head_dim = module.model.layers[0].self_attn.head_dim
         self._q_heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -54,6 +56,8 @@ class LlamaForward:
             hidden = torch.addmm(hidden, attended, layer.output.t())
             gate, up = functional.linear(self._normed(hidden, layer.post_norm), layer.gate_up).chunk(2, -1)
             hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down.t())
+            if self._tap is not None and index == self._tap.layer:
+                self._tap.take(hidden)
         found = self._normed(hidden[kept], self._norm)
         return Logits(functional.linear(found, self._head), hidden=found)
 
@@ -85,10 +89,13 @@ class Forward(Protocol):
 class TransformersForward:
     """Any decoder: transformers' modules, with our attention in every layer."""
 
-    def __init__(self, model: LoadedModel, attention: PagedAttention) -> None:
+    def __init__(self, model: LoadedModel, attention: PagedAttention, tap: StateTap | None = None) -> None:
         self._module = model.module
         self._hidden: torch.Tensor | None = None
         replace_attention(model.module, attention.name)
+        layers = getattr(model.module.get_decoder(), "layers", ())
+        if tap is not None and tap.layer < len(layers):
+            layers[tap.layer].register_forward_hook(lambda module, inputs, output: _tap_output(tap, output))
         model.module.get_output_embeddings().register_forward_pre_hook(self._note_hidden)
 
     def _note_hidden(self, _: Any, arguments: tuple[torch.Tensor, ...]) -> None:
@@ -108,12 +115,24 @@ class TransformersForward:
         )
 
 
+def _tap_output(tap: StateTap, output: Any) -> None:
+    """Of a decoder layer: its states `[1, rows, hidden]`, alone or before others."""
+    states = output[0] if isinstance(output, tuple) else output
+    tap.take(states.view(-1, states.shape[-1]))
+
+
 def make_forward(
-    model: LoadedModel, attention: PagedAttention, *, threads: int = 1, release: bool = False
+    model: LoadedModel,
+    attention: PagedAttention,
+    *,
+    threads: int = 1,
+    release: bool = False,
+    tap: StateTap | None = None,
 ) -> Forward:
     """The fast paths for Llamas (on CUDA of any dtype, elsewhere fp32), transformers' forward for all else.
 
-    With `release` a path with weights of its own takes the module's away.
+    With `release` a path with weights of its own takes the module's away. `tap` is filled on the way, but for
+    CUDA's path.
     """
     is_fixed = attention.store is None  # CUDA graphs hold on to where the pools were.
     if attention.triton is not None and is_fixed and isinstance(model.module, LlamaForCausalLM):
@@ -122,12 +141,12 @@ def make_forward(
         if gpu_llama.is_computable(model.module):
             return gpu_llama.with_graphs(model.module, attention.triton, model.max_positions)
     if not (isinstance(model.module, LlamaForCausalLM) and is_plain(model.module)):
-        return TransformersForward(model, attention)
+        return TransformersForward(model, attention, tap)
     library = attention.library
     if library is not None and is_computable(model.module):
         if attention.store is not None:
             return SwappedLlama(
-                model.module, attention, attention.store, library, threads=threads, release=release
+                model.module, attention, attention.store, library, threads=threads, release=release, tap=tap
             )
-        return NativeLlama(model.module, attention, library, threads=threads, release=release)
-    return LlamaForward(model.module, attention)
+        return NativeLlama(model.module, attention, library, threads=threads, release=release, tap=tap)
+    return LlamaForward(model.module, attention, tap)

@@ -125,4 +125,4 @@ def acknowledging(*refs: SequenceRef, sender: str = "gateway-0") -> AcknowledgeE
 def predicted(tokens: int) -> LengthPrediction:
     """All quantiles alike."""
     every = dict.fromkeys(("rl_tokens", "p50_tokens", "p80_tokens", "p90_tokens", "p95_tokens"), tokens)
-    return LengthPrediction(**every, model_version="test-1")
+    return LengthPrediction(**every, model_version="test-1")  # type: ignore[arg-type]

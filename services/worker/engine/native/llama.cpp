@@ -1,6 +1,7 @@
 // See llama.h.
 #include "llama.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -152,6 +153,17 @@ int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaSt
   return kv_attend(&model->layer[layer].pool, step->spans, &call);
 }
 
+static void tap_rows(const LlamaModel& model, const LlamaStep& step) {
+  for (int64_t tap = 0; tap < step.taps; ++tap) {
+    const int64_t first = step.tap_spans[2 * tap], count = step.tap_spans[2 * tap + 1];
+    float* to = step.tapped + tap * model.hidden;
+    std::fill(to, to + model.hidden, 0.0f);
+    for (int64_t row = first; row < first + count; ++row)
+      for (int64_t at = 0; at < model.hidden; ++at) to[at] += step.hidden[row * model.hidden + at];
+    for (int64_t at = 0; at < model.hidden; ++at) to[at] /= static_cast<float>(count);
+  }
+}
+
 void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* step) {
   const LlamaLayer& weights = model->layer[layer];
   const int32_t rows = step->rows, hidden = model->hidden;
@@ -159,6 +171,7 @@ void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* s
   norm_rows(*model, *step, weights.post_norm);
   project(*model, rows, step->normed, hidden, weights.gate_up, step->gated, model->intermediate, GEMM_SILU_MUL);
   project(*model, rows, step->gated, model->intermediate, weights.down, step->hidden, hidden, GEMM_ADD);
+  if (layer == step->tap_layer) tap_rows(*model, *step);
 }
 
 void llama_logits(const LlamaModel* model, const LlamaStep* step) {

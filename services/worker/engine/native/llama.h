@@ -61,6 +61,11 @@ struct LlamaStep {
   float* logits;       // [kept, vocabulary]
   int64_t* likeliest;  // [kept]: the first token of the highest logit
   float* highest;      // [kept]: that logit; NaN if any is
+  // What layer `tap_layer` leaves of some rows, or `taps` 0:
+  int32_t tap_layer;
+  int32_t taps;
+  const int64_t* tap_spans;  // [taps, 2]: first row, and how many
+  float* tapped;             // [taps, hidden]: the mean of their residual streams
 };
 
 enum LlamaError : int32_t { LLAMA_BAD_TOKEN = -101, LLAMA_BAD_POSITION = -102, LLAMA_BAD_KEPT_ROW = -103, LLAMA_LATE = -104 };
@@ -75,7 +80,7 @@ int32_t llama_layer_qkv(const LlamaModel* model, int32_t layer, const LlamaStep*
 // attended, and lse unless null = attention of the queries in heads over the layer's pool. What kv_attend answers.
 int32_t llama_layer_attend(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
-// hidden += output projection of attended, then hidden += MLP of the normed hidden.
+// hidden += output projection of attended, then hidden += MLP of the normed hidden; tapped, if it is that layer.
 void llama_layer_rest(const LlamaModel* model, int32_t layer, const LlamaStep* step);
 
 // logits, likeliest and highest of the kept rows.

@@ -14,6 +14,7 @@ from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import KvPool, Spans, declare, describe_pool
 from services.worker.engine.native.weights import ModelWeights, pack
 from services.worker.engine.paged import Shape
+from services.worker.engine.states import StateTap
 from services.worker.pie.store import LayerStore
 from shared.errors import InternalError
 
@@ -120,6 +121,10 @@ class LlamaStep(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("likeliest", ctypes.c_void_p),
         ("highest", ctypes.c_void_p),
+        ("tap_layer", ctypes.c_int32),
+        ("taps", ctypes.c_int32),
+        ("tap_spans", ctypes.c_void_p),
+        ("tapped", ctypes.c_void_p),
     )
 
 
@@ -175,11 +180,19 @@ class NativeLlama:
     """
 
     def __init__(
-        self, module: Any, kv: PagedKv, library: ctypes.CDLL, *, threads: int, release: bool
+        self,
+        module: Any,
+        kv: PagedKv,
+        library: ctypes.CDLL,
+        *,
+        threads: int,
+        release: bool,
+        tap: StateTap | None = None,
     ) -> None:
         declare(library, _PROTOTYPES)
         self._library = library
         self._kv = kv
+        self._tap = tap
         config = module.config
         self._vocabulary = module.lm_head.weight.shape[0]
         self.model = _describe(module, threads)
@@ -269,6 +282,12 @@ class NativeLlama:
         step.tokens, step.positions = tokens.data_ptr(), positions.data_ptr()
         step.slots, step.kept_rows = self._kv.slots.data_ptr(), kept.data_ptr()
         step.spans, step.lse = ctypes.pointer(self._kv.native_spans), None
+        step.taps = 0
+        if self._tap is not None and self._tap.count:
+            tap = self._tap
+            step.tap_layer, step.taps = tap.layer, tap.count
+            step.tap_spans, step.tapped = tap.spans.data_ptr(), tap.states.data_ptr()
+            tap.is_filled = True
         return step
 
     def _point_at_weights(self) -> None:
@@ -318,8 +337,9 @@ class SwappedLlama(NativeLlama):
         *,
         threads: int,
         release: bool,
+        tap: StateTap | None = None,
     ) -> None:
-        super().__init__(module, kv, library, threads=threads, release=release)
+        super().__init__(module, kv, library, threads=threads, release=release, tap=tap)
         self._store = store
         self._pointed = -1
 

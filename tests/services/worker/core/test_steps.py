@@ -450,3 +450,20 @@ def test_tokens_of_prompts_and_of_answers_are_counted_apart() -> None:
     )
     work = StepWork(QueuedPlan(plan(1), 0.0), items, (), ())
     assert (work.prefilled_tokens, work.decoded_tokens) == (5, 1)
+
+
+def test_hidden_states_of_answers_that_go_on_are_handed_over() -> None:
+    """With the token that they came with counted; none of an answer that is over."""
+    bench = Bench()
+    started = spec(ref("a"), [5, 6, 7], max_tokens=3)
+    bench.core.on_plan(plan(1, starts=(started,), prefills=(prefill(ref("a"), 0, 3),)), 0.0)
+    bench.core.on_plan(plan(2, decodes=(decode(ref("a"), 2),), steps=2), 0.0)
+    told = []
+    for index in range(3):
+        work, _ = bench.core.begin_step(0.0)
+        assert work is not None
+        effects = bench.core.finish_step(work, [Sampled(9 + index, state=b"\x00\x3c")], 0.0, 0.0)
+        told.append(effects.observed)
+    assert told[2] is None, "it is over"
+    seen = [(one.states[0].generated_tokens, one.states[0].prompt_tokens) for one in told[:2] if one]
+    assert seen == [(1, 3), (2, 3)]

@@ -1,0 +1,235 @@
+"""How much of an answer is still to come, read off a hidden state: small heads, trained while serving.
+
+`DistributionHead` tells the chance of each length class of the rest (TRAIL, arXiv 2410.01035), `RankHead`
+only whose rest is longer (learning to rank with the list's likelihood, arXiv 2408.15792) and takes lengths
+from what had about the same score before. Both are one hidden layer in numpy, trained by Adam on what is
+given to `learn`. An answer cut by its limit says only that the rest was longer.
+
+Deterministic for a seed. Knows neither sequences nor when to learn (`core/rest_learner.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Weights = Mapping[str, npt.NDArray[np.generic]]
+
+QUANTILES = (0.5, 0.8, 0.9, 0.95)
+UPPER = np.array(
+    [1, 2, 3, *[size << octave for octave in range(16) for size in (4, 6)][:-1]], dtype=np.float64
+)
+"""Upper edges of the classes of rests, in tokens: two to an octave, up to 131,072."""
+LOWER = np.concatenate([[0.0], UPPER[:-1]])
+_HIDDEN = 64
+
+
+def class_of(rests: Counts) -> Counts:
+    """Index of each rest's class."""
+    found: Counts = np.minimum(np.searchsorted(UPPER, rests), len(UPPER) - 1)
+    return found
+
+
+class Head(Protocol):
+    """Told of features `[rows, width]`, answers with rests in tokens."""
+
+    def learn(self, features: Floats, rests: Counts, censored: Flags) -> None:
+        """One step of training on so many rows."""
+        ...
+
+    def predict(self, features: Floats) -> npt.NDArray[np.float64]:
+        """`[rows, 5]`: expected rest, then its `QUANTILES`; each at least 1."""
+        ...
+
+    def weights(self) -> Weights:
+        """All that it has learned, by name."""
+        ...
+
+    def restore(self, weights: Weights) -> None:
+        """What `weights` gave. Raises ValueError or KeyError for those of another shape."""
+        ...
+
+
+class Network:
+    """One hidden layer and Adam: features, standardised by their running mean and spread, to outputs."""
+
+    def __init__(self, width: int, outputs: int, seed: int = 0, rate: float = 2e-3) -> None:
+        random = np.random.default_rng(seed)
+        self._rate = rate
+        self._parts: dict[str, Floats] = {
+            "in": (random.standard_normal((width, _HIDDEN)) / np.sqrt(width)).astype(np.float32),
+            "in_bias": np.zeros(_HIDDEN, np.float32),
+            "out": np.zeros((_HIDDEN, outputs), np.float32),
+            "out_bias": np.zeros(outputs, np.float32),
+            "mean": np.zeros(width, np.float32),
+            "square": np.ones(width, np.float32),
+        }
+        self._trained = ("in", "in_bias", "out", "out_bias")
+        self._first = {name: np.zeros_like(self._parts[name]) for name in self._trained}
+        self._second = {name: np.zeros_like(self._parts[name]) for name in self._trained}
+        self._steps = 0
+
+    def forward(self, features: Floats) -> tuple[Floats, Floats, Floats]:
+        """Standardised features, hidden layer and outputs."""
+        parts = self._parts
+        spread = np.sqrt(np.maximum(parts["square"] - parts["mean"] ** 2, 1e-6))
+        inputs: Floats = np.clip((features - parts["mean"]) / spread, -8.0, 8.0)
+        hidden: Floats = np.tanh(inputs @ parts["in"] + parts["in_bias"])
+        outputs: Floats = hidden @ parts["out"] + parts["out_bias"]
+        return inputs, hidden, outputs
+
+    def see(self, features: Floats) -> None:
+        """Features that come: their mean and spread."""
+        weight = max(0.01, 1.0 / (self._steps + 1))
+        for name, value in (("mean", features.mean(0)), ("square", (features**2).mean(0))):
+            self._parts[name] += weight * (value - self._parts[name])
+
+    def step(self, inputs: Floats, hidden: Floats, gradient: Floats) -> None:
+        """Down the loss whose derivative by the outputs is `gradient`."""
+        parts = self._parts
+        back = (gradient @ parts["out"].T) * (1 - hidden**2)
+        gradients = {
+            "in": inputs.T @ back + 1e-4 * parts["in"],
+            "in_bias": back.sum(0),
+            "out": hidden.T @ gradient + 1e-4 * parts["out"],
+            "out_bias": gradient.sum(0),
+        }
+        self._steps += 1
+        scale = np.float32(np.sqrt(1 - 0.999**self._steps) / (1 - 0.9**self._steps))
+        for name, found in gradients.items():
+            self._first[name] += 0.1 * (found - self._first[name])
+            self._second[name] += 0.001 * (found**2 - self._second[name])
+            parts[name] -= self._rate * scale * self._first[name] / (np.sqrt(self._second[name]) + 1e-8)
+
+    def weights(self) -> dict[str, npt.NDArray[np.generic]]:
+        return {**self._parts, "steps": np.array(self._steps)}
+
+    def restore(self, weights: Weights) -> None:
+        """Raises KeyError or ValueError; then nothing has changed."""
+        found = {name: np.asarray(weights[name], np.float32) for name in self._parts}
+        if any(
+            found[name].shape != part.shape or not np.isfinite(found[name]).all()
+            for name, part in self._parts.items()
+        ):
+            raise ValueError("weights of another model, or broken ones")
+        steps = int(weights["steps"])
+        self._parts, self._steps = found, max(0, steps)
+
+
+class DistributionHead:
+    """A chance for each class of rests."""
+
+    def __init__(self, width: int, seed: int = 0) -> None:
+        self._network = Network(width, len(UPPER), seed)
+
+    def learn(self, features: Floats, rests: Counts, censored: Flags) -> None:
+        """Towards the class that it was; of a censored rest, towards all that are no shorter."""
+        self._network.see(features)
+        inputs, hidden, outputs = self._network.forward(features)
+        chances = _softmax(outputs)
+        classes = class_of(rests)[:, None]
+        possible = np.where(
+            censored[:, None], np.arange(len(UPPER)) >= classes, np.arange(len(UPPER)) == classes
+        )
+        wanted = chances * possible
+        wanted /= np.maximum(wanted.sum(1, keepdims=True), 1e-12)
+        self._network.step(inputs, hidden, ((chances - wanted) / len(features)).astype(np.float32))
+
+    def chances(self, features: Floats) -> npt.NDArray[np.float64]:
+        """Of each class, `[rows, classes]`."""
+        return _softmax(self._network.forward(features)[2])
+
+    def predict(self, features: Floats) -> npt.NDArray[np.float64]:
+        chances = self.chances(features)
+        below = np.cumsum(chances, axis=1)
+        columns = [np.maximum(1.0, chances @ ((LOWER + 1 + UPPER) / 2))]
+        rows = np.arange(len(chances))
+        for share in QUANTILES:
+            index = np.minimum((below < share - 1e-9).sum(1), len(UPPER) - 1)
+            before = np.where(index > 0, below[rows, index - 1], 0.0)
+            part = np.clip((share - before) / np.maximum(chances[rows, index], 1e-12), 0.0, 1.0)
+            columns.append(np.maximum(1.0, LOWER[index] + part * (UPPER[index] - LOWER[index])))
+        return np.stack(columns, axis=1)
+
+    def weights(self) -> Weights:
+        return self._network.weights()
+
+    def restore(self, weights: Weights) -> None:
+        self._network.restore(weights)
+
+
+_LIST = 24
+"""Rows that are put in order together."""
+_MEMORY = 1024
+_NEAREST = 48
+
+
+class RankHead:
+    """A score that is higher where more is to come; lengths are those of the nearest scores before."""
+
+    def __init__(self, width: int, seed: int = 0) -> None:
+        self._network = Network(width, 1, seed)
+        self._memory = np.zeros((0, 2))
+        """Latest scores and rests, `[rows, 2]`."""
+
+    def learn(self, features: Floats, rests: Counts, censored: Flags) -> None:
+        """The likelihood of the right order, list by list; censored rests count as they are."""
+        self._network.see(features)
+        inputs, hidden, outputs = self._network.forward(features)
+        gradient = np.zeros_like(outputs)
+        for start in range(0, len(features), _LIST):
+            rows = np.arange(start, min(start + _LIST, len(features)))
+            order = rows[np.argsort(-rests[rows], kind="stable")]
+            gradient[order, 0] = _order_gradient(outputs[order, 0]) / len(features)
+        self._network.step(inputs, hidden, gradient)
+        latest = np.stack([outputs[:, 0].astype(np.float64), rests.astype(np.float64)], axis=1)
+        self._memory = np.concatenate([self._memory, latest])[-_MEMORY:]
+
+    def scores(self, features: Floats) -> Floats:
+        """`[rows]`."""
+        found: Floats = self._network.forward(features)[2][:, 0]
+        return found
+
+    def predict(self, features: Floats) -> npt.NDArray[np.float64]:
+        if not len(self._memory):
+            return np.ones((len(features), 1 + len(QUANTILES)))
+        scores = self.scores(features)
+        by_score = self._memory[np.argsort(self._memory[:, 0], kind="stable")]
+        count = min(_NEAREST, len(by_score))
+        starts = np.searchsorted(by_score[:, 0], scores) - count // 2
+        starts = np.clip(starts, 0, len(by_score) - count)
+        near = np.sort(by_score[starts[:, None] + np.arange(count), 1], axis=1)
+        columns = [near.mean(1), *(near[:, min(count - 1, int(share * count))] for share in QUANTILES)]
+        told: npt.NDArray[np.float64] = np.maximum(1.0, np.stack(columns, axis=1))
+        return told
+
+    def weights(self) -> Weights:
+        return {**self._network.weights(), "memory": self._memory}
+
+    def restore(self, weights: Weights) -> None:
+        memory = np.asarray(weights["memory"], np.float64)
+        if memory.ndim != 2 or memory.shape[1] != 2 or not np.isfinite(memory).all():
+            raise ValueError("scores of another head, or broken ones")
+        self._network.restore(weights)
+        self._memory = memory[-_MEMORY:]
+
+
+HEADS: dict[str, Callable[[int, int], Head]] = {"distribution": DistributionHead, "rank": RankHead}
+
+
+def _softmax(outputs: Floats) -> npt.NDArray[np.float64]:
+    raised = np.exp(outputs.astype(np.float64) - outputs.max(1, keepdims=True))
+    chances: npt.NDArray[np.float64] = raised / raised.sum(1, keepdims=True)
+    return chances
+
+
+def _order_gradient(scores: Floats) -> Floats:
+    """Of minus the log-likelihood that they come in this order, first the highest, by each score."""
+    raised = np.exp(scores.astype(np.float64) - scores.max())
+    left = np.maximum(np.cumsum(raised[::-1])[::-1], 1e-300)
+    gradient: Floats = (raised * np.cumsum(1.0 / left) - 1.0).astype(np.float32)
+    return gradient

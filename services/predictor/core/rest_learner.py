@@ -1,0 +1,186 @@
+"""Lengths learned while answering: keeps what was seen of answers under way, teaches a head when they end.
+
+Every state seen is predicted at once, so that each prediction is judged later by an answer that the head had
+not learned from. As long as the head is no better than the lengths of answers to such prompts given what is
+there already (the histogram), it stays silent. Bounded: answers that never end are forgotten, oldest first.
+
+Pure and deterministic; one object per served model. Source: TRAIL, arXiv 2410.01035.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.predictor.core.histogram import HistogramModel
+from services.predictor.core.length_model import LengthSample, PredictedLength
+from services.predictor.core.rest_heads import HEADS, Counts, Flags, Floats, Head, Weights
+from shared.average import averaged
+from shared.messages.sequence import TOKEN_BYTES, SequenceKey
+
+EXTRA = 3
+"""Features beside the state: tokens so far, of the prompt, and at most."""
+_BATCH = 96
+_BUFFER_BYTES = 32 << 20
+_MOST_ROWS = 8192
+_MOST_ANSWERS = 4096
+_MOST_SEEN = 64
+"""States of one answer; of more the latest."""
+_ENOUGH = 64
+"""Answers before anything is told."""
+_OFTEN, _SELDOM = 2000, 4
+"""After so many answers one in so many is a step of training."""
+_UNJUDGED = 32
+"""Answers before anything is judged."""
+_ERROR_WEIGHT = 1 / 128
+
+
+@dataclass(slots=True)
+class Seen:
+    """One answer under way: at so many tokens, with these features, so long was predicted."""
+
+    prompt_tokens: int
+    max_tokens: int
+    generated: list[int] = field(default_factory=list)
+    features: list[Floats] = field(default_factory=list)
+    told: list[float] = field(default_factory=list)
+    """Medians of the rest."""
+
+
+class RestLearner:
+    """See above. `kind`: a name of `rest_heads.HEADS`; `width` of states."""
+
+    def __init__(self, kind: str, width: int, seed: int = 0) -> None:
+        self._width = width
+        self._head: Head = HEADS[kind](width + EXTRA, seed)
+        self._base = HistogramModel()
+        self._under_way: OrderedDict[SequenceKey, Seen] = OrderedDict()
+        rows = max(_BATCH, min(_MOST_ROWS, _BUFFER_BYTES // (2 * (width + EXTRA))))
+        self._features = np.zeros((rows, width + EXTRA), np.float16)
+        self._rests: Counts = np.zeros(rows, np.int64)
+        self._censored: Flags = np.zeros(rows, np.bool_)
+        self._rows = self._next = 0
+        self._random = np.random.default_rng(seed)
+        self.answers = 0
+        self._errors: dict[str, float | None] = {"head": None, "base": None}
+
+    def __len__(self) -> int:
+        """Answers under way."""
+        return len(self._under_way)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether what it says is worth telling."""
+        head, base = self._errors["head"], self._errors["base"]
+        return self.answers >= _ENOUGH and head is not None and base is not None and head < base
+
+    def observe(
+        self, keys: list[SequenceKey], counts: list[tuple[int, int, int]], states: Floats
+    ) -> list[PredictedLength]:
+        """States `[rows, width]` of answers with so many tokens of (prompt, answer so far, answer at most).
+
+        Returns each answer's whole length as it is expected now.
+        """
+        features = _features(counts, states)
+        rests = self._head.predict(features)
+        told = []
+        for row, (key, (prompt, generated, most)) in enumerate(zip(keys, counts, strict=True)):
+            seen = self._under_way.setdefault(key, Seen(prompt, most))
+            self._under_way.move_to_end(key)
+            if not seen.generated or generated > seen.generated[-1]:
+                seen.generated.append(generated)
+                seen.features.append(features[row])
+                seen.told.append(float(rests[row, 1]))
+                for each in (seen.generated, seen.features, seen.told):
+                    del each[:-_MOST_SEEN]
+            told.append(_whole(rests[row], generated, most))
+        while len(self._under_way) > _MOST_ANSWERS:
+            self._under_way.popitem(last=False)
+        return told
+
+    def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
+        """The answer is over: the head learns; `censored`: it was cut by its limit."""
+        seen = self._under_way.pop(key, None)
+        if seen is None:
+            return
+        rows = [index for index, generated in enumerate(seen.generated) if generated < output_tokens]
+        if not rows:
+            return
+        if not censored and self.answers >= _UNJUDGED:
+            self._judge(seen, rows, output_tokens)
+        blank = bytes(seen.prompt_tokens * TOKEN_BYTES)
+        self._base.observe(LengthSample(blank, output_tokens, censored))
+        for index in rows:
+            self._features[self._next] = seen.features[index]
+            self._rests[self._next] = output_tokens - seen.generated[index]
+            self._censored[self._next] = censored
+            self._next = (self._next + 1) % len(self._features)
+            self._rows = min(self._rows + 1, len(self._features))
+        self.answers += 1
+        if self.answers < _OFTEN or self.answers % _SELDOM == 0:
+            self._train()
+
+    def forget(self, key: SequenceKey) -> None:
+        """It ended for a reason that says nothing about its length."""
+        self._under_way.pop(key, None)
+
+    def _judge(self, seen: Seen, rows: list[int], output_tokens: int) -> None:
+        """What was told while it was written, and what the histogram would have said, of one state."""
+        index = rows[int(self._random.integers(len(rows)))]
+        generated = seen.generated[index]
+        base = self._base.predict(
+            bytes(seen.prompt_tokens * TOKEN_BYTES), max_tokens=seen.max_tokens, generated_tokens=generated
+        )
+        off = {
+            "head": abs(generated + seen.told[index] - output_tokens),
+            "base": float(abs(base.p50_tokens - output_tokens)),
+        }
+        weight = max(_ERROR_WEIGHT, 1 / (self.answers - _UNJUDGED + 1))
+        for name, error in off.items():
+            self._errors[name] = averaged(self._errors[name], error, weight)
+
+    def _train(self) -> None:
+        chosen = self._random.integers(self._rows, size=min(_BATCH, max(1, self._rows)))
+        features = self._features[chosen].astype(np.float32)
+        self._head.learn(features, self._rests[chosen], self._censored[chosen])
+
+    def summary(self) -> dict[str, Any]:
+        """For people."""
+        shown: dict[str, Any] = {"answers": self.answers, "under_way": len(self), "is_told": self.is_better}
+        for name, error in self._errors.items():
+            if error is not None:
+                shown[f"{name}_error_tokens"] = round(error, 1)
+        return shown
+
+    def weights(self) -> Weights:
+        """To be kept across restarts; what is under way is not."""
+        errors = [np.nan if error is None else error for error in self._errors.values()]
+        return {**self._head.weights(), "answers": np.array(self.answers), "errors": np.array(errors)}
+
+    def restore(self, weights: Weights) -> None:
+        """Raises KeyError or ValueError for those of another model."""
+        answers, errors = int(weights["answers"]), np.asarray(weights["errors"], np.float64)
+        if errors.shape != (2,):
+            raise ValueError("errors of something else")
+        self._head.restore(weights)
+        self.answers = max(0, answers)
+        for name, error in zip(self._errors, errors.tolist(), strict=True):
+            self._errors[name] = error if np.isfinite(error) else None
+
+
+def _features(counts: list[tuple[int, int, int]], states: Floats) -> Floats:
+    """`[rows, width + EXTRA]`; what is not finite is 0."""
+    sizes = np.log1p(np.array(counts, np.float32).reshape(len(counts), EXTRA))
+    found = np.nan_to_num(np.concatenate([states, sizes], axis=1), nan=0.0, posinf=0.0, neginf=0.0)
+    features: Floats = np.clip(found, -6e4, 6e4).astype(np.float32)
+    return features
+
+
+def _whole(rest: npt.NDArray[np.float64], generated: int, most: int) -> PredictedLength:
+    """Of the whole answer, in (generated, most]."""
+    floor = min(generated + 1, most)
+    tokens = [int(min(max(floor, generated + np.ceil(value)), most)) for value in rest]
+    quantiles = np.maximum.accumulate(tokens[1:]).tolist()
+    return PredictedLength(tokens[0], *quantiles)

@@ -1,0 +1,173 @@
+"""The shell around `core/rest_learner.py`: hidden states in, revised lengths out, what was learned on disk.
+
+Heads are touched in the model's thread only (`batching.Batcher.call`), one learner per served model. Where
+states come faster than they are worked off, the newest are dropped: a prediction that comes late is worth
+nothing. Knows no bus; what is to be told goes to a queue.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.predictor.batching import Batcher
+from services.predictor.core.rest_heads import Floats
+from services.predictor.core.rest_learner import RestLearner
+from shared.log import get_logger
+from shared.messages.commands import LengthPrediction
+from shared.messages.lengths import AnswerState, RevisedLength, WorkerObserved
+from shared.messages.sequence import SequenceKey
+
+MOST_PENDING = 32
+"""Messages of states that wait for the thread, and revisions that wait to be sent."""
+MOST_MODELS = 8
+SAVE_EVERY = 500
+"""Answers."""
+_FP16_BYTES = 2
+
+_log = get_logger("predictor")
+
+
+class Reviser:
+    """`observe` and `finish` belong to the event loop; `revised` is emptied by whoever publishes."""
+
+    def __init__(self, batcher: Batcher, kind: str, directory: Path | None = None) -> None:
+        """`kind`: a name of `rest_heads.HEADS`. With a `directory` heads outlive the process."""
+        self._batcher, self._kind, self._directory = batcher, kind, directory
+        self._learners: dict[tuple[str, int], RestLearner] = {}
+        self._pending = 0
+        self._loop = asyncio.get_running_loop()
+        self.revised: asyncio.Queue[tuple[RevisedLength, ...]] = asyncio.Queue(MOST_PENDING)
+        self.dropped = 0
+        """Messages of states, and of revisions, for want of time."""
+
+    def observe(self, event: WorkerObserved) -> None:
+        """States of answers under way at one worker."""
+        if self._pending >= MOST_PENDING:
+            self.dropped += 1
+            return
+        self._pending += 1
+        self._batcher.call(partial(self._observe, event))
+
+    def finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
+        """An answer is over, whole, or `censored` by its limit."""
+        self._batcher.call(partial(self._finish, key, output_tokens, censored=censored))
+
+    def forget(self, key: SequenceKey) -> None:
+        """It ended for another reason."""
+        self._batcher.call(partial(self._forget, key))
+
+    def save(self) -> None:
+        """Write down what was learned; in the model's thread, or when that has ended."""
+        for (model, width), learner in self._learners.items():
+            self._save(model, width, learner)
+
+    def summary(self) -> dict[str, Any]:
+        """For the status."""
+        shown = {f"revised {model}": learner.summary() for (model, _), learner in self._learners.items()}
+        return {**shown, **({"states_dropped": self.dropped} if self.dropped else {})}
+
+    # In the model's thread
+
+    def _observe(self, event: WorkerObserved) -> None:
+        revised: tuple[RevisedLength, ...] = ()
+        try:
+            widths = {len(one.state) // _FP16_BYTES for one in event.states}
+            for width in sorted(widths):
+                same = [one for one in event.states if len(one.state) == _FP16_BYTES * width]
+                learner = self._learner(event.model, width)
+                if learner is not None:
+                    revised += _told(learner, same)
+        finally:
+            self._loop.call_soon_threadsafe(self._tell, revised)
+
+    def _tell(self, revised: tuple[RevisedLength, ...]) -> None:
+        self._pending -= 1
+        if revised:
+            try:
+                self.revised.put_nowait(revised)
+            except asyncio.QueueFull:
+                self.dropped += 1
+
+    def _finish(self, key: SequenceKey, output_tokens: int, *, censored: bool) -> None:
+        for (model, width), learner in self._learners.items():
+            before = learner.answers
+            learner.finish(key, output_tokens, censored=censored)
+            if learner.answers > before and learner.answers % SAVE_EVERY == 0:
+                self._save(model, width, learner)
+
+    def _forget(self, key: SequenceKey) -> None:
+        for learner in self._learners.values():
+            learner.forget(key)
+
+    def _learner(self, model: str, width: int) -> RestLearner | None:
+        """None where there are enough others."""
+        learner = self._learners.get((model, width))
+        if learner is None and len(self._learners) < MOST_MODELS:
+            learner = self._learners[model, width] = RestLearner(self._kind, width)
+            self._load(model, width, learner)
+        return learner
+
+    def _file(self, model: str, width: int) -> Path | None:
+        if self._directory is None:
+            return None
+        name = hashlib.blake2b(f"{self._kind}/{width}/{model}".encode(), digest_size=8).hexdigest()
+        return self._directory / f"rest-{name}.npz"
+
+    def _load(self, model: str, width: int, learner: RestLearner) -> None:
+        """A file that cannot be read is as good as none."""
+        path = self._file(model, width)
+        if path is None or not path.exists():
+            return
+        try:
+            with np.load(path, allow_pickle=False) as kept:
+                learner.restore({name: kept[name] for name in kept.files})
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            _log.warning("%s is left alone, and a new head begins: %s", path.name, error)
+
+    def _save(self, model: str, width: int, learner: RestLearner) -> None:
+        """Whole or not at all."""
+        path = self._file(model, width)
+        if path is None:
+            return
+        partial_path = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partial_path.open("wb") as file:
+                np.savez(file, **learner.weights())  # type: ignore[arg-type]  # numpy names no type for it
+            partial_path.replace(path)
+        except OSError as error:
+            _log.warning("what was learned of %s is not kept: %s", model, error)
+            with contextlib.suppress(OSError):
+                partial_path.unlink(missing_ok=True)
+
+
+def _told(learner: RestLearner, states: list[AnswerState]) -> tuple[RevisedLength, ...]:
+    """Predictions of answers that go on; none while the head is not worth it."""
+    packed: Floats = np.stack([np.frombuffer(one.state, np.float16) for one in states]).astype(np.float32)
+    counts = [(one.prompt_tokens, one.generated_tokens, max(1, one.max_tokens)) for one in states]
+    told = learner.observe([one.ref.key for one in states], counts, packed)
+    if not learner.is_better:
+        return ()
+    version = f"states-{learner.answers}"
+    return tuple(
+        RevisedLength(
+            ref=one.ref,
+            generated_tokens=one.generated_tokens,
+            prediction=LengthPrediction(
+                rl_tokens=each.rl_tokens,
+                p50_tokens=each.p50_tokens,
+                p80_tokens=each.p80_tokens,
+                p90_tokens=each.p90_tokens,
+                p95_tokens=each.p95_tokens,
+                model_version=version,
+                is_calibrated=True,
+            ),
+        )
+        for one, each in zip(states, told, strict=True)
+    )
