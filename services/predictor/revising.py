@@ -78,7 +78,7 @@ class Reviser:
         revised: tuple[RevisedLength, ...] = ()
         try:
             widths = {len(one.state) // _FP16_BYTES for one in event.states}
-            for width in sorted(widths):
+            for width in sorted(widths - {0}):
                 same = [one for one in event.states if len(one.state) == _FP16_BYTES * width]
                 learner = self._learner(event.model, width)
                 if learner is not None:

@@ -56,6 +56,12 @@ class StackConfig(ServiceConfig):
         default=None, description="PEM file: who signed it; unset: an authority that the system trusts"
     )
     workers: int = Field(default=2, ge=1, le=256, description="how many worker processes")
+    workers_per_process: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="simulated workers that share a process; 0: one each up to 8, then a quarter of all",
+    )
     engine: Literal["native", "vllm", "simulated"] | None = Field(
         default=None,
         description="vllm: vLLM computes the model; simulated: workers take the time of a model and compute "

@@ -92,15 +92,20 @@ class RollCall:
 
 @dataclass(frozen=True)
 class StatusProbe:
-    """Ready when the instance answers, and is up for no longer than its process: it is not the one before."""
+    """Ready when all instances of the process answer, and are up for no longer than it: they are not those
+    before."""
 
     roll: RollCall
     service: str
-    instance: str
+    instances: tuple[str, ...]
 
     async def obstacle(self, age_s: float) -> str | None:
+        asked = (self._obstacle(instance, age_s) for instance in self.instances)
+        return next(filter(None, await asyncio.gather(*asked)), None)
+
+    async def _obstacle(self, instance: str, age_s: float) -> str | None:
         try:
-            answer = await self.roll.ask_one(self.service, self.instance, deadline_s=_PROBE_S)
+            answer = await self.roll.ask_one(self.service, instance, deadline_s=_PROBE_S)
         except (NoResponder, DeadlineExceeded):
             return "does not answer on the bus yet"
         except KvasirError as error:

@@ -43,7 +43,7 @@ async def status(run: RunDirectory, console: Console, *, as_json: bool, names: S
         console.print(json.dumps({"running": False}) if as_json else message, highlight=False, markup=False)
         return 1
     problem, answers = None, []
-    there = [str(child["name"]) for child in state["children"]]
+    there = [name for child in state["children"] for name in _instances(child)]
     _refuse_unknown(names, there)
     try:
         expected = Counter(name.rpartition("-")[0] for name in there)
@@ -109,11 +109,16 @@ def _show_details(console: Console, answers: Sequence[ServiceStatus]) -> None:
                     _print_rows(console, f"{answer.instance}: {name}", rows)
 
 
+def _instances(child: Mapping[str, Any]) -> list[str]:
+    """Who is in that process."""
+    return [str(name) for name in child.get("instances") or [child["name"]]]
+
+
 def _process_rows(state: Mapping[str, Any], answers: Mapping[str, ServiceStatus]) -> list[dict[str, Any]]:
     now_s = time.time()
     rows = []
-    for child in state.get("children", []):
-        name, exited = child["name"], child.get("last_exit")
+    for name, child in [(name, each) for each in state.get("children", []) for name in _instances(each)]:
+        exited = child.get("last_exit")
         service = name.rpartition("-")[0]
         asked = service in subjects.SERVICES and child["state"] != ChildState.PARKED
         note = _summary(answers[name]) if name in answers else "no answer on the bus" if asked else ""

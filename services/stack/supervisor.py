@@ -35,6 +35,8 @@ class ChildSpec:
     launcher: Launcher = _PROGRAM
     stage: int = 0
     """Higher stages are stopped first; all are started together."""
+    instances: tuple[str, ...] = ()
+    """Of services in that process, where they are not just the one that it is named after."""
 
 
 class ChildState(StrEnum):
@@ -96,6 +98,7 @@ class Child:
         """For state.json and the status table."""
         return {
             "name": self.spec.name,
+            "instances": list(self.spec.instances or (self.spec.name,)),
             "pid": self.process.pid if self.process else None,
             "state": str(self.state),
             "restarts": self.restarts,

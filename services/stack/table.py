@@ -102,7 +102,11 @@ def kvasir_table(
         modules += [_ENGINE_MODULE] if "native" in engines.values() else []
         seed_argv = (sys.executable, "-m", "services.stack.seed", str(seed), *modules)
         table.append(ChildSpec("seed", seed_argv, shared_env, UnixProbe(seed), stage=_BUS))
-    for instance, service in instances.items():
+    together = 1
+    if not is_scaled(config_file, overrides, environ):
+        together = _workers_together(config, overrides)
+    for crew in _processes(instances, together):
+        instance, service = crew[0], instances[crew[0]]
         front = service == "gateway"
         page = "/ready" if "scheduler" not in config.without else "/health"
         module, arguments = f"services.{service}", ("--instance", instance)
@@ -116,12 +120,12 @@ def kvasir_table(
                 env=shared_env
                 | _own_model(config, instance)
                 | access.environment(instance)
+                | _crew_env(crew, access)
                 | _override_env(overrides, service, instance),
-                ready=HttpProbe(config.operator_port, page)
-                if front
-                else StatusProbe(roll, service, instance),
+                ready=HttpProbe(config.operator_port, page) if front else StatusProbe(roll, service, crew),
                 launcher=SeedLauncher(seed, instance, module, arguments) if is_forked else ProgramLauncher(),
                 stage=_FRONT if front else _BACKEND,
+                instances=crew,
             )
         )
     return table
@@ -153,6 +157,38 @@ def _vllm_python(config: StackConfig) -> str:
             param="engine",
         )
     return str(python)
+
+
+_ALONE_UP_TO = 8
+_CREWS = 4
+
+
+def _workers_together(config: StackConfig, overrides: Sequence[tuple[str, str, str]]) -> int:
+    """How many workers share a process: one, but for simulated ones that are all alike."""
+    are_alike = not any(section.startswith("worker-") for section, _, _ in overrides)
+    if config.engine != "simulated" or not are_alike:
+        return 1
+    if config.workers_per_process or config.workers <= _ALONE_UP_TO:
+        return config.workers_per_process or 1
+    return -(-config.workers // _CREWS)
+
+
+def _processes(instances: Mapping[str, str], together: int) -> list[tuple[str, ...]]:
+    """Which instances share one, in order."""
+    workers = [name for name, service in instances.items() if service == "worker"]
+    others = [(name,) for name, service in instances.items() if service != "worker"]
+    return [*others, *(tuple(workers[at : at + together]) for at in range(0, len(workers), together))]
+
+
+def _crew_env(crew: Sequence[str], access: BusAccess) -> dict[str, str]:
+    """What a process with several workers has to be told."""
+    if len(crew) == 1:
+        return {}
+    passwords = {name: access.credentials.nats_passwords[name] for name in crew[1:]}
+    return {
+        f"{ENV_PREFIX}WORKER__COUNT": str(len(crew)),
+        f"{ENV_PREFIX}WORKER__PASSWORDS": json.dumps(passwords),
+    }
 
 
 def parse_override(text: str) -> tuple[str, str, str]:

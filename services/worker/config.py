@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from services.worker.core.costs import find_cost
 from services.worker.cores import check_cores
@@ -35,6 +35,15 @@ class WorkerConfig(ModelServiceConfig):
     vllm: VllmConfig = Field(default=VllmConfig(), description="the engine whose model vLLM computes")
     simulated: SimulatedConfig = Field(
         default=SimulatedConfig(), description="the engine that computes nothing"
+    )
+    count: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="workers in this process, simulated ones only: this instance and the next numbers",
+    )
+    passwords: dict[str, SecretStr] = Field(
+        default={}, description="of the other workers in this process, by instance [bus.password]"
     )
     model: str = Field(
         default="models/tiny_chat",
@@ -130,6 +139,31 @@ class WorkerConfig(ModelServiceConfig):
                 "kv_blocks 0 is for engine vllm, which asks how much memory is free: set a number"
             )
         return self
+
+    @model_validator(mode="after")
+    def _several_only_without_a_model(self) -> "WorkerConfig":
+        if self.count > 1:
+            if self.engine != "simulated":
+                raise ValueError(
+                    'count: an engine that computes has a process of its own; set engine "simulated"'
+                )
+            self.crew()
+        return self
+
+    def crew(self) -> list["WorkerConfig"]:
+        """One of each worker in this process. Raises ValueError where `instance` does not end in a number."""
+        if self.count == 1:
+            return [self]
+        stem, dash, number = self.instance.rpartition("-")
+        if not (dash and number.isdecimal()):
+            raise ValueError(f"count: {self.instance!r} does not end in a number to count from")
+        return [self._mate(f"{stem}-{int(number) + place}") for place in range(self.count)]
+
+    def _mate(self, name: str) -> "WorkerConfig":
+        password = self.passwords.get(name, self.bus.password)
+        user = None if self.bus.user is None else name
+        bus = self.bus.model_copy(update={"user": user, "password": password})
+        return self.model_copy(update={"instance": name, "bus": bus, "count": 1, "passwords": {}})
 
     @model_validator(mode="after")
     def _one_way_to_more_kv(self) -> "WorkerConfig":

@@ -57,7 +57,7 @@ HANDLERS: tuple[Handler, ...] = (
 OTHERS: tuple[Handler, ...] = (
     Listener(subjects.ANY_WORKER_REPORTED, WorkerReported, "on_reported", sender="worker_id"),
 )
-"""Listened to where loans or fetched blocks make other workers matter."""
+"""Listened to where loans make other workers matter: all listening to all costs a large fleet dearly."""
 _STOP_DEADLINE_S = 5.0
 _MEASURE_S = 1.0
 _TELL_S = 0.2
@@ -123,7 +123,7 @@ class Worker:
             lost_blocks=self._neighbours.lost_blocks,
         )
         self._transfers = transfers_of(bus, config, engine, self._store, self._registry, self._runner, clock)
-        self._others = OTHERS if self._neighbours.borrows or self._transfers is not None else ()
+        self._others = OTHERS if self._neighbours.borrows else ()
         self._heartbeat = Heartbeat(
             lambda: self._door.ask(lambda core, now_s: core.report(now_s)),
             self._sections,
@@ -327,6 +327,15 @@ async def run(config: WorkerConfig) -> None:
     """Serves until cancelled. Raises ConfigError (model, cores) and BusUnavailable (no NATS at start)."""
     bind_to(config.cores)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for one in config.crew():
+                tasks.create_task(_serve(one))
+    except* KvasirError as group:
+        raise group.exceptions[0] from None
+
+
+async def _serve(config: WorkerConfig) -> None:
     bus = await Bus.connect(config.bus, service="worker", instance=config.instance)
     try:
         engine = await asyncio.to_thread(make_bound_engine, config)

@@ -15,7 +15,7 @@ from shared.messages.values import Count, Id, Number, PositiveCount, Text
 MOST_STATE_BYTES = 32_768
 MOST_STATES = 1024
 """In one message."""
-State = Annotated[bytes, Meta(min_length=2, max_length=MOST_STATE_BYTES)]
+State = Annotated[bytes, Meta(max_length=MOST_STATE_BYTES)]
 """fp16, `[width]` of a middle layer."""
 
 

@@ -1,14 +1,17 @@
 """How each of an epoch's moves is made, from what workers measured: by KV or by tokens (papers/000 §V).
 
 A worker reports how fast it fetches from each other one, how fast it prefills, how busy it is, and what it
-has waiting. From these come the boundaries of `divide`: bytes that a link carries and tokens that
-a target computes within an epoch, less what earlier moves still take. What fits neither waits, but a way that
-nothing uses takes one move of any size: else a large one would wait for ever. Pure; knows no bus.
+has waiting. From these come the boundaries of `divide`: bytes that a link carries and tokens that a target
+computes within an epoch, less what earlier moves still take. What fits neither waits, but a way that nothing
+uses takes one move of any size: else a large one would wait for ever. Workers measure a link when they fetch
+over it; before, one that nobody measured is taken for as fast as the target's others, or for a slow one.
+Pure; knows no bus.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import Literal
 
 from shared.messages.moves import MoveMode, SequenceMove
@@ -81,6 +84,8 @@ ModeChoice = Literal["adaptive", "kv", "tokens"]
 LEAST_IDLE_SHARE = 0.1
 """Of a busy worker's time that a rehearsal gets in any case."""
 _FORGET_S = 30.0
+_UNMEASURED_BYTES_PER_S = 100e6
+"""About what a gigabit carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +220,10 @@ class MoveModes:
         giver, taker = costs.get(source, MoveCosts()), costs.get(target, MoveCosts())
         if not giver.block_bytes or giver.fingerprint != taker.fingerprint:
             return 0
-        return int(taker.link_bytes_per_s.get(source, 0.0) * self._epoch_s)
+        measured = taker.link_bytes_per_s.get(source)
+        if measured is None:
+            measured = median(taker.link_bytes_per_s.values() or [_UNMEASURED_BYTES_PER_S])
+        return int(measured * self._epoch_s)
 
     def _mode(self, one: Migration, mode: Mode, costs: Mapping[str, MoveCosts]) -> MoveMode | None:
         """None: later."""

@@ -155,7 +155,7 @@ async def test_an_instance_says_how_it_is_and_nobody_for_it(
     roll = RollCall(bus_config)
     assert await roll.ask("predictor", deadline_s=0.5) == []
     for name in ("predictor-0", "predictor-1"):
-        assert await StatusProbe(roll, "predictor", name).obstacle(0.0) is not None
+        assert await StatusProbe(roll, "predictor", (name,)).obstacle(0.0) is not None
     honest = await connect_bus("predictor", "predictor-0")
     await honest.attach(HANDLERS, Predictor(honest, Batcher(create("constant"))))
     (answer,) = await roll.ask("predictor", deadline_s=0.5, expected=2)
@@ -167,12 +167,12 @@ async def test_who_answers_is_ready_unless_it_is_the_one_before(
     bus_config: BusConfig, connect_bus: ConnectBus
 ) -> None:
     roll = RollCall(bus_config)
-    probe = StatusProbe(roll, "predictor", "predictor-0")
+    probe = StatusProbe(roll, "predictor", ("predictor-0",))
     assert await probe.obstacle(9e9) == "does not answer on the bus yet"
     bus = await connect_bus("predictor", "predictor-0")
     await bus.attach(HANDLERS, Predictor(bus, Batcher(create("constant"))))
     assert await probe.obstacle(9e9) is None
-    assert await StatusProbe(roll, "predictor", "predictor-1").obstacle(9e9) is not None
+    assert await StatusProbe(roll, "predictor", ("predictor-1",)).obstacle(9e9) is not None
     assert await probe.obstacle(0.0) is not None, "answers of an earlier process do not count"
     statuses = await roll.ask_all({"predictor": 1}, deadline_s=0.5)
     assert [status.instance for status in statuses] == ["predictor-0"]

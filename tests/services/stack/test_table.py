@@ -88,6 +88,26 @@ async def test_overrides_reach_one_service_one_instance_or_all(tmp_path: Path) -
     assert specs["gateway-0"].env["KVASIR_LOG_LEVEL"] == "debug"
 
 
+async def test_many_simulated_workers_share_processes(tmp_path: Path) -> None:
+    """So that 32 are there within seconds; a few are alone, as are those that are told apart."""
+    many = StackConfig(workers=30, engine="simulated")
+    crews = {name: spec for name, spec in (await table(tmp_path, config=many)).items() if "worker" in name}
+    assert [len(spec.instances) for spec in crews.values()] == [8, 8, 8, 6]
+    env = crews["worker-8"].env
+    assert env["KVASIR_WORKER__COUNT"] == "8" and env["KVASIR_BUS__USER"] == "worker-8"
+    assert set(json.loads(env["KVASIR_WORKER__PASSWORDS"])) == {f"worker-{n}" for n in range(9, 16)}
+    alone: list[tuple[StackConfig, tuple[str, ...]]] = [
+        (StackConfig(workers=8, engine="simulated"), ()),
+        (StackConfig(workers=30), ()),
+        (many, ("worker-3.kv_blocks=9",)),
+        (many, ("placement.scale=true",)),
+        (many.model_copy(update={"workers_per_process": 1}), ()),
+    ]
+    for config, overrides in alone:
+        specs = await table(tmp_path, *overrides, config=config)
+        assert len([name for name in specs if name.startswith("worker-")]) == config.workers
+
+
 async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     specs = await table(tmp_path, config=StackConfig(workers=1, model=str(tmp_path / "mine")))

@@ -1,7 +1,7 @@
 """Blocks of this worker on the bus and the bulk plane: given to others, fetched for sequences that move here.
 
-Measures the way from each worker that has the same KV once, before it is needed. A worker without a prefix
-cache neither gives nor takes.
+Nobody is dialled before he is needed: the way from a worker is measured by what is fetched over it, and
+forgotten when it was not used for long. A worker without a prefix cache neither gives nor takes.
 """
 
 import asyncio
@@ -16,15 +16,14 @@ from services.worker.peers.migration.target import Target
 from services.worker.peers.registry import Registry
 from shared import subjects
 from shared.average import averaged
-from shared.bus import Bus, Endpoint, Handler, fenced
+from shared.bus import Bus, Endpoint, Handler
 from shared.clock import Clock
-from shared.errors import KvasirError
-from shared.log import get_logger
 from shared.messages.moves import BlocksPulled, PullBlocks
 
 HANDLERS: tuple[Handler, ...] = (Endpoint(subjects.worker_pull, PullBlocks, "pull", concurrency=16),)
-_LOOK_S = 0.5
-_log = get_logger("worker.transfer")
+_LOOK_S = 5.0
+_IDLE_S = 600.0
+"""A link that was not used for so long is closed."""
 
 
 class Transfers:
@@ -58,8 +57,6 @@ class Transfers:
             clock,
             store.sums,
         )
-        self._looked_at: set[str] = set()
-        self._unreachable: dict[str, int] = {}
         self._busy = (0.0, clock(), 0.0)
         """Engine seconds, time and share at the last report."""
 
@@ -71,8 +68,7 @@ class Transfers:
             await self._bus.attach(HANDLERS, self)
             while True:
                 await asyncio.sleep(_LOOK_S)
-                with fenced("look at the other workers"):
-                    await self._look_around()
+                self._target.forget_idle(_IDLE_S)
         finally:
             await self._bus.detach(HANDLERS, self)
             self._target.close()
@@ -100,37 +96,10 @@ class Transfers:
             "links_mb_per_s": ", ".join(f"{name} {rate / 1e6:.0f}" for name, rate in self._rates().items()),
         }
 
-    def _others(self) -> dict[str, int]:
-        """Those with the same KV, and their present lives."""
-        return {
-            name: one.incarnation
-            for name, one in self._registry.neighbours.items()
-            if one.fingerprint == self._fingerprint and one.can_be_dialled
-        }
-
     def _rates(self) -> dict[str, float]:
-        """By worker to fetch from, as far as they were measured."""
-        found = {name: self._target.bytes_per_s(name) for name in sorted(self._others())}
+        """By worker that blocks were fetched from lately."""
+        found = {name: self._target.bytes_per_s(name) for name in self._target.sources()}
         return {name: rate for name, rate in found.items() if rate is not None}
-
-    async def _look_around(self) -> None:
-        """Forgets who is gone; measures the way from one that is new."""
-        others = self._others()
-        for name in self._looked_at - others.keys():
-            self._unreachable.pop(name, None)
-            self._target.forget(name)
-        self._looked_at = set(others)
-        for name, incarnation in others.items():
-            if self._target.bytes_per_s(name) is None and self._unreachable.get(name) != incarnation:
-                await self._measure(name, incarnation)
-
-    async def _measure(self, name: str, incarnation: int) -> None:
-        try:
-            await self._target.measure(name, incarnation)
-            self._unreachable.pop(name, None)
-        except (KvasirError, TimeoutError) as error:
-            self._unreachable[name] = incarnation
-            _log.info("the link from %s was not measured: %s", name, error)
 
     def _busy_share(self) -> float:
         """Of the time since the last report, smoothed."""

@@ -23,8 +23,11 @@ from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink, bytes_of
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
-from shared.errors import DeadlineExceeded, InvalidMessage
+from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError
 from shared.messages.moves import BlocksPulled, PullBlocks
+
+_FAILED_S = 60.0
+"""For so long nobody should count on a link over which nothing came."""
 
 
 @dataclass(slots=True)
@@ -33,7 +36,10 @@ class _Way:
 
     incarnation: int
     lock: asyncio.Lock
+    used_s: float
     link: PeerLink | None = None
+    failed_s: float = float("-inf")
+    """When nothing could be fetched."""
 
 
 class Target:
@@ -73,7 +79,11 @@ class Target:
         try:
             async with asyncio.timeout(order.valid_for_s + self._config.answer_s), way.lock:
                 return await self._pull(order, way, names)
+        except KvasirError:
+            way.failed_s = self._clock()
+            raise
         except TimeoutError:
+            way.failed_s = self._clock()
             raise DeadlineExceeded(f"{order.source} did not give its blocks in time") from None
 
     async def _pull(self, order: PullBlocks, way: _Way, names: Sequence[BlockHash]) -> BlocksPulled:
@@ -94,19 +104,26 @@ class Target:
             took_s=now_s - began_s,
         )
 
-    async def measure(self, source: str, incarnation: int) -> None:
-        """Dial it, and measure its link where no speed is known. Raises KvasirError and TimeoutError."""
-        way = self._way(source, incarnation)
-        async with asyncio.timeout(self._config.answer_s), way.lock:
-            link = await self._linked(source, way)
-            if self._registry.rates.bytes_per_s(source) is None:
-                await self._registry.plane.measure(link, deadline_s=self._config.answer_s)
+    def sources(self) -> list[str]:
+        """Workers that blocks were fetched from, and not long ago."""
+        return sorted(self._ways)
 
     def bytes_per_s(self, source: str) -> float | None:
-        """What fetching from there brings; None: nobody knows yet."""
+        """What fetching from there brings: 0 for a while after it failed; None: nobody knows yet."""
+        way = self._ways.get(source)
+        if way is not None and self._clock() - way.failed_s < _FAILED_S:
+            return 0.0
         measured = self._registry.rates.bytes_per_s(source)
         limit = self._config.link_bytes_per_s
         return measured if measured is None or not limit else min(measured, limit)
+
+    def forget_idle(self, idle_s: float) -> None:
+        """Ends the links that were not used for so long: their workers may be gone."""
+        now_s = self._clock()
+        for source, way in list(self._ways.items()):
+            if now_s - way.used_s > idle_s and not way.lock.locked():
+                self._registry.plane.choice.forget(source)
+                self.forget(source)
 
     def forget(self, source: str) -> None:
         """That worker is gone or another now."""
@@ -122,8 +139,11 @@ class Target:
     def _way(self, source: str, incarnation: int) -> _Way:
         way = self._ways.get(source)
         if way is None or way.incarnation != incarnation:
+            if way is not None:
+                self._registry.plane.choice.forget(source)
             self.forget(source)
-            way = self._ways[source] = _Way(incarnation, asyncio.Lock())
+            way = self._ways[source] = _Way(incarnation, asyncio.Lock(), self._clock())
+        way.used_s = self._clock()
         return way
 
     async def _linked(self, source: str, way: _Way) -> PeerLink:

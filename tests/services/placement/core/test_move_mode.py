@@ -51,6 +51,16 @@ def test_a_fast_link_carries_kv_and_a_slow_one_tokens() -> None:
     assert modes({"a": costs_of(), "b": slow}, wanted("one")) == [MoveMode.TOKENS]
 
 
+def test_a_link_that_nobody_has_measured_is_tried() -> None:
+    """Links are measured by what is fetched over them: one that never was would never be."""
+    nothing = costs_of(link_bytes_per_s={})
+    assert modes({"a": costs_of(), "b": nothing}, wanted("one")) == [MoveMode.KV]
+    others = costs_of(link_bytes_per_s={"c": 30_000.0})
+    assert modes({"a": costs_of(), "b": others}, wanted("one")) == [MoveMode.TOKENS], "as slow as the others"
+    failed = costs_of(link_bytes_per_s={"a": 0.0})
+    assert modes({"a": costs_of(), "b": failed}, wanted("one")) == [MoveMode.TOKENS]
+
+
 def test_a_busy_target_is_sent_kv() -> None:
     slowish = {"link_bytes_per_s": {"a": 400_000.0}}
     assert modes({"a": costs_of(), "b": costs_of(**slowish)}, wanted("one")) == [MoveMode.TOKENS]

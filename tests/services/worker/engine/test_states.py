@@ -59,10 +59,12 @@ def test_states_are_those_of_the_middle_layer(
     assert [(index, seen - len(prompts[index])) for index, _, seen, _ in found] == [
         (index, count) for count in (0, EVERY, 2 * EVERY) for index in (0, 1)
     ], "with the first token, and with one in three"
+    reference = copy.deepcopy(module)
+    reference.set_attn_implementation("eager")
     layer = (module.config.get_text_config().num_hidden_layers - 1) // 2
     for index, first, seen, state in found:
         with torch.inference_mode():
-            output = module(torch.tensor([tokens[index][:seen]]), output_hidden_states=True)
+            output = reference(torch.tensor([tokens[index][:seen]]), output_hidden_states=True)
         expected = output.hidden_states[layer + 1][0, first:seen].mean(0)
         np.testing.assert_allclose(state, expected.numpy(), rtol=5e-3, atol=5e-3)
 

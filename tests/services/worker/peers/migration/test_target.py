@@ -107,6 +107,7 @@ async def test_a_source_that_died_or_was_started_anew() -> None:
         giver.rig.serve([PROMPT])
         with pytest.raises(KvasirError):
             await taker.target.pull(order(PROMPT, incarnation=2))
+        assert taker.target.bytes_per_s("giver") == 0.0, "nobody should count on it"
         assert (await taker.target.pull(order(PROMPT[:9]))).held_tokens == 8
         giver.plane.close()
         with pytest.raises(KvasirError):
@@ -124,12 +125,16 @@ async def test_another_model_gives_nothing() -> None:
 
 async def test_a_throttled_link_is_as_slow_as_it_is_told_and_is_measured_so() -> None:
     with pair(TransferConfig(batch_blocks=2, link_bytes_per_s=200_000.0)) as (giver, taker):
-        await taker.target.measure("giver", 1)
-        assert taker.target.bytes_per_s("giver") == 200_000, "the link alone is faster"
+        assert taker.target.bytes_per_s("giver") is None
         giver.rig.serve([PROMPT])
         pulled = await taker.target.pull(order(PROMPT))
         assert pulled.took_s >= pulled.fetched_bytes / 200_000
-        assert (taker.target.bytes_per_s("giver") or 0) < 200_000
+        assert 0 < (taker.target.bytes_per_s("giver") or 0) < 200_000
+        assert taker.target.sources() == ["giver"]
+        taker.target.forget_idle(1e6)
+        assert taker.target.sources() == ["giver"]
+        taker.target.forget_idle(-1.0)
+        assert taker.target.sources() == [] and taker.target.bytes_per_s("giver") is None
 
 
 @pytest.mark.parametrize("before", ["the bytes are asked for", "the bytes are stored"])
