@@ -27,6 +27,8 @@ class SimPredictor(Protocol):
     """Deterministic, given its seed."""
 
     name: str
+    refresh_tokens: int | None
+    """So often it is told anew while an answer is written; None: only when somebody asks."""
 
     def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
         """Whole length, given that it is above `generated_tokens`. None: there is no answer."""
@@ -53,6 +55,7 @@ class NoPredictor:
     """Nothing comes, as when the predictor is down."""
 
     name: str = "none"
+    refresh_tokens: int | None = None
 
     def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
         return None
@@ -82,6 +85,22 @@ class NoisyOracle(NoPredictor):
 
     def _error(self, index: int, generated_tokens: int) -> float:
         return math.exp(self.sigma * Random(f"{self.seed}/{index}/{generated_tokens}").gauss(0.0, 1.0))
+
+
+@dataclass
+class Sharpening(NoisyOracle):
+    """A bound for what is learned while answering: a noisy oracle, told anew every `refresh_tokens`, whose
+    error shrinks with what is left of the answer, and which errs the same way about one answer."""
+
+    refresh_tokens: int | None = 32
+
+    def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
+        left = request.output_tokens - generated_tokens
+        sigma = self.sigma * left / request.output_tokens
+        z = Random(f"{self.seed}/{request.index}/0").gauss(0.0, 1.0)
+        rest = max(1.0, left * math.exp(sigma * z))
+        spread = [generated_tokens + rest * math.exp(sigma * each) for each in (0.0, _Z80, _Z90, _Z95)]
+        return prediction(request, generated_tokens, self.name, generated_tokens + rest, *spread)
 
 
 @dataclass
@@ -192,6 +211,7 @@ PREDICTORS: dict[str, Callable[[int, Iterable[SimRequest]], SimPredictor]] = {
     "sigma0.25": lambda seed, train: NoisyOracle(sigma=0.25, seed=seed, name="sigma0.25"),
     "sigma0.5": lambda seed, train: NoisyOracle(sigma=0.5, seed=seed, name="sigma0.5"),
     "sigma1": lambda seed, train: NoisyOracle(sigma=1.0, seed=seed, name="sigma1"),
+    "sharpening": lambda seed, train: Sharpening(sigma=0.5, seed=seed, name="sharpening"),
     "short": lambda seed, train: Liar(kind="short", name="short"),
     "long": lambda seed, train: Liar(kind="long", name="long"),
     "random": lambda seed, train: Liar(kind="random", seed=seed),

@@ -108,6 +108,8 @@ class Simulation:
         """Of those in the queue."""
         self._ranks: dict[SequenceKey, Rank] = {}
         """Of those at workers, as of when they got there."""
+        self._refreshed: dict[SequenceKey, int] = {}
+        """How often each answer was predicted anew while it was written."""
         self._arrived = self._ended = 0
         self._on_end = on_end
 
@@ -258,12 +260,26 @@ class Simulation:
         for held in worker.advance(self._events.now_s):
             self._feed.discard(self._names[index], held.record.request.key)
             self._note_end(held.record)
+        self._refresh(worker)
         self._note_speeds(worker)
         self._check(worker)
         after = worker.stretch_end()
         if after is not None:
             self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
         self._push_plan(index)
+
+    def _refresh(self, worker: SimWorker) -> None:
+        """What a predictor that reads along says anew of the answers there."""
+        every = self._setup.predictor.refresh_tokens
+        if every is None:
+            return
+        for key, held in worker.books.held.items():
+            count = held.generated_tokens // every
+            if count > self._refreshed.get(key, 0):
+                self._refreshed[key] = count
+                told = self._setup.predictor.predict(held.record.request, held.generated_tokens)
+                if told is not None:
+                    worker.policy.on_predicted(key, told, self._events.now_s)
 
     def _note_speeds(self, worker: SimWorker) -> None:
         meter, shape = worker.meter, self._setup.shape

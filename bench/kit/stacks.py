@@ -104,11 +104,12 @@ class Stack(Server):
             raise InternalError(f"the stack has no {name}") from None
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by child; the worker's engine apart from the rest of it."""
+        """CPU seconds so far, by child; a worker's engine apart from the rest of it."""
         used: dict[str, float] = {}
         for name, pid in self._children().items():
             for thread in psutil.Process(pid).threads():
-                part = "worker-0 engine" if name == "worker-0" and thread.id != pid else name
+                is_engine = name.startswith("worker-") and thread.id != pid
+                part = f"{name} engine" if is_engine else name
                 used[part] = used.get(part, 0.0) + thread.user_time + thread.system_time
         return used
 

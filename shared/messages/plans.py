@@ -153,6 +153,8 @@ class WorkerStepped(Message, frozen=True, kw_only=True):
     decoded_tokens: Count = 0
     step_s: Seconds = 0.0
     """Of this step; 0 when none ran."""
+    context_tokens: Count = 0
+    """Of this step's decodes: tokens that they attended to, their own included."""
     free_blocks: Count = 0
     """Those of unused prefixes included: what can be allocated now."""
     ended: tuple[EndedSequence, ...] = ()

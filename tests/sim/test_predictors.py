@@ -6,13 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.scheduler.policy.contract import PolicySettings
+from services.worker.core.costs import find_cost
 from shared.errors import ConfigError
-from sim.predictors import PREDICTORS, Histogram, NoisyOracle, find_predictor
+from shared.messages.commands import LengthPrediction
+from sim.case import Machine
+from sim.predictors import PREDICTORS, Histogram, NoisyOracle, Sharpening, find_predictor
 from sim.requests import SimRequest
+from sim.simulation import Setup, Simulation
 
 
-def made(index: int = 0, output: int = 50, limit: int = 200, predicted: int | None = None) -> SimRequest:
-    return SimRequest(index, 0.0, 20, output, limit, predicted)
+def made(
+    index: int = 0, output: int = 50, limit: int = 200, predicted: int | None = None, at_s: float = 0.0
+) -> SimRequest:
+    return SimRequest(index, at_s, 20, output, limit, predicted)
 
 
 @given(
@@ -61,6 +68,29 @@ def test_what_a_trace_brings_is_made_a_distribution() -> None:
     assert beyond.rl_tokens > 60
     assert silent is not None
     assert short.p50_tokens < silent.rl_tokens < long.p50_tokens, "the histogram, where it says nothing"
+
+
+def test_what_reads_along_knows_ever_more_and_the_policy_hears_of_it() -> None:
+    reading = find_predictor("sharpening", seed=3)
+    errors = []
+    for generated in (0, 400, 900):
+        told = [reading.predict(made(i, 1000, 4000), generated) for i in range(200)]
+        errors.append(fmean(abs(one.rl_tokens - 1000) for one in told if one))
+    assert errors[0] > 2 * errors[1] > 6 * errors[2]
+    machine = Machine()
+    requests = [made(i, 300, 1024, at_s=0.3 * i) for i in range(40)]
+    heard: list[int] = []
+
+    class Hearing(Sharpening):
+        def predict(self, request: SimRequest, generated_tokens: int) -> LengthPrediction | None:
+            heard.append(generated_tokens)
+            return super().predict(request, generated_tokens)
+
+    predictor = Hearing(sigma=0.5, seed=1)
+    cost, settings = find_cost(machine.cost), PolicySettings(max_steps=8)
+    setup = Setup("kvasir", machine.shape, settings, cost, predictor, is_checked=True)
+    assert len(Simulation(setup, requests).run().records) == 40
+    assert len(heard) > 40 * (300 // 32 - 2), "again and again"
 
 
 def test_the_histogram_learns_while_it_runs_only_if_told() -> None:

@@ -229,3 +229,8 @@ class StepWork:
     @property
     def decoded_tokens(self) -> int:
         return sum(item.is_decode for item in self.items)
+
+    @property
+    def context_tokens(self) -> int:
+        """Of its decodes: tokens that they attend to."""
+        return sum(item.end_token for item in self.items if item.is_decode)

@@ -12,6 +12,7 @@ from services.worker.kv.core.borrowed_pool import Pool
 from shared.average import averaged
 from shared.messages.plans import EndedSequence, ShortStart, WorkerStepped
 from shared.messages.sequence import FinishReason
+from shared.messages.values import as_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class StepReports:
             prefilled_tokens=prefilled_tokens,
             decoded_tokens=decoded_tokens,
             step_s=step_s,
+            context_tokens=as_count(work.context_tokens) if step_s else 0,
             free_blocks=self._plannable_blocks,
             ended=tuple(_ended(sequence) for sequence in ended),
             skipped=work.skipped,

@@ -1,7 +1,6 @@
-"""A linear cost, fitted to the steps of a live run: fixed part, tokens prefilled, sequences decoded.
-
-Knows nothing of contexts: a live worker does not report them, and at a tiny model's lengths they cost little
-beside the rest. Fitted to relative errors, so that short steps count as much as long ones.
+"""A linear cost, fitted to the steps of a live run: fixed part, tokens prefilled, sequences decoded, and the
+contexts that these attend to. What prompts attend to is in their tokens' cost. Fitted to relative errors, so
+that short steps count as much as long ones.
 """
 
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ class MeasuredStep:
     prefilled_tokens: int
     decoded_tokens: int
     step_s: float
+    context_tokens: int = 0
+    """Of what decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,22 @@ class LinearCost:
     fixed_s: float
     prefill_token_s: float
     sequence_s: float
+    context_s: float = 0.0
+    """Of each token that a decode attends to."""
 
     def step_s(self, chunks: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
         if not chunks and not decodes:
             return 0.0
         tokens = sum(end - first for first, end in chunks)
-        return self.fixed_s + self.prefill_token_s * tokens + self.sequence_s * decodes
+        return self.fixed_s + self.prefill_token_s * tokens + self._decode_s(decodes, context_tokens)
+
+    def _decode_s(self, decodes: int, context_tokens: int) -> float:
+        return self.sequence_s * decodes + self.context_s * context_tokens
+
+    def times(self, factor: float) -> "LinearCost":
+        """Everything so many times as long."""
+        parts = (self.fixed_s, self.prefill_token_s, self.sequence_s, self.context_s)
+        return LinearCost(self.name, self.source, *(factor * part for part in parts))
 
 
 def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 0.0) -> LinearCost:
@@ -46,8 +57,10 @@ def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 
     if len(steps) < LEAST_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to fit a cost to; {LEAST_STEPS} are needed")
     took_s = np.array([step.step_s for step in steps])
-    columns = np.array([(1.0, step.prefilled_tokens, step.decoded_tokens) for step in steps])
-    used = [0, 1, 2]
+    columns = np.array(
+        [(1.0, step.prefilled_tokens, step.decoded_tokens, step.context_tokens) for step in steps]
+    )
+    used = [index for index in range(4) if columns[:, index].any()]
     while True:
         solved, *_ = np.linalg.lstsq(columns[:, used] / took_s[:, None], np.ones(len(steps)), rcond=None)
         negative = [index for index, value in zip(used, solved, strict=True) if value < 0]
@@ -61,4 +74,5 @@ def fit_linear(steps: Sequence[MeasuredStep], *, name: str, overhead_s: float = 
         parts.get(0, 0.0) + overhead_s,
         parts.get(1, 0.0),
         parts.get(2, 0.0),
+        parts.get(3, 0.0),
     )
