@@ -231,7 +231,8 @@ class Term:
             self._feed(cell.model, cell.core.on_stepped, event)
 
     def on_revised(self, event: LengthsRevised) -> None:
-        self._feed(self._core.on_revised, event)
+        for cell in self._cells:
+            self._feed(cell.model, cell.core.on_revised, event)
 
     def on_gateway_reported(self, event: GatewayReported) -> None:
         for cell in self._cells:

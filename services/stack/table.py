@@ -166,7 +166,7 @@ _CREWS = 4
 def _workers_together(config: StackConfig, overrides: Sequence[tuple[str, str, str]]) -> int:
     """How many workers share a process: one, but for simulated ones that are all alike."""
     are_alike = not any(section.startswith("worker-") for section, _, _ in overrides)
-    if config.engine != "simulated" or not are_alike:
+    if config.engine != "simulated" or not are_alike or config.more_models:
         return 1
     if config.workers_per_process or config.workers <= _ALONE_UP_TO:
         return config.workers_per_process or 1

@@ -192,10 +192,12 @@ class SchedulerCore:
         return self._after([], now_s)
 
     def on_revised(self, event: LengthsRevised, now_s: float) -> list[Effect]:
-        """What became known while answers were written, without having been asked for."""
-        for revised in event.lengths:
+        """What became known while answers were written, without having been asked for. Of other cores'
+        sequences nothing is known here."""
+        here = [revised for revised in event.lengths if self._roster.find(revised.ref) is not None]
+        for revised in here:
             self._predict(revised.ref, revised.prediction, now_s)
-        return self._after([], now_s)
+        return self._after([], now_s) if here else []
 
     def _predict(self, ref: SequenceRef, prediction: LengthPrediction, now_s: float) -> None:
         sequence = self._roster.find(ref)

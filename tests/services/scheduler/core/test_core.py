@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from msgspec import structs
 from pytest import MonkeyPatch
 
 from services.scheduler.core.core import LEAST_TERM_S
@@ -11,8 +12,11 @@ from services.scheduler.core.roster import Roster
 from services.scheduler.core.worker_pipeline import WorkerPipeline
 from services.scheduler.policy.first_come import VllmPolicy
 from shared.errors import ContextOverflow
+from shared.messages.commands import LengthPrediction
+from shared.messages.lengths import LengthsRevised, RevisedLength
 from shared.messages.sequence import FinishReason, SequenceKey
 from tests.services.scheduler.world import small_world
+from tests.shared.messages.builders import predicted
 from tests.stack.world import World
 
 
@@ -193,3 +197,27 @@ def test_visiting_only_the_pipelines_that_changed_makes_the_same_plans_as_visiti
     few = plans()
     monkeypatch.setattr(Roster, "changed_pipelines", lambda roster: list(roster.pipelines.values()))
     assert few == plans() and len(few) > 100
+
+
+def test_revised_lengths_reach_the_policy_of_the_attempt_that_lives() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Hearing(VllmPolicy):
+        def on_predicted(self, key: SequenceKey, prediction: LengthPrediction, now_s: float) -> None:
+            if prediction.is_calibrated:
+                told.append((key[0], prediction.rl_tokens))
+
+    world = small_world(workers=1, policy=Hearing)
+    request = world.ask_for("a", prompt_tokens=10, answer_tokens=60, max_tokens=90)
+    world.until(lambda: len(request.tokens) > 5, limit_s=2.0)
+    known = world.core._roster.sequences[("a", 0)].ref
+    stale = structs.replace(known, attempt=known.attempt + 1)
+    prediction = structs.replace(predicted(44), is_calibrated=True)
+    lengths = tuple(
+        RevisedLength(ref=ref, generated_tokens=6, prediction=prediction)
+        for ref in (stale, known, structs.replace(known, request_id="nobody"))
+    )
+    world.core.on_revised(LengthsRevised(predictor_id="predictor-0", lengths=lengths), world.now_s)
+    assert told == [("a", 44)]
+    strangers = LengthsRevised(predictor_id="predictor-0", lengths=lengths[2:])
+    assert world.core.on_revised(strangers, world.now_s) == [], "another core's"
