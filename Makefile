@@ -11,7 +11,7 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and
   'error: Kvasir needs Python 3.11 or later, and $(PYTHON) is %d.%d; with another one: make $(MAKECMDGOALS) PYTHON=python3.12' \
   % sys.version_info[:2])"
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs chat test test-vllm dev check lint types layers format slow clients lock wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
+.PHONY: help up down status logs chat test test-vllm dev check lint types layers format slow clients lm-eval lock wheels secrets compose-test readme-test setup-vllm setup-llamacpp clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,8 +53,11 @@ slow: .venv/.dev ## the tests that take minutes, and those of numerics with seve
 	  $(BIN)/python -m pytest -m "hypothesis and not slow and not gpu" --hypothesis-seed=$$seed $(NUMERICS) || exit 1; \
 	done
 
-clients: .venv/.runtime .venv-clients/.installed ## chat with a stack through litellm, langchain-openai and llm, in their own venv
+clients: .venv/.runtime .venv-clients/.installed .venv-aider/.installed ## chat with a stack through clients of other people, in their own venvs
 	.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/clients tests/clients $(ARGS)
+
+lm-eval: .venv/.runtime .venv-lm-eval/.installed ## lm-eval-harness scores a task through a stack and by itself: the same figures
+	.venv-lm-eval/bin/python -m pytest -c tests/clients/pytest.ini --confcutdir=tests/lm_eval tests/lm_eval $(ARGS)
 
 setup-vllm: .venv-vllm/.installed ## vLLM in its own venv: workers with `--engine vllm`, and what benches measure against
 
@@ -105,6 +108,19 @@ format: .venv/.dev ## write the format that `make lint` asks for
 FORCE:
 
 PIP_BY_HASH := -m pip install --quiet --disable-pip-version-check --require-hashes
+
+.venv-aider/.installed: deploy/locks/aider.txt
+	$(PYTHON) -m venv .venv-aider
+	.venv-aider/bin/python $(PIP_BY_HASH) -r deploy/locks/aider.txt
+	@touch $@
+
+# Without dependencies, as the lock has them: torch comes without CUDA.
+.venv-lm-eval/.installed: deploy/locks/lm-eval.txt deploy/locks/torch-cpu.txt
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python $(PIP_BY_HASH) --no-deps --no-index -r deploy/locks/torch-cpu.txt 2>/dev/null \
+	  || .venv-lm-eval/bin/python $(PIP_BY_HASH) --no-deps -r deploy/locks/torch-cpu.txt
+	.venv-lm-eval/bin/python $(PIP_BY_HASH) --no-deps -r deploy/locks/lm-eval.txt
+	@touch $@
 
 .venv-clients/.installed: deploy/locks/clients.txt
 	$(PYTHON) -m venv .venv-clients

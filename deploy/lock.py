@@ -47,9 +47,11 @@ def main(words: list[str]) -> None:
         compiled = _compile(f"requirements-{extra}.txt", words)
         added = {line: entry for line, entry in compiled.items() if line not in runtime}
         _write(extra, added, "-r runtime.txt\n")
-    for apart in ("clients", "llamacpp", "gpu"):
+    for apart in ("clients", "aider", "llamacpp", "gpu"):
         _write(apart, _compile(f"requirements-{apart}.txt", words, (apart,)))
     _write("ucx", _compile("requirements-ucx.txt", [*words, "--no-deps"], ("ucx",)))
+    scores = _compile("requirements-lm-eval.txt", words, ("lm-eval",))
+    _write("lm-eval", {line: entry for line, entry in scores.items() if not _GPU_ONLY.match(line)})
     vllm = _compile_vllm(words)
     _write("vllm", {line: entry for line, entry in vllm.items() if not _NOT_FOR_VLLM.match(line)})
 

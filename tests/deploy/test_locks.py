@@ -16,12 +16,14 @@ SOURCES = {
     "dev": "requirements-dev.txt",
     "lm-head": "requirements-lm-head.txt",
     "clients": "requirements-clients.txt",
+    "aider": "requirements-aider.txt",
+    "lm-eval": "requirements-lm-eval.txt",
     "llamacpp": "requirements-llamacpp.txt",
     "vllm": "requirements-vllm.txt",
     "gpu": "requirements-gpu.txt",
     "ucx": "requirements-ucx.txt",
 }
-IN_ENVIRONMENTS_OF_THEIR_OWN = ("clients", "llamacpp")
+IN_ENVIRONMENTS_OF_THEIR_OWN = ("clients", "aider", "lm-eval", "llamacpp")
 NAMES = sorted(path.stem for path in LOCKS.glob("*.txt"))
 ENTRY = re.compile(
     r"^([a-z0-9-]+)==\S+( ; [^\\\n]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M
@@ -37,7 +39,7 @@ def locked(name: str) -> dict[str, int]:
 
 def asked(source: str) -> set[str]:
     lines = (ROOT / source).read_text().splitlines()
-    names = (line.partition("==")[0] for line in lines if line and line[0] not in "#-")
+    names = (re.split(r"==|\[", line)[0] for line in lines if line and line[0] not in "#-")
     return {name.lower().replace("_", "-") for name in names}
 
 

@@ -65,11 +65,32 @@ GETS: Mapping[str, str] = {
     "/ready": "A request would be answered now",
 }
 _OPEN = frozenset({"/health", "/ping", "/ready"})
+_STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+_JSON = ("application/json",)
+_BOTH = ("application/json", "text/event-stream")
+_STATUSES: Mapping[int, str] = {
+    400: "The request is wrong, or asks for what is not there; `param` names the field",
+    401: "No key, or a wrong one",
+    404: "There is no such model",
+    408: "The body did not arrive in time",
+    413: "The body is too long",
+    429: "There is too much to do: ask again after `Retry-After` seconds",
+    503: "Nobody is there to do it: ask again after `Retry-After` seconds",
+    504: "The answer was not complete within `X-Request-Timeout`",
+}
+_OF_GETS: Mapping[str, tuple[int, ...]] = {
+    "/v1/models": (401, 429, 503),
+    "/v1/models/{model}": (401, 404, 429, 503),
+    "/version": (401, 429, 503),
+    "/health": (429, 503),
+    "/ping": (429, 503),
+    "/ready": (429, 503),
+}
 
 
 def description(version: str, served: Sequence[str]) -> dict[str, Any]:
     """The API in OpenAPI 3.1, of a server whose models have these names."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     paths: dict[str, Any] = {}
     for path, (summary, models) in POSTS.items():
         names = [_add(each, schemas, served) for each in models]
@@ -77,12 +98,13 @@ def description(version: str, served: Sequence[str]) -> dict[str, Any]:
             {"$ref": names[0]} if len(names) == 1 else {"anyOf": [{"$ref": n} for n in names]}
         )
         body = {"required": True, "content": {"application/json": {"schema": wanted}}}
-        kinds = (
-            ("application/json", "text/event-stream") if path.startswith("/v1/") else ("application/json",)
-        )
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(kinds)}}
+        kinds = _BOTH if path in _STREAMED else _JSON
+        error = "MessagesError" if path.startswith("/v1/messages") else "Error"
+        responses = _responses(kinds, _STATUSES, error)
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
     for path, summary in GETS.items():
-        operation: dict[str, Any] = {"summary": summary, "responses": _responses(("application/json",))}
+        statuses = {status: _STATUSES[status] for status in _OF_GETS[path]}
+        operation: dict[str, Any] = {"summary": summary, "responses": _responses(_JSON, statuses, "Error")}
         if path in _OPEN:
             operation["security"] = []
         if "{model}" in path:
@@ -117,6 +139,20 @@ _ERROR: dict[str, Any] = {
 }
 
 
+_MESSAGES_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
 def _add(model: type[BaseModel], schemas: dict[str, Any], served: Sequence[str]) -> str:
     """Its schema among the others; a reference to it."""
     found = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -131,11 +167,11 @@ def _add(model: type[BaseModel], schemas: dict[str, Any], served: Sequence[str])
     return f"#/components/schemas/{model.__name__}"
 
 
-def _responses(kinds: Sequence[str]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _responses(kinds: Sequence[str], statuses: Mapping[int, str], error: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     return {
         "200": {"description": "The answer", "content": {kind: {} for kind in kinds}},
-        "default": {"description": "Why there is none", "content": error},
+        **{str(status): {"description": text, "content": content} for status, text in statuses.items()},
     }
 
 

@@ -35,5 +35,8 @@ def test_faults() -> None:
     assert fault_of(Answer(0.0, pieces=["12"]), schema) == ""
     assert fault_of(Answer(0.0, pieces=["1", "x"], finish_reason="length"), schema).startswith("length")
     assert fault_of(Answer(0.0, pieces=['"a"']), schema)
+    assert fault_of(Answer(0.0, pieces=["2.0"]), schema) == ""
+    assert fault_of(Answer(0.0, pieces=["9.7305"]), {"multipleOf": 0.0001}) == ""
+    assert fault_of(Answer(0.0, pieces=["9.73055"]), {"multipleOf": 0.0001})
     assert fault_of(Answer(0.0, error="status 400: no"), schema) == REFUSED
     assert fault_of(Answer(0.0, error="connection lost"), schema) == "connection lost"
