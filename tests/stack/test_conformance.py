@@ -62,7 +62,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "tokens": {"prompt": [5, 6, 7]},
 }
 UNFINISHED = re.compile(r"choices/\d+/finish_reason: None is not ")
-"""In pieces before the last the reason is null, as in OpenAI's own streams; its description is of whole ones."""
+"""In pieces before the last the reason is null, as in OpenAI's own streams; it describes whole ones only."""
 RESPONSES: dict[str, dict[str, Any]] = {
     "plain": {},
     "instructed": {"instructions": "Be brief.", "temperature": 0.5},
