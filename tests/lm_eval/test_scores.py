@@ -61,6 +61,7 @@ def scored(tasks: TaskManager, model: str, arguments: dict[str, Any]) -> dict[st
     return {"figures": figures, "likelihoods": likelihoods}
 
 
+@pytest.mark.timeout(540)
 def test_the_figures_are_equal(stack: Serving, tasks: TaskManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", stack.key)
     own = scored(tasks, "hf", {"pretrained": str(TINY_CHAT), "dtype": "float32", "device": "cpu"})
