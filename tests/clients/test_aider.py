@@ -22,7 +22,7 @@ FLAGS = (
 def test_it_is_answered(stack: Serving, tmp_path: Path, flag: str) -> None:
     prices = tmp_path / ".aider" / "caches" / "model_prices_and_context_window.json"
     prices.parent.mkdir(parents=True)
-    prices.write_text(json.dumps({}))  # which it would download otherwise
+    prices.write_text(json.dumps({"none": {}}))  # which it would download otherwise
     file = tmp_path / "hello.py"
     file.write_text("print('hello')\n")
     words = ["--model", f"openai/{stack.model}", *FLAGS, flag, "--message", "Say hello.", str(file)]

@@ -23,6 +23,8 @@ QUESTIONS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("She opened the", (" why", " door", " nine"), 1),
     ("The week has seven", (" days", " noses", " songs"), 0),
 )
+MODEL = {"add_bos_token": True}
+"""As the model was trained. Unless it is said, lm-eval's own begins with one, that behind an API does not."""
 TASK = """
 task: small_choices
 dataset_path: json
@@ -64,11 +66,12 @@ def scored(tasks: TaskManager, model: str, arguments: dict[str, Any]) -> dict[st
 @pytest.mark.timeout(540)
 def test_the_figures_are_equal(stack: Serving, tasks: TaskManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", stack.key)
-    own = scored(tasks, "hf", {"pretrained": str(TINY_CHAT), "dtype": "float32", "device": "cpu"})
+    own = scored(tasks, "hf", {**MODEL, "pretrained": str(TINY_CHAT), "dtype": "float32", "device": "cpu"})
     through = scored(
         tasks,
         "local-completions",
         {
+            **MODEL,
             "model": stack.model,
             "base_url": f"{stack.base_url}/completions",
             "tokenizer": str(TINY_CHAT),
