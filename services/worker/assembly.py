@@ -32,6 +32,8 @@ from shared.log import canonical, get_logger
 _log = get_logger(__name__)
 _SIMULATED_HOST_SHARE = 4
 """The host tier of a simulated engine, in times its KV."""
+_SIMULATED_KV_BLOCKS = 1024
+"""Where no setting says how many: it has no memory to take a part of."""
 
 
 def open_cache(
@@ -164,7 +166,8 @@ def make_engine(config: WorkerConfig) -> Engine:
     if config.engine == "simulated":
         from services.worker.engine.simulated import SimulatedEngine
 
-        return SimulatedEngine.of(config.model, config.kv_blocks, config.block_tokens, config.simulated)
+        kv_blocks = config.kv_blocks or _SIMULATED_KV_BLOCKS
+        return SimulatedEngine.of(config.model, kv_blocks, config.block_tokens, config.simulated)
     if config.engine == "vllm":
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # read when torch is loaded, and never again
         from services.worker.building_vllm import build_vllm

@@ -1,7 +1,11 @@
 """The native engine, from a worker's settings."""
 
+import contextlib
 import gc
+from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import torch
 
 from services.worker.config import WorkerConfig
@@ -15,6 +19,17 @@ from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.tokenizer_files import load_tokenizer
 
+_CPU_FRACTION, _GPU_FRACTION = 0.05, 0.85
+"""Others live on a CPU's memory, too: further workers, and the page cache that their weights are in."""
+_STEP_BLOCKS = 64
+_CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+"""What it may have and has, of version 2 and 1, as seen inside a container."""
 
 def build(config: WorkerConfig) -> TorchEngine:
     """The engine of a model, warm and timed: the first request finds nothing left to set up.
@@ -25,10 +40,14 @@ def build(config: WorkerConfig) -> TorchEngine:
     dtype = stored_dtype(config.model) if config.dtype == "auto" else config.dtype
     model = load(config.model, dtype=dtype, device=config.device)
     block_bytes = model.block_bytes(config.block_tokens)
-    kv_blocks = config.kv_bytes // block_bytes if config.kv_bytes else config.kv_blocks
+    kv_blocks = kv_capacity(config, block_bytes, lambda: free_bytes(config.device))
     kv_blocks -= staged_blocks(config.lending, len(model.layers))
     if kv_blocks < 1:
-        raise ConfigError(f"kv_bytes holds no block: one takes {block_bytes} bytes", param="kv_bytes")
+        raise ConfigError(
+            f"there is no room for a block of KV, which takes {block_bytes} bytes: raise kv_bytes, kv_blocks "
+            "or kv_memory_fraction",
+            param="kv_bytes" if config.kv_bytes else "kv_memory_fraction",
+        )
     engine = TorchEngine(
         model,
         kv_blocks=kv_blocks,
@@ -48,7 +67,33 @@ def build(config: WorkerConfig) -> TorchEngine:
     return engine
 
 
+def kv_capacity(config: WorkerConfig, block_bytes: int, free: Callable[[], int]) -> int:
+    """In blocks: as the settings say, or a part of what is `free`, in steps of 64."""
+    if config.kv_bytes:
+        return config.kv_bytes // block_bytes
+    if config.kv_blocks:
+        return config.kv_blocks
+    blocks = int(free() * kv_fraction(config)) // block_bytes
+    return blocks // _STEP_BLOCKS * _STEP_BLOCKS if blocks > _STEP_BLOCKS else blocks
+
+
+def kv_fraction(config: WorkerConfig) -> float:
+    """Of what is free, where neither blocks nor bytes are set."""
+    return config.kv_memory_fraction or (_CPU_FRACTION if config.device == "cpu" else _GPU_FRACTION)
+
+
+def free_bytes(device: str) -> int:
+    """Of a GPU, or of this machine's memory as far as this process' control group may have it."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = int(psutil.virtual_memory().available)
+    for limit, used in _CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # Not this version; or "max", which is no number.
+            available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(0, available)
+
+
 def staged_blocks(config: LendingConfig, layers: int) -> int:
     """What the stagings of all creditors take, in the worker's own KV blocks."""
-    staged = config.most_creditors * HALVES * config.staging_blocks if config.borrow else 0
+    staged = config.most_creditors * HALVES * config.staging_blocks if config.borrow is True else 0
     return -(-staged // layers)

@@ -5,6 +5,7 @@ import gc
 from importlib.util import find_spec
 from pathlib import Path
 
+from services.worker.building import kv_fraction
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest
 from services.worker.engine.engine import prefill_tokens_per_s, warm_up
@@ -40,7 +41,9 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
         block_tokens=config.block_tokens,
         kv_blocks=0 if config.kv_bytes else config.kv_blocks,
         kv_bytes=config.kv_bytes,
-        settings=config.vllm,
+        settings=config.vllm.model_copy(
+            update={"memory_share": config.vllm.memory_share or kv_fraction(config)}
+        ),
     )
     engine = VllmEngine(
         runner,

@@ -66,10 +66,15 @@ class WorkerConfig(ModelServiceConfig):
     block_tokens: int = Field(
         default=16, ge=1, description="tokens in one KV block; with vllm multiples of 32, and 32 unless set"
     )
-    kv_blocks: int = Field(
-        default=1024, ge=0, description="KV capacity in blocks; 0, with vllm: as many as there is memory for"
+    kv_memory_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="KV capacity: of the device's memory that is free once the weights are there; "
+        "0: 0.05 of a CPU's, 0.85 of a GPU's",
     )
-    kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead; 0: kv_blocks counts")
+    kv_blocks: int = Field(default=0, ge=0, description="KV capacity in blocks instead")
+    kv_bytes: int = Field(default=0, ge=0, description="KV capacity in bytes instead of both")
     prefix_cache: PrefixCacheConfig = Field(
         default=PrefixCacheConfig(), description="KV that outlives its sequence"
     )
@@ -121,7 +126,7 @@ class WorkerConfig(ModelServiceConfig):
     def _nothing_that_the_engine_lacks(self) -> "WorkerConfig":
         wanted = {
             "pie.enabled": self.pie.enabled is True,
-            "lending.borrow": self.lending.borrow,
+            "lending.borrow": self.lending.borrow is True,
             "kv_bytes": self.kv_bytes and self.engine == "simulated",
             "attention": self.attention != "auto" and self.engine == "vllm",
             "states_every": self.states_every,
@@ -133,10 +138,6 @@ class WorkerConfig(ModelServiceConfig):
             raise ValueError(
                 f"vLLM's kernels for CPUs want blocks of a multiple of {VLLM_BLOCK_TOKENS} tokens: set "
                 f"block_tokens {VLLM_BLOCK_TOKENS}, or leave it out"
-            )
-        if self.engine != "vllm" and not self.kv_blocks and not self.kv_bytes:
-            raise ValueError(
-                "kv_blocks 0 is for engine vllm, which asks how much memory is free: set a number"
             )
         return self
 
@@ -167,7 +168,7 @@ class WorkerConfig(ModelServiceConfig):
 
     @model_validator(mode="after")
     def _one_way_to_more_kv(self) -> "WorkerConfig":
-        if self.pie.enabled is True and self.pie.form == "layers" and self.lending.borrow:
+        if self.pie.enabled is True and self.pie.form == "layers" and self.lending.borrow is True:
             raise ValueError(
                 'pie.form "layers" and lending.borrow exclude each other, as blocks lie in no fixed place: '
                 'set pie.form "blocks", or switch one off'

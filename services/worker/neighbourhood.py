@@ -114,13 +114,13 @@ class Neighbourhood:
         self._registry = registry
         self._want = WantKv(tokens=0)
         self._want_until_s = 0.0
-        bounce_blocks = config.lending.bounce_blocks if config.lending.borrow else 0
+        settings = possible(config.lending, engine)
+        bounce_blocks = settings.bounce_blocks if settings.borrow is True else 0
         pie = engine.pie if isinstance(engine, AttendingEngine) else None
         self._pie, self._door = pie, door
         self._own_blocks = (engine.kv_blocks if pie is None else pie.most_blocks) - bounce_blocks
         own_tokens = self._own_blocks * engine.block_tokens
         self._reach = Reach(own_tokens, engine.max_positions)
-        settings = possible(config.lending, engine)
         self._borrower: Borrower | None = None
         self._creditor: Creditor | None = None
         host: LentMemory | None = None

@@ -11,7 +11,7 @@ class PieSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool | Literal["auto"] = Field(
-        default=False,
+        default="auto",
         description="swap KV to the host as far as it pays; `auto`: where blocks can be swapped",
     )
     form: Literal["blocks", "layers"] = Field(

@@ -23,7 +23,8 @@ def test_stagings_are_paid_for_in_own_blocks() -> None:
     config = LendingConfig(borrow=True, staging_blocks=2, most_creditors=8)
     assert staged_blocks(config, layers=8) == 4
     assert staged_blocks(config, layers=3) == 11
-    assert staged_blocks(config.model_copy(update={"borrow": False}), layers=8) == 0
+    for borrow in (False, "auto"):
+        assert staged_blocks(config.model_copy(update={"borrow": borrow}), layers=8) == 0
 
 
 async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_next_heartbeat(

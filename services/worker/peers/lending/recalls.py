@@ -33,8 +33,8 @@ _log = get_logger("worker.recalls")
 
 
 class Recalls:
-    """Of one worker that borrows. `bounce_blocks` of its own are kept to copy into; `repay` returns blocks to
-    a creditor and says whether it has confirmed."""
+    """Of one worker that borrows. `bounce_blocks` of its own are kept to copy into, `from_start` or
+    while it owes some; `repay` returns blocks to a creditor and says whether it has confirmed."""
 
     def __init__(
         self,
@@ -44,11 +44,13 @@ class Recalls:
         bounce_blocks: int,
         repay: Callable[[Repayment], Awaitable[bool]],
         clock: Clock,
+        *,
+        from_start: bool = True,
     ) -> None:
         self._table, self._debts, _ = parts
         self._borrower = borrower
         self._vault = vault
-        self._bounce_blocks = bounce_blocks
+        self._most_bounce_blocks, self._from_start = bounce_blocks, from_start
         self._repay = repay
         self._clock = clock
         self._core = Settling(*parts)
@@ -67,6 +69,11 @@ class Recalls:
     @property
     def is_settling(self) -> bool:
         return self._core.is_on
+
+    @property
+    def _bounce_blocks(self) -> int:
+        """Wanted now."""
+        return self._most_bounce_blocks if self._from_start or self._table.borrowed_from() else 0
 
     def details(self) -> dict[str, object]:
         """For `python -m services status`."""
@@ -97,6 +104,9 @@ class Recalls:
         self._core.tick(self._clock())
         self._rejoin()
         missing = self._bounce_blocks - len(self._core.bounce)
+        if missing < 0 and not self._core.is_on:
+            self._spare += self._core.bounce
+            self._core.bounce = []
         if missing > 0:
             try:
                 self._spare += self.keep(await self._vault.lend(missing, 1, 0))

@@ -201,8 +201,9 @@ class Lending:
         marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
         capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
         self._balance = Balance(marks, capacity)
+        self._balance.may_borrow_ahead = config.borrow is True
         own = int(owner.blocks * config.keep_free_fraction)
-        self._keep_blocks = max(own, marks.middle_blocks if config.borrow else 0)
+        self._keep_blocks = max(own, marks.middle_blocks if config.borrow is True else 0)
         """Who lent away what it then has to borrow would only move debts around."""
         usable = owner.blocks - self._keep_blocks - (0 if borrower is None else config.bounce_blocks)
         most_lent = max(0, min(usable, int(owner.blocks * config.max_lent_fraction))) if config.lend else 0
@@ -219,7 +220,10 @@ class Lending:
         self._recalls: Recalls | None = None
         if borrower is not None:
             parts = self.table, self.debts, self.grants
-            self._recalls = Recalls(parts, borrower, vault, config.bounce_blocks, self._send_repayment, clock)
+            repay, ahead = self._send_repayment, config.borrow is True
+            self._recalls = Recalls(
+                parts, borrower, vault, config.bounce_blocks, repay, clock, from_start=ahead
+            )
         self._parted: list[Freed] = []
         """Returned, and left by the last who was at work on them."""
         self._open: set[str] = set()
@@ -246,7 +250,8 @@ class Lending:
     def want(self, blocks: int, *, may_borrow_ahead: bool = True) -> None:
         """A sequence needs so many blocks, all in all; 0: none does. Without one, little free memory is a
         reason to borrow only where it `may_borrow_ahead`."""
-        self._balance.needed_blocks, self._balance.may_borrow_ahead = blocks, may_borrow_ahead
+        self._balance.needed_blocks = blocks
+        self._balance.may_borrow_ahead = may_borrow_ahead and self._config.borrow is True
 
     def section(self, capacity: Capacity) -> dict[str, Any]:
         """Of the heartbeat: what is lent and borrowed. Its capacity is what the next tick goes by."""

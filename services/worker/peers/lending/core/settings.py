@@ -1,6 +1,7 @@
 """Settings of what a worker lends and borrows."""
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -36,8 +37,10 @@ class LendingConfig(BaseModel):
         description="who attends to keys in lent host memory: this worker, or who fetches",
     )
     keep_free_fraction: float = Field(default=0.1, ge=0, le=1, description="never lent, kept for itself")
-    borrow: bool = Field(
-        default=False, description="ask other workers for KV when little is free; needs distributed attention"
+    borrow: bool | Literal["auto"] = Field(
+        default="auto",
+        description="ask other workers for KV: when little is free; `auto`: only for a sequence that is too "
+        "long for this worker. Needs distributed attention",
     )
     low_fraction: float = Field(default=0.05, ge=0, le=1, description="with less free than this it borrows")
     high_fraction: float = Field(default=0.25, ge=0, le=1, description="with more free than this it returns")
