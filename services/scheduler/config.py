@@ -64,7 +64,7 @@ class SchedulerConfig(ServiceConfig):
     )
 
     relief: bool = Field(
-        default=False,
+        default=True,
         description="where a worker's memory runs out, take the cheapest rung: move a sequence away, say",
     )
     relief_off: tuple[Rung, ...] = Field(default=(), description="rungs that are not taken")

@@ -117,14 +117,19 @@ class Memory:
 
 
 class EverythingWorld(MixedWorld):
-    """Cache with a host tier, lending, relief, moves, Pie; any worker may die."""
+    """Cache with a host tier and a disk, which soon is full, lending, relief, moves, Pie; any worker may die."""
 
-    def __init__(self, seed: int, wanted: list[Wanted], parts: Parts, *, workers: int, pace: Pace) -> None:
+    def __init__(
+        self, seed: int, wanted: list[Wanted], parts: Parts, *, workers: int, disk_blocks: int, pace: Pace
+    ) -> None:
         self.memories: dict[str, Memory] = {}
         self._digests: dict[Any, Content] = {}
         self._gone: dict[str, set[int]] = defaultdict(set)
         """By debtor: borrowed blocks whose creditor has died."""
-        super().__init__(seed, wanted, replace(parts, lends=True), workers=workers, host_blocks=40, pace=pace)
+        lending = replace(parts, lends=True)
+        super().__init__(
+            seed, wanted, lending, workers=workers, host_blocks=40, disk_blocks=disk_blocks, pace=pace
+        )
         for says in (self.says, *(worker.says for worker in self.workers.values())):
             says["most_lent_blocks"] = MOST_LENT
 

@@ -78,6 +78,7 @@ class MixedWorld(World):
         *,
         workers: int = 3,
         host_blocks: int = 0,
+        disk_blocks: int = 0,
         pace: Pace | None = None,
     ) -> None:
         self.parts, self.count = parts, workers
@@ -96,6 +97,7 @@ class MixedWorld(World):
             kv_blocks=BLOCKS,
             cached=parts.cached,
             host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
             pace=pace or Pace(),
             policy=find_policy(parts.policy),
             rules=Rules(relief=ReliefRules(enabled=parts.relief)),

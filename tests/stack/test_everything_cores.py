@@ -42,6 +42,7 @@ programs = st.fixed_dictionaries(
         "moves": st.lists(st.tuples(moments, st.integers(0, 99)), max_size=6),
         "cancels": st.lists(st.tuples(moments, st.integers(0, 15)), max_size=3),
         "kills": st.lists(st.tuples(moments, st.integers(0, 2), st.floats(0.02, 1.0)), max_size=2),
+        "disk_blocks": st.sampled_from((0, 20, 60)),
         "copies_s": st.sampled_from(((0.0,), (0.001,), (0.01, 0.05), (0.0, 0.01, 0.3))),
         "relief": st.booleans(),
         "placement": st.sampled_from(("prefix_aware", "mell", None)),
@@ -56,6 +57,7 @@ def play(
     moves: list[tuple[float, int]],
     cancels: list[tuple[float, int]],
     kills: list[tuple[float, int, float]],
+    disk_blocks: int,
     copies_s: tuple[float, ...],
     relief: bool,
     placement: str | None,
@@ -66,6 +68,7 @@ def play(
         [one for _, one in requests],
         Parts(placement=placement, relief=relief),
         workers=3,
+        disk_blocks=disk_blocks,
         pace=Pace(copies_s=copies_s),
     )
     names = sorted(world.workers)

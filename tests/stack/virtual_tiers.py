@@ -1,10 +1,11 @@
-"""The host tier of a worker on virtual time: copies take a while, some fail, and none loses a block."""
+"""Host and disk of a worker on virtual time: copies take a while, some fail, and none loses a block."""
 
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 from services.worker.kv.core.prefix_cache import PrefixCache
+from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
 from shared.blocks import BlockHash
 
@@ -17,7 +18,8 @@ class VirtualTiers:
     it while something is copied there."""
 
     def __init__(self, after: After, random: Random, copies_s: Sequence[float], faults: float) -> None:
-        """A copy takes one of `copies_s`; of loads a share of `faults` ends early."""
+        """A copy takes one of `copies_s`; of loads a share of `faults` ends early, of writes and reads of the
+        disk it fails."""
         self._after = after
         self._random = random
         self._copies_s = copies_s
@@ -32,6 +34,9 @@ class VirtualTiers:
         """What is in a block of the device, where somebody keeps account of that."""
         self._content: dict[int, Any] = {}
         """By slot."""
+        self.file: dict[int, tuple[StoredBlock, Any]] = {}
+        """By the disk's slot; it outlives the worker."""
+        self.written_blocks = self.full_disks = self.read_blocks = 0
 
     def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
         done, failed = len(loads), False
@@ -42,9 +47,9 @@ class VirtualTiers:
         def end() -> None:
             assert self.cache is not None
             for load in loads:
-                assert self._slots[load.place] == load.name, "a slot was reused while it was read"
+                assert self._at(load.tier, load.place)[0] == load.name, "a slot was reused while it was read"
             for load in loads[:done]:
-                self.write(load.block, self._content[load.place])
+                self.write(load.block, self._at(load.tier, load.place)[1])
             self.loaded_blocks += done
             self.cache.on_loaded(ticket, Loaded(done, failed=failed))
 
@@ -77,10 +82,40 @@ class VirtualTiers:
         return 0.0
 
     def start_write(self, source: int, node: StoredBlock) -> bool:
-        return False
+        content, is_fine = self._content[source], self._random.random() >= self._faults
+        assert self._slots[source] == node.name
+
+        def end() -> None:
+            assert self.cache is not None
+            if is_fine:
+                self.file[node.place] = node, content
+            self.written_blocks += is_fine
+            self.full_disks += not is_fine
+            self.cache.on_written(node.name, node.place, ok=is_fine)
+
+        self._after(self._random.choice(self._copies_s), end)
+        return True
 
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
-        return False
+        is_fine = self._random.random() >= self._faults
+
+        def end() -> None:
+            assert self.cache is not None
+            found, content = self._at(Tier.DISK, place)
+            is_whole = is_fine and found == name
+            if is_whole:
+                self._slots[target], self._content[target] = name, content
+            self.read_blocks += is_whole
+            self.cache.on_read(name, target, ok=is_whole)
+
+        self._after(self._random.choice(self._copies_s), end)
+        return True
+
+    def _at(self, tier: Tier, place: int) -> tuple[BlockHash, Any]:
+        if tier is Tier.HOST:
+            return self._slots[place], self._content[place]
+        node, content = self.file[place]
+        return node.name, content
 
     def _fill(self, store: Store) -> None:
         assert self.cache is not None

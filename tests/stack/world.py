@@ -105,16 +105,18 @@ class World(VirtualNet):
         loss: float = 0.0,
         cached: bool = False,
         host_blocks: int = 0,
+        disk_blocks: int = 0,
         policy: PolicyFactory = VllmPolicy,
         rules: Rules | None = None,
         pace: Pace = Pace(),
         says: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`cached`: blocks outlive their sequences, on the device and in `host_blocks`. `says`: what is in
-        the reports of every worker, whatever is true."""
+        """`cached`: blocks outlive their sequences, on the device, in `host_blocks` and in
+        `disk_blocks`. `says`: what is in the reports of every worker, whatever is true."""
         super().__init__(seed, loss)
-        self.host_blocks = host_blocks
+        self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
         self.tiers: dict[str, VirtualTiers] = {}
+        self.prefixes: dict[str, Prefixes] = {}
         self.cached, self.policy, self.rules, self.pace = cached, policy, rules or Rules(), pace
         self.says = dict(says)
         self.choose: Callable[[list[str | None]], str | None] = self.random.choice
@@ -392,11 +394,14 @@ class World(VirtualNet):
         if self.cached:
             pace, life = self.pace, worker.life
             after = partial(self._between_steps, worker, life)
-            mover = self.tiers[name] = VirtualTiers(after, self.random, pace.copies_s, pace.copy_faults)
-            kept = self.host_blocks // 2
-            cache = PrefixCache(pool, Tiers(self.host_blocks, kept_blocks=kept), mover, CostGate())
-            mover.cache = self.caches[name] = cache
-            prefixes = Prefixes(cache, FINGERPRINT)
+            mover = VirtualTiers(after, self.random, pace.copies_s, pace.copy_faults)
+            tiers = Tiers(self.host_blocks, self.disk_blocks, kept_blocks=self.host_blocks // 2)
+            cache = PrefixCache(pool, tiers, mover, CostGate())
+            if name in self.tiers:
+                mover.file = self.tiers[name].file
+                cache.restore([node for node, _ in mover.file.values()])
+            self.tiers[name], mover.cache, self.caches[name] = mover, cache, cache
+            prefixes = self.prefixes[name] = Prefixes(cache, FINGERPRINT)
         own = pool if prefixes is None else prefixes.cache
         start = (name, worker.incarnation)
         worker.core = step_core(start, self.pool_over(worker, own), self.longest_tokens, prefixes)
@@ -456,7 +461,7 @@ class World(VirtualNet):
         if worker.busy or worker.frozen or not worker.alive:
             return
         if self.host_blocks and self.cached:
-            self.caches[worker.name].save_ahead()
+            self.prefixes[worker.name].work_ahead()
         work, effects = worker.core.begin_step(self.now_s)
         self._emit(worker, effects)
         if work is None:

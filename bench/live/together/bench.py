@@ -33,8 +33,9 @@ SINGLES: Mapping[str, Settings] = {
 SIDES: Mapping[str, Settings] = {
     NONE: OFF,
     **{name: {**OFF, **own} for name, own in SINGLES.items()},
-    EVERYTHING: {**OFF, **{key: value for own in SINGLES.values() for key, value in own.items()}},
+    EVERYTHING: CACHE,
 }
+"""`everything` is what a user gets who sets nothing: the cache is off in `PLAIN` alone."""
 _COMMON: Settings = {
     **PLAIN,
     "scheduler.policy": "kvasir",
@@ -145,7 +146,7 @@ def _notes(context: Context) -> list[str]:
     flags = context.arguments
     return [
         f"{WORKERS} workers of {KV_BLOCKS} blocks, a new stack for each side, workload and turn",
-        f"everything: {', '.join(SINGLES)}; singles: {', '.join(flags.singles)}",
+        f"everything: default settings; singles: {', '.join(flags.singles)}",
         "tok_s: output tokens of answers that are whole, median over turns; unserved: of `everything`, "
         f"refused, failed or not over after {_UNTIL_S:.0f} s",
         "vs_best_single, vs_none: median ratio within one turn, geometric mean over the workloads where "

@@ -28,7 +28,7 @@ class Prefixes:
         self, cache: PrefixCache, fingerprint: bytes, lookahead_sequences: int = LOOKAHEAD_SEQUENCES
     ) -> None:
         self.cache = cache
-        self._own_blocks = cache.total_blocks
+        self._own_ids = cache.ids
         self.fingerprint = fingerprint
         self._expected: deque[list[BlockHash]] = deque(maxlen=lookahead_sequences)
         self._hits: list[PrefixHit] = []
@@ -103,7 +103,7 @@ class Prefixes:
         """Blocks that have become full get their names, up to the first that is borrowed."""
         full = sequence.computed_tokens // self.cache.block_tokens
         self._name(sequence, full)
-        own = min(full, first_borrowed(sequence.blocks, self._own_blocks))
+        own = min(full, first_borrowed(sequence.blocks, self._own_ids))
         for at in range(sequence.published_blocks, own):
             parent = sequence.names[at - 1] if at else None
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent)
@@ -118,7 +118,7 @@ class Prefixes:
         sequence.published_blocks = 0  # others may have had a copy of the same name, and lost it
         self.publish(sequence)
         before = sequence.kept
-        own = min(full, first_borrowed(sequence.blocks, self._own_blocks))
+        own = min(full, first_borrowed(sequence.blocks, self._own_ids))
         sequence.kept = self.cache.keep(sequence.names[:own])
         self.cache.unkeep(before)
         self.swaps += bool(sequence.kept)

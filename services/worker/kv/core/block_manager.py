@@ -227,12 +227,13 @@ class Inventory:
         pinned: Iterable[Node] = (),
         arriving: Iterable[int] = (),
         storing: Iterable[int] = (),
+        writing: Iterable[int] = (),
     ) -> None:
         """Raises AssertionError unless blocks and slots are conserved and counts are true.
 
         `held` names every block that sequences hold, as often as they hold it; `pinned` the nodes that they
         wait for or that are loaded, likewise. `arriving` are blocks of the device, `storing` slots of the
-        host that are being copied to. Nothing is copied between host and disk.
+        host that are being copied to, `writing` those of the disk.
         """
         self.tree.check_integrity()
         held = list(held)
@@ -250,11 +251,11 @@ class Inventory:
         loose = [node for node in self._published.values() if node.busy == 0]
         assert self.evictable == len(loose)
         assert self.saved == sum(node.places[Tier.HOST] is not None for node in loose)
-        storing = list(storing)
+        on_way = {Tier.HOST: list(storing), Tier.DISK: list(writing)}
         for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
             places = [place for node in self.tree if (place := node.places[tier]) is not None]
             aside = [place for node in self.tree if (place := node.kept_slot) is not None]
-            shelf.check_integrity(places + ([*aside, *storing] if tier is Tier.HOST else []))
+            shelf.check_integrity([*places, *on_way[tier], *(aside if tier is Tier.HOST else ())])
         assert self.kept == sum(node.keepers > 0 for node in self.tree)
         for node in self.tree:
             assert node.kept_slot is None or (node.keepers and node.places[Tier.HOST] is None)

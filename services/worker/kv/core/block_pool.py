@@ -22,6 +22,11 @@ class BlockPool:
         self._withdrawn: set[int] = set()
 
     @property
+    def ids(self) -> int:
+        """All ids are below this, how many blocks there are at the moment or not."""
+        return len(self._is_free)
+
+    @property
     def total_blocks(self) -> int:
         """Those withdrawn are not counted."""
         return len(self._is_free) - len(self._withdrawn)

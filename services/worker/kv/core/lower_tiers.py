@@ -81,8 +81,10 @@ class LowerTiers:
         self._mover = mover
         self.gate = gate
         self.counts = books.counts
-        self._reading: set[BlockHash] = set()
-        self._writing: set[BlockHash] = set()
+        self._reading: dict[BlockHash, int] = {}
+        """Slots of the host that are being read into."""
+        self._writing: dict[BlockHash, int] = {}
+        """Slots of the disk that are being written to."""
 
     @property
     def has_disk(self) -> bool:
@@ -154,7 +156,7 @@ class LowerTiers:
 
     def on_read(self, name: BlockHash, place: int, *, ok: bool) -> None:
         """A read that `prefetch` began is over."""
-        self._reading.discard(name)
+        self._reading.pop(name, None)
         node = self._books.tree.find(name)
         if ok and node is not None and node.places[Tier.HOST] is None:
             self._books.put(node, Tier.HOST, place)
@@ -180,7 +182,7 @@ class LowerTiers:
 
     def on_written(self, name: BlockHash, place: int, *, ok: bool) -> None:
         """A write to disk is over."""
-        self._writing.discard(name)
+        self._writing.pop(name, None)
         node = self._books.tree.find(name)
         self.counts["write_failures"] += not ok
         if ok and node is not None and node.places[Tier.DISK] is None:
@@ -219,7 +221,7 @@ class LowerTiers:
         if source is None or not self._mover.start_read(source, place, node.name):
             self._books.host.give(place)
             return False
-        self._reading.add(node.name)
+        self._reading[node.name] = place
         return True
 
     def _start_write(self, node: Node) -> bool:
@@ -233,7 +235,7 @@ class LowerTiers:
         if source is None or not self._mover.start_write(source, stored):
             self._books.disk.give(place)
             return False
-        self._writing.add(node.name)
+        self._writing[node.name] = place
         return True
 
     def _lose(self, node: Node, tier: Tier) -> None:

@@ -63,6 +63,11 @@ class PrefixCache(LowerTiers):
         self._tickets = 0
 
     @property
+    def ids(self) -> int:
+        """All own ids are below this."""
+        return self._pool.ids
+
+    @property
     def total_blocks(self) -> int:
         return self._pool.total_blocks
 
@@ -253,7 +258,7 @@ class PrefixCache(LowerTiers):
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless blocks and slots are conserved; `held` are those that sequences hold, as
-        often as they hold them. Nothing is copied between host and disk."""
+        often as they hold them."""
         loads = [pair for pairs in self._loads.values() for pair in pairs]
         awaited = [node for wait in self._waits for node in wait.nodes]
         assert all(node.arriving for node, _ in loads), "a load is on the way to nothing"
@@ -261,7 +266,8 @@ class PrefixCache(LowerTiers):
             held,
             [*awaited, *(node for node, _ in loads)],
             [load.block for _, load in loads],
-            self._ahead.slots,
+            [*self._ahead.slots, *self._reading.values()],
+            self._writing.values(),
         )
 
     def _send_for(self, nodes: Sequence[Node]) -> Awaited | None:

@@ -3,7 +3,9 @@
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,11 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.core.plans import StepWork, WorkItem
+from services.worker.core.prefixes import Prefixes
 from services.worker.core.sequence import HeldSequence
 from services.worker.engine.engine import TorchEngine
 from services.worker.engine.loading import describe
 from services.worker.engine_thread import row_of
+from services.worker.kv.core.grown_pool import GrownPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.residency import Residency
 from services.worker.kv.core.settings import PrefixCacheConfig
+from services.worker.kv.core.tier_copier import BlockMover
 from shared.messages.plans import BatchPlan, Preemption, PreemptMode, SkipReason
 from shared.messages.sequence import FinishReason
 from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY
@@ -66,6 +74,21 @@ class Answers:
 def prompt_of(pieces: Sequence[int], tail: int) -> list[int]:
     """Beginnings that many prompts share, and an end of `tail` tokens."""
     return [token for piece in pieces for token in PIECES[piece]] + list(range(1, tail + 1))
+
+
+def test_a_block_that_came_with_growth_is_named_like_any_other() -> None:
+    """Ids that are beyond the device's count are the worker's own: none of them was ever found again."""
+    residency = Residency(8, 16, 4, lambda moved: None, nullcontext())
+    pool = GrownPool(8, BLOCK_TOKENS, residency)
+    prefixes = Prefixes(PrefixCache(pool, Tiers(), cast(BlockMover, None), CostGate()), b"f")
+    assert residency.reserve(2, at_once=True)
+    pool.resize(10)
+    held = HeldSequence.from_spec(spec(ref("r"), list(range(11 * BLOCK_TOKENS))), 64, 0.0)
+    held.blocks.extend(prefixes.cache.allocate(10))
+    assert max(held.blocks) >= 8
+    held.computed_tokens = 10 * BLOCK_TOKENS
+    prefixes.publish(held)
+    assert prefixes.cache.known_blocks(held.names) == 10
 
 
 prompts = st.builds(prompt_of, st.lists(st.integers(0, 3), max_size=3), st.integers(1, 6))
