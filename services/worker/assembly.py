@@ -70,7 +70,8 @@ def fingerprint_of(engine: Engine) -> bytes:
 def prefixes_of(store: KvStore | None, config: WorkerConfig) -> Prefixes | None:
     if store is None:
         return None
-    return Prefixes(store.cache, store.fingerprint, config.prefix_cache.lookahead_sequences)
+    settings = config.prefix_cache
+    return Prefixes(store.cache, store.fingerprint, settings.lookahead_sequences, store.auditor)
 
 
 def expansion_of(engine: Engine) -> dict[str, float]:

@@ -31,6 +31,7 @@ _CONTROL_GROUPS = (
 )
 """What it may have and has, of version 2 and 1, as seen inside a container."""
 
+
 def build(config: WorkerConfig) -> TorchEngine:
     """The engine of a model, warm and timed: the first request finds nothing left to set up.
 

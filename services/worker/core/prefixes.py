@@ -6,6 +6,7 @@ allocated blocks for; what follows is promised to the scheduler, so that its nex
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Protocol
 
 from services.worker.core.sequence import HeldSequence
 from services.worker.kv.core.arrivals import Hit
@@ -21,17 +22,36 @@ _SAVED_BLOCKS = 32
 """Writes to disk that may begin between two steps."""
 
 
+class Auditor(Protocol):
+    """Who compares what is stored with what a sequence computes anew, now and then."""
+
+    def is_due(self) -> bool:
+        """Whether the next hit is one of those that are computed all the same."""
+        ...
+
+    def agree(self, stored: int, computed: int) -> bool:
+        """Whether two blocks on the device hold the same, but for rounding."""
+        ...
+
+
 class Prefixes:
-    """One worker's. `fingerprint` names what must agree for KV to be exchanged (`shared.blocks`)."""
+    """One worker's. `fingerprint` names what must agree for KV to be exchanged (`shared.blocks`). `auditor`
+    None: what is stored is believed."""
 
     def __init__(
-        self, cache: PrefixCache, fingerprint: bytes, lookahead_sequences: int = LOOKAHEAD_SEQUENCES
+        self,
+        cache: PrefixCache,
+        fingerprint: bytes,
+        lookahead_sequences: int = LOOKAHEAD_SEQUENCES,
+        auditor: Auditor | None = None,
     ) -> None:
         self.cache = cache
         self._own_ids = cache.ids
         self.fingerprint = fingerprint
         self._expected: deque[list[BlockHash]] = deque(maxlen=lookahead_sequences)
         self._hits: list[PrefixHit] = []
+        self._auditor = auditor
+        self._doubted: list[tuple[HeldSequence, int]] = []
         self.swaps = 0
         """That gave up their blocks and had them kept on the host, since the start."""
 
@@ -60,6 +80,8 @@ class Prefixes:
             return
         self._name(sequence, usable)
         names, most = sequence.names[:usable], min(usable, most_blocks)
+        if sequence.audited or (first == 0 and self._is_audited(sequence, names[:most])):
+            return
         hit = self.cache.acquire(names, most, first, may_load=not sequence.computes_rest)
         if not hit.known_blocks:
             return
@@ -100,14 +122,49 @@ class Prefixes:
             sequence.cached_tokens = min(cached_tokens, sequence.prompt_tokens)
 
     def publish(self, sequence: HeldSequence) -> None:
-        """Blocks that have become full get their names, up to the first that is borrowed."""
+        """Blocks that have become full get their names, up to the first that is borrowed, or that is not what
+        is stored under its name."""
         full = sequence.computed_tokens // self.cache.block_tokens
         self._name(sequence, full)
         own = min(full, first_borrowed(sequence.blocks, self._own_ids))
         for at in range(sequence.published_blocks, own):
+            if sequence.audited and not self._is_confirmed(sequence, at):
+                sequence.published_blocks = at
+                return
             parent = sequence.names[at - 1] if at else None
             self.cache.publish(sequence.blocks[at], sequence.names[at], parent)
         sequence.published_blocks = max(full, sequence.published_blocks)
+
+    def take_doubted(self) -> list[tuple[HeldSequence, int]]:
+        """Since the last call: whose computation disagrees, and with which stored block."""
+        doubted, self._doubted = self._doubted, []
+        return doubted
+
+    def end_audit(self, sequence: HeldSequence) -> None:
+        """Nothing of it is compared any more."""
+        if sequence.audited:
+            audited, sequence.audited = sequence.audited, []
+            self.cache.release(audited)
+
+    def _is_audited(self, sequence: HeldSequence, names: list[BlockHash]) -> bool:
+        """Whether it computes what is stored of these all the same: where there is room for both."""
+        if self._auditor is None or sequence.takes_late or not self._auditor.is_due():
+            return False
+        sequence.audited = self.cache.hold(names)
+        if not self.cache.can_allocate(len(sequence.audited)):
+            self.end_audit(sequence)
+        return bool(sequence.audited)
+
+    def _is_confirmed(self, sequence: HeldSequence, at: int) -> bool:
+        """Whether what is stored is what it has computed: then it goes on with that, and has no copy."""
+        stored, computed = sequence.audited[0], sequence.blocks[at]
+        if self._auditor is None or not self._auditor.agree(stored, computed):
+            self._doubted.append((sequence, stored))
+            return False
+        del sequence.audited[0]
+        sequence.blocks[at] = stored
+        self.cache.release([computed])
+        return True
 
     def keep(self, sequence: HeldSequence) -> None:
         """It is about to be taken off the device and comes back: what is computed of it by then is kept on

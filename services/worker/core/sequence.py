@@ -61,6 +61,8 @@ class HeldSequence:
     """So many of its blocks were offered to the prefix cache, or came from there."""
     kept: list[Node] = field(default_factory=list)
     """Its first blocks, while the host keeps them: it was taken off the device and is not back yet."""
+    audited: list[int] = field(default_factory=list)
+    """Stored blocks that what it computes itself is compared with: the next ones to become full."""
     awaited: Awaited | None = None
     """Stored blocks that follow those in `blocks`, on their way to the device."""
     awaited_until_s: float | None = None

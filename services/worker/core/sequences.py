@@ -215,6 +215,17 @@ class SequenceTable:
         if reason is not None:
             self.end(sequence, reason, now_s)
 
+    def settle_audits(self, now_s: float) -> None:
+        """What was found to be stored wrongly is forgotten, and who has it ends, to be computed again."""
+        if self.prefixes is None:
+            return
+        for sequence, block in self.prefixes.take_doubted():
+            self.lose_blocks([block], now_s)
+            self.prefixes.end_audit(sequence)
+            self.prefixes.cache.condemn(block)
+            if sequence.alive:
+                self.prefixes.publish(sequence)
+
     def end(self, sequence: HeldSequence, reason: FinishReason, now_s: float) -> None:
         """End an alive sequence; kept, without blocks, until acknowledged or for `end_retention_s`.
 
@@ -234,6 +245,8 @@ class SequenceTable:
         """The KV of these is gone: sequences that have any of them end, to be computed again."""
         gone = set(blocks)
         for held in list(self._held.values()):  # a rehearsal is forgotten with its end
+            if self.prefixes is not None and not gone.isdisjoint(held.audited):
+                self.prefixes.end_audit(held)
             if held.alive and not gone.isdisjoint(held.blocks):
                 self.end(held, FinishReason.KV_LOST, now_s)
         if isinstance(self.pool, ExtendedPool):
@@ -297,7 +310,9 @@ class SequenceTable:
 
     def check_integrity(self) -> None:
         """AssertionError unless blocks are conserved and every sequence is consistent with its state."""
-        self.pool.check_integrity([block for held in self._held.values() for block in held.blocks])
+        self.pool.check_integrity(
+            [block for held in self._held.values() for block in (*held.blocks, *held.audited)]
+        )
         for key, held in self._held.items():
             assert held.ref.key == key
             assert not self._buried.covers(held.gateway_id, held.ref), f"{held.ref} is held and buried"
@@ -352,6 +367,7 @@ class SequenceTable:
     def _free(self, sequence: HeldSequence) -> None:
         if self.prefixes is not None:
             self.prefixes.abandon(sequence)
+            self.prefixes.end_audit(sequence)
         self.put_off.pop(sequence.ref.key, None)
         self.pool.release(sequence.blocks)
         sequence.forget_blocks()
@@ -375,9 +391,17 @@ class SequenceTable:
 
     def _raise_allocation(self, sequence: HeldSequence, missing: int) -> bool:
         if not self.pool.can_allocate(missing):
+            self._end_audits()
+        if not self.pool.can_allocate(missing):
             return False
         sequence.blocks.extend(self.pool.allocate(missing))
         return True
+
+    def _end_audits(self) -> None:
+        """Plans count on blocks that are held only to be compared."""
+        if self.prefixes is not None:
+            for held in self._held.values():
+                self.prefixes.end_audit(held)
 
     def _will_have(self, blocks: int) -> bool:
         """Whether so many can be had once all loads have ended: who wanted theirs may be gone."""

@@ -172,6 +172,7 @@ class StepCore:
                 sampled.append((item.sequence, item.end_token - item.sequence.prompt_tokens))
                 if token is not None and token.state is not None and item.sequence.alive:
                     states.append(_state_of(item.sequence, token.state))
+        self._table.settle_audits(now_s)
         ended = (*work.ended, *self._table.take_ended())
         queued = work.queued
         if ended:

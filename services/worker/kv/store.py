@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol, runtime_checkable
 
+from services.worker.kv.audit import SampledAudit
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
@@ -68,6 +69,8 @@ class KvStore:
     host: HostTier
     disk: DiskTier | None
     sums: Checksums
+    auditor: SampledAudit | None
+    """None where nothing is audited."""
     _done: deque[Ended]
 
     def settle(self) -> None:
@@ -139,4 +142,6 @@ def open_store(
         block_bytes=size,
         restored_blocks=restored,
     )
-    return KvStore(cache, engine.fingerprint, size, mover, host, disk, sums, done)
+    rate = config.audit_rate
+    auditor = SampledAudit(engine.records(), engine.pools, rate) if rate else None
+    return KvStore(cache, engine.fingerprint, size, mover, host, disk, sums, auditor, done)

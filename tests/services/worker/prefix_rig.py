@@ -55,7 +55,7 @@ class PrefixRig:
         pool = BlockPool(engine.kv_blocks, engine.block_tokens)
         if config is not None:
             self.store = open_store(config, engine, "worker-0", lambda: None)
-            prefixes = Prefixes(self.store.cache, self.store.fingerprint)
+            prefixes = Prefixes(self.store.cache, self.store.fingerprint, auditor=self.store.auditor)
         self.prefixes = prefixes
         self.table = SequenceTable(pool if self.store is None else self.store.cache, LIMITS, prefixes)
         self.core = StepCore(Identity("worker-0", 1, "model", 64, "host"), self.table)

@@ -256,6 +256,19 @@ class PrefixCache(LowerTiers):
         self._books.put(node, Tier.DEVICE, block)
         return True
 
+    def condemn(self, block: int) -> None:
+        """What is stored there is wrong: it, and what was computed from it, is forgotten wherever it lies, but
+        for what somebody has or is being copied."""
+        node = self._books.node_of(block)
+        if node is None:
+            return
+        for wrong in [*reversed(self._books.tree.below(node)), node]:
+            if wrong.busy or wrong.arriving or wrong.storing or wrong.keepers:
+                continue
+            for tier in Tier:
+                if wrong.is_loose(tier):
+                    self._books.remove(wrong, tier)
+
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless blocks and slots are conserved; `held` are those that sequences hold, as
         often as they hold them."""

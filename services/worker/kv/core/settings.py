@@ -35,6 +35,13 @@ class PrefixCacheConfig(BaseModel):
         ge=0,
         description="of sequences that start soon, those whose blocks are read ahead from disk",
     )
+    audit_rate: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="of hits on the device, those that are computed all the same and compared with what is "
+        "stored",
+    )
     host_bytes_per_s: float = Field(
         default=0.0, ge=0, description="for tests: make the host tier so slow; 0: as fast as it is"
     )

@@ -5,7 +5,7 @@ pools. Calls return when the bytes are there; each object is for one thread at a
 and no file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -49,6 +49,11 @@ class Records:
         for part, start, end in zip(self._parts, self._starts, self._ends, strict=True):
             for block, row in zip(blocks, rows, strict=True):
                 part[block] = row[start:end]
+
+    def parts_of(self, rows: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Each layer's K, then V, of several records `[n, record_bytes]`: `[n, bytes]`."""
+        for start, end in zip(self._starts, self._ends, strict=True):
+            yield rows[:, start:end]
 
     def _rows(self, pool: LayerPool) -> Any:
         """`[num_blocks, bytes of a block]`, in place."""

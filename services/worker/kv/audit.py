@@ -1,0 +1,85 @@
+"""What is stored compared with what is computed anew, for a sample of hits.
+
+A digest finds bytes that have changed since they were stored. This finds KV that was wrong before: of other
+tokens, of other positions, by a faulty kernel. Two computations of the same differ by rounding, as chunks and
+batches are others; more than half of the digits is no rounding. For the engine's thread.
+"""
+
+import math
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.kv.tiers.records import LayerPools, Records
+from shared.log import get_logger
+from shared.metrics import counter
+
+_log = get_logger("worker.audit")
+_audited = counter(
+    "kvasir_worker_audited_blocks_total", "Stored blocks that were compared with a new computation."
+)
+_wrong = counter(
+    "kvasir_worker_audit_mismatches_total",
+    "Stored blocks that were not what was computed anew, and were dropped.",
+)
+_BFLOAT16_EPSILON = 2.0**-8
+
+
+class SampledAudit:
+    """Implements `Auditor`."""
+
+    def __init__(self, records: Records, pools: LayerPools, rate: float) -> None:
+        """`records` for this object alone; `rate`: of hits. Raises ValueError for KV of an unknown type."""
+        self._records = records
+        self._rate = rate
+        self._random = Random()
+        self._kind = str(pools[0][0].dtype).removeprefix("torch.")
+        epsilon = _BFLOAT16_EPSILON if self._kind == "bfloat16" else _epsilon(self._kind)
+        self.tolerance = math.sqrt(epsilon)
+        """Of the largest number in a layer's K, or V."""
+        self._rows = np.empty((2, records.record_bytes), dtype=np.uint8)
+        self.audited_blocks = self.wrong_blocks = 0
+
+    def is_due(self) -> bool:
+        return self._random.random() < self._rate
+
+    def agree(self, stored: int, computed: int) -> bool:
+        self._records.read([stored, computed], list(self._rows))
+        self.audited_blocks += 1
+        _audited.inc()
+        difference = max(self._difference(part) for part in self._records.parts_of(self._rows))
+        if difference <= self.tolerance:
+            return True
+        self.wrong_blocks += 1
+        _wrong.inc()
+        _log.error(
+            "stored block %d differs from what is computed by %.3g of its largest number (allowed: %.3g): "
+            "dropped",
+            stored,
+            difference,
+            self.tolerance,
+        )
+        return False
+
+    def _difference(self, part: npt.NDArray[np.uint8]) -> float:
+        """Of a layer's K, or V, `[2, bytes]`: what is not a number differs from everything."""
+        stored, computed = self._numbers(part)
+        largest = float(np.abs(computed).max(initial=0.0))
+        found = float(np.abs(stored - computed).max(initial=0.0))
+        return found / max(largest, np.finfo(np.float32).tiny) if math.isfinite(found) else math.inf
+
+    def _numbers(self, part: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+        part = np.ascontiguousarray(part)
+        if self._kind == "bfloat16":
+            return (part.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return part.view(np.dtype(self._kind)).astype(np.float64)
+
+
+def _epsilon(kind: str) -> float:
+    """Of whole numbers 0: they are equal or not. Raises ValueError."""
+    try:
+        made = np.dtype(kind)
+    except TypeError:
+        raise ValueError(f"KV of {kind} cannot be compared") from None
+    return float(np.finfo(made).eps) if made.kind == "f" else 0.0
