@@ -135,6 +135,7 @@ class Neighbourhood:
             worker_id=bus.instance,
             incarnation=bus.incarnation,
             blocks=engine.kv_blocks,
+            ids=engine.own_ids if isinstance(engine, AttendingEngine) else engine.kv_blocks,
             block_tokens=engine.block_tokens,
             fingerprint=fingerprint,
             host=registry.host,

@@ -117,7 +117,7 @@ class Memory:
 
 
 class EverythingWorld(MixedWorld):
-    """Cache with a host tier and a disk, which soon is full, lending, relief, moves, Pie; any worker may die."""
+    """Cache with a host tier and a small disk, lending, relief, moves, Pie; any worker may die."""
 
     def __init__(
         self, seed: int, wanted: list[Wanted], parts: Parts, *, workers: int, disk_blocks: int, pace: Pace

@@ -67,7 +67,7 @@ class SampledAudit:
         stored, computed = self._numbers(part)
         largest = float(np.abs(computed).max(initial=0.0))
         found = float(np.abs(stored - computed).max(initial=0.0))
-        return found / max(largest, np.finfo(np.float32).tiny) if math.isfinite(found) else math.inf
+        return found / max(largest, float(np.finfo(np.float32).tiny)) if math.isfinite(found) else math.inf
 
     def _numbers(self, part: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
         part = np.ascontiguousarray(part)

@@ -257,8 +257,8 @@ class PrefixCache(LowerTiers):
         return True
 
     def condemn(self, block: int) -> None:
-        """What is stored there is wrong: it, and what was computed from it, is forgotten wherever it lies, but
-        for what somebody has or is being copied."""
+        """What is stored there is wrong: it, and what was computed from it, is forgotten wherever it lies,
+        but for what somebody has or is being copied."""
         node = self._books.node_of(block)
         if node is None:
             return

@@ -197,7 +197,7 @@ class Lending:
         self._on_lost = on_lost
         self._borrower = borrower
         host_blocks = owner.host_blocks if config.lend else 0
-        self.table = RBlockTable(owner.worker_id, owner.blocks, host_blocks)
+        self.table = RBlockTable(owner.worker_id, owner.blocks, host_blocks, local_ids=owner.ids)
         marks = Marks(int(owner.blocks * config.low_fraction), int(owner.blocks * config.high_fraction))
         capacity = Capacity(total_blocks=owner.blocks, free_blocks=owner.blocks)
         self._balance = Balance(marks, capacity)

@@ -1,4 +1,4 @@
-"""Hits that are computed all the same: what is right stays, what is wrong is found before it is read again."""
+"""Hits that are computed all the same: what is right stays, what is wrong is found before others read it."""
 
 from collections.abc import Iterator
 

@@ -67,6 +67,9 @@ class Owner:
     worker_id: str
     incarnation: int
     blocks: int
+    """Of its device."""
+    ids: int
+    """Of its own blocks, wherever they are: all are below this."""
     block_tokens: int
     fingerprint: bytes
     host: str = ""

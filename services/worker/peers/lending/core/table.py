@@ -1,6 +1,6 @@
 """The rBlock table: where each logical block of this worker's KV is, and who has what of its own memory.
 
-Logical numbers below `local_blocks` are this worker's own memory and mean themselves; those above are
+Logical numbers below `local_ids` are this worker's own memory and mean themselves; those above are
 borrowed and mean a block of a creditor's, on its device or in its host memory, under a grant:
 
     local_blocks 4; grant 7 of worker b: its blocks 30 and 12
@@ -77,7 +77,10 @@ class LentRow:
 class RBlockTable:
     """One worker's. Logical numbers of borrowed blocks are never used again."""
 
-    def __init__(self, worker_id: str, local_blocks: int, host_blocks: int = 0) -> None:
+    def __init__(
+        self, worker_id: str, local_blocks: int, host_blocks: int = 0, *, local_ids: int | None = None
+    ) -> None:
+        """`local_ids`: more than blocks of the device where own host memory holds some (Pie)."""
         self.worker_id = worker_id
         self.local_blocks = local_blocks
         self.host_blocks = host_blocks
@@ -85,7 +88,8 @@ class RBlockTable:
         self._by_grant: dict[GrantKey, dict[int, int]] = {}
         """Physical → logical."""
         self._generations: dict[GrantKey, int] = {}
-        self._next = local_blocks
+        self._local_ids = local_blocks if local_ids is None else local_ids
+        self._next = self._local_ids
         self._grant_of = {tier: np.zeros(self.own_blocks(tier), dtype=np.int64) for tier in KvTier}
         """By block: the grant under which it is lent, negative on its way back; 0: it is not."""
         self._lent: dict[tuple[KvTier, LentRow], int] = {}
@@ -117,12 +121,12 @@ class RBlockTable:
 
     def resolve(self, logical: int) -> BlockPlace:
         """Where a block is. Raises KeyError for a borrowed one that is not there (any more)."""
-        if 0 <= logical < self.local_blocks:
+        if 0 <= logical < self._local_ids:
             return BlockPlace(self.worker_id, KvTier.DEVICE, logical)
         return self._borrowed[logical].place
 
     def is_remote(self, logical: int) -> bool:
-        return logical >= self.local_blocks
+        return logical >= self._local_ids
 
     def generation(self, grant: GrantKey) -> int:
         """To be named with every access. Raises KeyError for a grant that has ended."""
@@ -259,7 +263,7 @@ class RBlockTable:
         assert set(self._by_grant) == set(self._generations)
         for number, block in self._borrowed.items():
             place = block.place
-            assert self.local_blocks <= number < self._next
+            assert self._local_ids <= number < self._next
             assert place.grant is not None and place.worker_id == place.grant.creditor_id
             assert place.worker_id != self.worker_id, "a worker owes itself"
             assert self._by_grant[place.grant][place.physical] == number

@@ -42,7 +42,7 @@ class Worker:
         self.bus = bus
         self.vault = PlainVault()
         self.lost: list[int] = []
-        owner = Owner(bus.instance, bus.incarnation, BLOCKS, 16, b"f")
+        owner = Owner(bus.instance, bus.incarnation, BLOCKS, BLOCKS, 16, b"f")
         self.lending = Lending(bus, config, owner, self.vault, on_lost=self.lost.extend)
         self.task = asyncio.create_task(self.serve())
         self.beats = 0
