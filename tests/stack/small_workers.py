@@ -18,6 +18,7 @@ STAGED_BLOCKS = 4
 SETTINGS = (
     f"worker.kv_blocks={BLOCKS}",
     "worker.prefix_cache.enabled=false",
+    "worker.pie.enabled=false",  # own host memory would go first
     "worker.lending.borrow=true",
     "worker.lending.max_lent_fraction=1.0",
     "worker.lending.keep_free_fraction=0.0",

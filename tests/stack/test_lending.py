@@ -23,6 +23,7 @@ BOUNCE_BLOCKS = 2
 SETTINGS = (
     f"worker.kv_blocks={KV_BLOCKS}",
     "worker.prefix_cache.enabled=false",
+    "worker.pie.enabled=false",  # own host memory would go first
     "worker.lending.borrow=true",
     "worker.lending.low_fraction=0.9",
     "worker.lending.high_fraction=0.95",

@@ -28,21 +28,34 @@ def asked() -> list[Question]:
     return [*short[:6], Question(story, {**fields, "max_tokens": 40}), *short[6:]]
 
 
-def texts_of(folder: Path, *settings: str) -> tuple[list[str], dict[str, Any]]:
-    """Of two rounds; and what the worker says of itself."""
+def texts_of(
+    folder: Path, questions: list[Question], *settings: str, workers: int = 1
+) -> tuple[list[str], dict[str, Any], str]:
+    """Of two rounds; what the first worker says of itself; and what all have logged."""
 
     async def ask(client: Any) -> list[Any]:
         async with asyncio.timeout(STACK_PATIENCE_S):
-            return list(await client.ask_all(asked()))
+            return list(await client.ask_all(questions))
 
-    with running_stack(folder, workers=1, settings=settings) as stack:
+    with running_stack(folder, workers=workers, settings=settings) as stack:
         answers = [each for _ in range(2) for each in asyncio.run(ask(stack.client()))]
         assert all(each.complete for each in answers), [each.errors for each in answers]
-        return [each.text for each in answers], stack.details("worker-0")
+        logged = "".join(path.read_text() for path in sorted(stack.run_dir.glob("logs/worker-*.log")))
+        return [each.text for each in answers], stack.details("worker-0"), logged
 
 
 def test_prompts_longer_than_the_device_are_answered_as_by_a_large_worker(tmp_path: Path) -> None:
-    expected, _ = texts_of(tmp_path / "large", *LARGE)
-    texts, details = texts_of(tmp_path / "small", *SMALL)
+    expected, _, _ = texts_of(tmp_path / "large", asked(), *LARGE)
+    texts, details, _ = texts_of(tmp_path / "small", asked(), *SMALL)
     assert texts == expected
     assert details["pie_fifo_layers"] > 0 and sum(tier["hits"] for tier in details["prefix_tiers"]) > 0
+
+
+def test_what_own_host_memory_cannot_hold_is_borrowed(tmp_path: Path) -> None:
+    """Under default settings: workers of 24 blocks, 64 with their host memory, and a prompt of 67."""
+    story = "Once upon a time there was a fox who wanted to see the sea. " * 68
+    questions = [Question(story, {"temperature": 0, "ignore_eos": True, "max_tokens": 24})]
+    expected, _, _ = texts_of(tmp_path / "large", questions, *LARGE)
+    texts, _, logged = texts_of(tmp_path / "small", questions, "worker.kv_blocks=24", workers=3)
+    assert texts == expected
+    assert "blocks outside for a sequence" in logged and '"event":"borrowed"' in logged

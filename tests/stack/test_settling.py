@@ -28,6 +28,7 @@ WANTED_TOKENS = 84 * BLOCK_TOKENS
 SETTINGS = (
     f"worker.kv_blocks={KV_BLOCKS}",
     "worker.prefix_cache.enabled=false",
+    "worker.pie.enabled=false",  # own host memory would go first
     "worker.lending.borrow=true",
     "worker.lending.max_lent_fraction=0.4",
     "worker.lending.low_fraction=0.0",

@@ -21,7 +21,7 @@ def test_local_blocks_mean_themselves_and_borrowed_ones_a_place_elsewhere() -> N
 
 
 def test_borrowed_blocks_are_numbered_after_all_own_ones_on_the_device_or_not() -> None:
-    """With Pie there are more ids than blocks of the device: a worker ended at the first block it borrowed."""
+    """With Pie there are more ids than blocks of the device: a worker ended with the first it borrowed."""
     table = RBlockTable("w", 10, local_ids=15)
     assert not table.is_remote(14) and table.add(grant("c", 7, 9)) == [15, 16]
     assert table.own_blocks(KvTier.DEVICE) == 10, "of which some may be lent"
