@@ -57,7 +57,7 @@ static double run_case() {
   std::vector<float> query((size_t)rows * q_heads * head_dim), output((size_t)rows * q_heads * value_dim);
   std::vector<float> lse((size_t)rows * q_heads);
   for (float& x : query) x = normal();
-  const KvPool pool{key, value, sizeof(T) == 4 ? KV_FP32 : KV_BF16, blocks, tokens, kv_heads, head_dim, value_dim};
+  const KvPool pool{key, value, sizeof(T) == 4 ? KV_FP32 : KV_BF16, blocks, 0, tokens, kv_heads, head_dim, value_dim};
 
   // Every key that some row sees is written through the operator; the rest of the memory stays unreadable.
   std::vector<char> seen((size_t)blocks * tokens);
