@@ -5,7 +5,7 @@ import gc
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.worker.building import kv_fraction
+from services.worker.building import free_bytes, kv_fraction
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest
 from services.worker.engine.engine import prefill_tokens_per_s, warm_up
@@ -40,10 +40,9 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
         dtype=config.dtype,
         block_tokens=config.block_tokens,
         kv_blocks=0 if config.kv_bytes else config.kv_blocks,
-        kv_bytes=config.kv_bytes,
-        settings=config.vllm.model_copy(
-            update={"memory_share": config.vllm.memory_share or kv_fraction(config)}
-        ),
+        kv_bytes=kv_bytes_of(config),
+        memory_fraction=kv_fraction(config),
+        settings=config.vllm,
     )
     engine = VllmEngine(
         runner,
@@ -67,3 +66,10 @@ def build_vllm(config: WorkerConfig) -> VllmEngine:
     gc.collect()
     gc.freeze()  # What is there now stays: no collection during a step walks through it.
     return engine
+
+
+def kv_bytes_of(config: WorkerConfig) -> int:
+    """What KV may take; 0: `kv_blocks` counts, or, on a GPU, vLLM asks for itself."""
+    if config.kv_bytes or config.kv_blocks or config.device != "cpu":
+        return config.kv_bytes
+    return int(free_bytes("cpu") * kv_fraction(config))

@@ -27,13 +27,6 @@ class VllmConfig(BaseModel):
     tensor_parallel: int = Field(
         default=1, ge=1, description="processes that each compute a part of every layer; on a CPU"
     )
-    memory_share: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="with kv_blocks 0: how much of a GPU's memory model and KV may take (unset: 0.9), or how "
-        "much of a host's free memory KV may (unset: 0.4; it is every worker's)",
-    )
     max_rows: int = Field(default=256, ge=1, description="sequences that vLLM's buffers hold in one step")
     max_step_tokens: int = Field(
         default=2048, ge=32, description="tokens that they hold; longer steps are computed in parts"

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from services.worker.engine.settings import VllmConfig
@@ -32,7 +31,6 @@ _ENVIRONMENT = {
 }
 _PASSED_BYTES = 1 << 20
 """With a number of blocks vLLM allocates those, whatever it is told of memory; this passes its checks."""
-_HOST_SHARE, _DEVICE_SHARE = 0.4, 0.9
 _RANK = "services.worker.engine.vllm.rank_v1.KvasirRank"
 _SHARED = Path("/dev/shm")
 
@@ -50,9 +48,11 @@ class RunnerV1:
         block_tokens: int,
         kv_blocks: int,
         kv_bytes: int,
+        memory_fraction: float,
         settings: VllmConfig,
     ) -> None:
-        """With `kv_blocks` 0 as many blocks as `kv_bytes` hold, with neither as many as there is memory for.
+        """With `kv_blocks` 0 as many blocks as `kv_bytes` hold; with neither, on a GPU, as many as
+        `memory_fraction` of its memory has room for beside the model.
 
         Raises ConfigError where this vLLM is another, and for a model that it cannot have in one table of
         blocks.
@@ -76,7 +76,7 @@ class RunnerV1:
             dtype=dtype,
             block_size=block_tokens,
             num_gpu_blocks_override=kv_blocks + NULL_BLOCKS if kv_blocks else None,
-            **_memory(kv_blocks, kv_bytes // ranks, settings.memory_share),
+            **_memory(kv_blocks, kv_bytes // ranks, memory_fraction),
             max_model_len=-1,  # as long as there is KV for
             max_num_seqs=settings.max_rows,
             max_num_batched_tokens=settings.max_step_tokens,
@@ -169,15 +169,11 @@ def _check_platform(device: str, ranks: int) -> None:
         )
 
 
-def _memory(kv_blocks: int, kv_bytes: int, share: float | None) -> dict[str, Any]:
+def _memory(kv_blocks: int, kv_bytes: int, fraction: float) -> dict[str, Any]:
     """How vLLM is told what KV may take."""
-    from vllm.platforms import current_platform
-
     if kv_blocks or kv_bytes:
         return {"kv_cache_memory_bytes": kv_bytes or _PASSED_BYTES}
-    if current_platform.is_cpu():
-        return {"kv_cache_memory_bytes": int((share or _HOST_SHARE) * psutil.virtual_memory().available)}
-    return {"gpu_memory_utilization": share or _DEVICE_SHARE}
+    return {"gpu_memory_utilization": fraction}
 
 
 def _first_line(error: Exception) -> str:
