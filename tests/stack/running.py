@@ -38,6 +38,8 @@ class RunningStack:
     def start(self, *, workers: int = 2, settings: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
         words = ["--detach", "--port", str(self.port), "--nats-port", str(free_port())]
         words += ["--workers", str(workers), "--model", str(self.model), *flags]
+        if not any(setting.startswith("worker.kv_b") for setting in settings):
+            settings = (*settings, "worker.kv_blocks=1024")  # the same on all, whatever else has memory here
         for setting in settings:
             words += ["--set", setting]
         done = self.command("up", *words)

@@ -12,7 +12,7 @@ _SPACES = " \t\r\n"
 
 
 class CallScanner:
-    """One object, from its `{` on. `rest` is what follows it, once `is_over`."""
+    """One object, from its `{` on. `rest` is what follows it, once it `is_over` or `is_broken`."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -49,7 +49,7 @@ class CallScanner:
         else:
             begun = len(text)
         self.raw += text[:begun]
-        self.rest = text[begun:] if self.is_over else ""
+        self.rest = text[begun:] if self.is_over or self.is_broken else ""
         self._stream(parts)
         if self.is_over and not self.has_begun:
             self.is_broken = True

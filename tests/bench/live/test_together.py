@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from bench.kit.load import Answer, LoadResult
-from bench.kit.mechanisms import OFF
+from bench.kit.mechanisms import CACHE, OFF
 from bench.kit.provenance import ROOT
 from bench.live.together.bench import SIDES, SINGLES, turn_of
-from bench.live.together.figures import Turn, figures_of, table_of
+from bench.live.together.figures import EVERYTHING, Turn, figures_of, table_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -22,8 +22,8 @@ ONE_WORKER_TOKENS = KV_BLOCKS * BLOCK_TOKENS
 
 
 def test_every_side_has_settings_that_there_are() -> None:
-    for settings in SIDES.values():
-        assert settings.keys() >= OFF.keys()
+    for name, settings in SIDES.items():
+        assert settings.keys() >= OFF.keys() or name == EVERYTHING
         variables = {
             f"KVASIR_{name.replace('.', '__').upper()}": str(value) for name, value in settings.items()
         }
@@ -31,12 +31,17 @@ def test_every_side_has_settings_that_there_are() -> None:
         load(SchedulerConfig, "scheduler", [], variables).check()
 
 
-def test_a_single_mechanism_changes_nothing_else_and_everything_is_the_sum() -> None:
+def test_a_single_mechanism_changes_nothing_else() -> None:
     for name, own in SINGLES.items():
         changed = {key: value for key, value in SIDES[name].items() if OFF.get(key) != value}
         assert changed == dict(own), name
-    everything = {key for own in SINGLES.values() for key in own}
-    assert {key for key, value in SIDES["everything"].items() if OFF.get(key) != value} == everything
+
+
+def test_everything_is_what_is_on_by_default() -> None:
+    assert not any(key in OFF and key not in CACHE for key in SIDES[EVERYTHING])
+    worker, scheduler = WorkerConfig(), SchedulerConfig()
+    on = (worker.prefix_cache.enabled, worker.lending.lend, worker.lending.borrow, worker.pie.enabled)
+    assert all(on) and scheduler.relief
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)

@@ -33,7 +33,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         child("scheduler-0", policy="nope"),
         child("placement-0", order="nope", policy="nope"),
         child("predictor-0", model="nope"),
-        child("worker-0", kv_blocks="0"),
+        child("worker-0", kv_blocks="-1"),
         child("worker-1", device="toaster"),
     ]
     with pytest.raises(ConfigError) as raised:
@@ -51,7 +51,7 @@ def test_what_several_share_is_told_once() -> None:
     first = raised.value.message.partition("\n")[0]
     assert first == "model 'models/nope': no such folder; models has tiny_chat"
     with pytest.raises(ConfigError, match=r"^worker: kv_blocks"):
-        check_settings([child("worker-0", kv_blocks="0"), child("worker-1", kv_blocks="0")], ROOT)
+        check_settings([child("worker-0", kv_blocks="-1"), child("worker-1", kv_blocks="-1")], ROOT)
 
 
 def test_up_starts_no_process_where_a_setting_is_wrong(

@@ -27,7 +27,6 @@ def test_blocks_are_of_the_engines_size() -> None:
         ({"engine": "vllm", "lending__borrow": "true"}, "leave out lending.borrow"),
         ({"engine": "vllm", "attention": "torch"}, "leave out attention"),
         ({"engine": "vllm", "block_tokens": "16"}, "blocks of a multiple of 32 tokens"),
-        ({"engine": "native", "kv_blocks": "0"}, "kv_blocks 0 is for engine vllm"),
         ({"engine": "simulated", "kv_bytes": "4096"}, "leave out kv_bytes"),
     ],
 )

@@ -125,6 +125,10 @@ def test_calls_after_thoughts() -> None:
     assert found == Message("", "x", [Call("f", "{}")])
 
 
+def test_what_follows_a_broken_object_is_said() -> None:
+    assert read(LLAMA.reader(), [" {:]::"]).content == " {:]::"
+
+
 @given(st.text(alphabet='<tool_cal>{}":, \n[]ab\\', max_size=60), st.data())
 def test_nothing_breaks_a_reader(text: str, data: st.DataObject) -> None:
     for kind in (HERMES, LLAMA, MISTRAL, MISTRAL_NAMED):
