@@ -1,9 +1,10 @@
 """One worker for one sequence: by what its prompt costs there, or by free memory alone. They never migrate.
 
 Prefix aware: cost = tokens to compute + `LOAD_WEIGHT` · tokens that worker already holds for others. Tokens
-in a lower tier save less than those on the device; where no worker has anything of the prompt, it goes
-where the largest share of memory is free. Source: `algorithms.md` §5; the form of the cost is that of Dynamo's KV router. Worst fit spreads
-load and leaves everyone room to grow, best fit fills workers up: baselines of papers/000 §VI.
+in a lower tier save less than those on the device; where no worker has anything of the prompt, it goes where
+the largest share of memory is free. Source: `algorithms.md` §5; the form of the cost is that of Dynamo's KV
+router. Worst fit spreads load and leaves everyone room to grow, best fit fills workers up: baselines of
+papers/000 §VI.
 """
 
 from collections.abc import Sequence
