@@ -1,6 +1,7 @@
 """Embeddings on a whole stack: the model's own last hidden states, however they are asked for."""
 
 import base64
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,10 +20,11 @@ TEXTS = ["A dog ran home.", "Rain.", "Once upon a time there was a fox. " * 12]
 
 
 @pytest.fixture(scope="module")
-def client(stack: RunningStack) -> openai.OpenAI:
-    return openai.OpenAI(
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
         base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
-    )
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 
 @pytest.fixture(scope="module")
-def client(both: RunningStack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{both.url}/v1", api_key=both.key, timeout=STACK_PATIENCE_S, max_retries=0)
+def client(both: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{both.url}/v1", api_key=both.key, timeout=STACK_PATIENCE_S, max_retries=0
+    ) as made:
+        yield made
 
 
 def said(client: openai.OpenAI, model: str, tokens: int = 60) -> str:

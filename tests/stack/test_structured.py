@@ -91,15 +91,16 @@ class Dog(BaseModel):
 
 
 def test_parse_of_the_openai_client(victim: RunningStack) -> None:
-    client = openai.OpenAI(base_url=f"{victim.url}/v1", api_key=victim.key, timeout=STACK_PATIENCE_S)
-    parsed = client.chat.completions.parse(
-        model=victim.model.name,
-        messages=[{"role": "user", "content": "Invent a dog."}],
-        response_format=Dog,
-        n=2,
-        seed=7,
-        max_tokens=64,
-        logprobs=True,
-    )
+    url = f"{victim.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=victim.key, timeout=STACK_PATIENCE_S) as client:
+        parsed = client.chat.completions.parse(
+            model=victim.model.name,
+            messages=[{"role": "user", "content": "Invent a dog."}],
+            response_format=Dog,
+            n=2,
+            seed=7,
+            max_tokens=64,
+            logprobs=True,
+        )
     for choice in parsed.choices:
         assert isinstance(choice.message.parsed, Dog)

@@ -25,8 +25,9 @@ SAMPLING = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
-def client(stack: RunningStack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S)
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Tool calls on a whole stack through OpenAI's own client, held to their parameters, streamed and not."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -27,8 +28,9 @@ ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
 @pytest.fixture
-def client(stack: RunningStack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S)
+def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S) as made:
+        yield made
 
 
 def check(name: str, arguments: str) -> None:
