@@ -16,7 +16,7 @@ from services.worker.engine.native.library import AttentionMode
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 from shared.messages.tokens import TokenLogprobs
-from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, build_model
+from tests.services.worker.conftest import ARCHITECTURES, VOCABULARY, new_model
 from tests.services.worker.engine.rig import BLOCK_TOKENS, GREEDY
 
 EMBEDS = Sampling(seed=0, max_tokens=1, temperature=0.0, top_logprobs=0, embeds=True)
@@ -26,7 +26,7 @@ EMBEDS = Sampling(seed=0, max_tokens=1, temperature=0.0, top_logprobs=0, embeds=
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_in_chunks_beside_others(architecture: str, mode: AttentionMode) -> None:
     dice = random.Random(7)
-    model = build_model(architecture)  # of its own: an engine that had it before would attend in its place
+    model = new_model(architecture)
     prompt = [dice.randrange(VOCABULARY) for _ in range(23)]
     with torch.inference_mode():
         expected = model.model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -1]
