@@ -248,8 +248,10 @@ class EverythingWorld(MixedWorld):
     # --- deaths
 
     def kill(self, process: Process, back_after_s: float | None = None) -> None:
-        """What it had borrowed goes back, and what it had lent is lost with it."""
-        if isinstance(process, WorkerProcess) and process.alive:
+        """What it had borrowed goes back, and what it had lent is lost with it. Who is dead stays so."""
+        if not process.alive:
+            return
+        if isinstance(process, WorkerProcess):
             self._gone[process.name].clear()
             self._give_back(self.loans[process.name], list(self.loans[process.name].places))
             for name, loans in self.loans.items():

@@ -19,7 +19,7 @@ from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
 from bench.kit.models import TINY_CHAT, vocabulary
 from bench.kit.outcome import Outcome
 from bench.kit.stacks import PLAIN, start_stack
-from bench.live.together.figures import EVERYTHING, NONE, Turn, figures_of, table_of
+from bench.live.together.figures import AMPLE, EVERYTHING, NONE, Turn, figures_of, table_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
 from shared.errors import InternalError
 
@@ -34,8 +34,10 @@ SIDES: Mapping[str, Settings] = {
     NONE: OFF,
     **{name: {**OFF, **own} for name, own in SINGLES.items()},
     EVERYTHING: CACHE,
+    AMPLE: {**OFF, **CACHE, "worker.kv_blocks": 5 * KV_BLOCKS},
 }
-"""`everything` is what a user gets who sets nothing: the cache is off in `PLAIN` alone."""
+"""`everything` is what a user gets who sets nothing: the cache is off in `PLAIN` alone. `ample` is what the
+same workers do with memory enough: no mechanism for short memory can bring more."""
 _COMMON: Settings = {
     **PLAIN,
     "scheduler.policy": "kvasir",
@@ -57,7 +59,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, help=f"of all sides [{TURNS}; --quick 1]")
     singles = list(SINGLES)
     parser.add_argument(
-        "--singles", nargs="+", choices=singles, default=singles, help="only these beside none and everything"
+        "--singles",
+        nargs="+",
+        choices=singles,
+        default=singles,
+        help="only these beside none, everything and ample",
     )
 
 
@@ -66,7 +72,7 @@ def run(context: Context) -> Outcome:
     flags = context.arguments
     names = flags.workloads or (_QUICK if context.quick else [workload.name for workload in WORKLOADS])
     workloads = [workload for workload in WORKLOADS if workload.name in names]
-    sides = [side for side in SIDES if side in (NONE, EVERYTHING, *flags.singles)]
+    sides = [side for side in SIDES if side in (NONE, EVERYTHING, AMPLE, *flags.singles)]
     count = flags.turns or (1 if context.quick else TURNS)
     turns: dict[str, dict[str, list[Turn]]] = {
         workload.name: {side: [] for side in sides} for workload in workloads

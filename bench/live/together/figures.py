@@ -7,7 +7,7 @@ from statistics import median
 from bench.kit.outcome import Table
 from bench.kit.stats import geometric_mean, interval, median_of_ratios, percentile
 
-NONE, EVERYTHING = "none", "everything"
+NONE, EVERYTHING, AMPLE = "none", "everything", "ample"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ _Rates = Mapping[str, Mapping[str, float]]
 def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> dict[str, float]:
     """`short` and `harmless`: names of workloads among `turns`, where memory is short and where it is not.
 
-    Sides are `none`, `everything` and single mechanisms, of which one may be enough. What needs workloads of
+    Sides are `none`, `everything`, `ample` and single mechanisms, of which one may be enough.
+    What needs workloads of
     a kind that was not measured is left out.
     """
     figures: dict[str, float] = {}
@@ -45,6 +46,8 @@ def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> d
     rounds = _rounds(turns)
     for workload in short:
         figures[f"vs_best_single_{workload}"] = _against(rounds, workload, _singles(turns, workload))
+        if AMPLE in turns[workload]:
+            figures[f"of_ample_{workload}"] = _against(rounds, workload, [AMPLE])
     for workload in turns:
         figures[f"vs_none_{workload}"] = _against(rounds, workload, [NONE])
     if short:
@@ -77,7 +80,7 @@ def _against(rounds: Sequence[_Rates], workload: str, sides: Sequence[str]) -> f
 
 
 def _singles(turns: Turns, workload: str) -> list[str]:
-    return [side for side in turns[workload] if side not in (NONE, EVERYTHING)]
+    return [side for side in turns[workload] if side not in (NONE, EVERYTHING, AMPLE)]
 
 
 def _rounds(turns: Turns) -> list[_Rates]:

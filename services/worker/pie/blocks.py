@@ -56,11 +56,15 @@ class BlockGrowth:
         *,
         notice_s: float = 0.0,
         block_s: float = 0.0,
+        on_demand: bool = False,
     ) -> None:
         """`notice_s`: between the announcement that blocks will go and their going, so that plans follow.
-        `block_s`: what bringing in one layer's block takes, as first known."""
+        `block_s`: what bringing in one layer's block takes, as first known. `on_demand`: a level is for a
+        sequence that is too long without it, and for nobody else.
+        """
         self.meter = SwapMeter(kv.layers)
         self._kv, self._controller, self._clock = kv, controller, clock
+        self._on_demand = on_demand
         self._device_blocks = device_blocks
         self._window_iterations = window_iterations
         self._wanted = self._granted = fifo_layers
@@ -112,7 +116,8 @@ class BlockGrowth:
 
     def expansion(self) -> Expansion:
         controller, now = self._controller, self._wanted
-        most = now if controller is None or controller.is_holding else controller.most
+        is_fixed = controller is None or controller.is_holding or self._on_demand
+        most = now if controller is None or is_fixed else controller.most
         following = self._blocks(max(3, now + 1)) if now < most else self._blocks(now)
         return Expansion(now, self.capacity_blocks, following - self._blocks(now), self.meter.stall_share)
 
@@ -202,10 +207,20 @@ class BlockGrowth:
         counts = FetchCounts(now.layers, now.early)
         window = self.meter.close_window(self._iterations, counts, self.capacity_blocks)
         self._iterations = 0
+        if self._on_demand:
+            self._return(controller)
+            return
         wanted = controller.on_window(window, is_resizing=self.is_resizing)
         if wanted > self._wanted and not controller.fits(self._swap_s(wanted), window.steps_s, 1.0):
             wanted = controller.refuse()
         self.want(wanted)
+
+    def _return(self, controller: ExpansionController) -> None:
+        """To what is still needed."""
+        level = self._not_below_need(0) if self._wanted else 0
+        if controller.fifo_layers != level:
+            controller.set_level(level)
+        self.want(level)
 
     def _not_below_need(self, fifo_layers: int) -> int:
         """A level for what was asked for, while it is used or still asked for."""
@@ -334,6 +349,7 @@ def block_pie(
             settings.window_iterations,
             clock,
             notice_s=settings.notice_s,
+            on_demand=settings.enabled == "auto",
             block_s=kv.layer_block_bytes / settings.bandwidth_limit
             if settings.bandwidth_limit
             else kv.profile(),

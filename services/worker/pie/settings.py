@@ -12,7 +12,8 @@ class PieSettings(BaseModel):
 
     enabled: bool | Literal["auto"] = Field(
         default="auto",
-        description="swap KV to the host as far as it pays; `auto`: where blocks can be swapped",
+        description="swap KV to the host as far as it pays; `auto`: where blocks can be swapped, and for a "
+        "sequence that is too long for the device alone",
     )
     form: Literal["blocks", "layers"] = Field(
         default="blocks",

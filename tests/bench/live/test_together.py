@@ -23,7 +23,7 @@ ONE_WORKER_TOKENS = KV_BLOCKS * BLOCK_TOKENS
 
 def test_every_side_has_settings_that_there_are() -> None:
     for name, settings in SIDES.items():
-        assert settings.keys() >= OFF.keys() or name == EVERYTHING
+        assert settings.keys() >= OFF.keys() or name == EVERYTHING, name
         variables = {
             f"KVASIR_{name.replace('.', '__').upper()}": str(value) for name, value in settings.items()
         }
@@ -129,6 +129,13 @@ def test_the_best_single_mechanism_is_that_of_the_workload() -> None:
     assert "harmless" not in figures
 
 
+def test_memory_enough_is_no_mechanism() -> None:
+    by_side = {"none": turns(10), "cache": turns(20), "ample": turns(40), "everything": turns(30)}
+    figures = figures_of({"a": by_side}, ["a"], [])
+    assert figures["vs_best_single_a"] == pytest.approx(1.5)
+    assert figures["of_ample_a"] == pytest.approx(0.75)
+
+
 def test_the_table_has_a_line_for_each_side() -> None:
     table = table_of("mixed", "chats", MEASURED["mixed"])
     assert [row[0] for row in table.rows] == ["none", "cache", "everything"]
@@ -141,7 +148,7 @@ def test_a_short_run_serves_everything_and_has_every_figure(tmp_path: Path) -> N
     words = ["--quick", "--workloads", "mixed", "--singles", "cache", "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "bench", "together", *words], cwd=ROOT, check=True, timeout=280)
     result = json.loads((tmp_path / "result.json").read_text())
-    figures, sides = result["figures"], ("none", "cache", "everything")
+    figures, sides = result["figures"], ("none", "cache", "everything", "ample")
     wanted = {f"{figure}_mixed_{side}" for figure in ("tok_s", "p99_ttft_s", "unserved") for side in sides}
     wanted |= {f"{name}{end}" for name in ("vs_best_single", "vs_none") for end in ("", "_low", "_high")}
     assert wanted | {"unserved"} <= set(figures)
