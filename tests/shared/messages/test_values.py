@@ -92,7 +92,7 @@ def _beyond(kind: inspect.Type) -> list[Any]:
         case inspect.FloatType():
             return [math.nan, math.inf, 1e300]
         case inspect.StrType(pattern=None):
-            return ["x" * 10_000]
+            return ["x" * ((kind.max_length or 0) + 1)]
         case inspect.StrType():
             return ["a.b", "a b", "*", ">", "x" * 65, "worker-0\n", "é"]
         case inspect.VarTupleType():
