@@ -21,7 +21,7 @@ from shared.bus.counters import BusCounters
 from shared.bus.express import Express, close_unwanted
 from shared.bus.inbox import Gathering, Inbox, is_unserved, reply_in
 from shared.bus.lease import Lease, acquire
-from shared.bus.link import Link
+from shared.bus.link import Link, heeded_cancellation
 from shared.bus.serving import Handler, Listener, ServedEndpoint, ServedListener, handle_inline
 from shared.config import BusConfig
 from shared.errors import (
@@ -106,11 +106,12 @@ class Bus:
         self._clearance.begin_subscribing(subjects)
         try:
             async with asyncio.timeout(self.config.connect_timeout_s):
-                await self._link.wait_connected()
-                for served in fresh:
-                    await self._start(served)
-                    self._served.append(served)
-                await self._link.barrier()
+                with heeded_cancellation():
+                    await self._link.wait_connected()
+                    for served in fresh:
+                        await self._start(served)
+                        self._served.append(served)
+                    await self._link.barrier()
         except (TimeoutError, nats.errors.Error):
             raise BusUnavailable(f"NATS at {self.config.url} did not confirm the subscriptions") from None
         try:

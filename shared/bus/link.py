@@ -10,7 +10,8 @@ import random
 import re
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -80,6 +81,18 @@ _log = logging.getLogger("kvasir.bus")
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _LOG_EVERY_S = 5.0
 
+
+@contextmanager
+def heeded_cancellation() -> Iterator[None]:
+    """nats-py swallows a cancellation that hits it while it flushes, as does Python 3.11's `wait_for` when
+    what it waits for comes at the same moment: here it arrives still, once the body is through."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
 T = TypeVar("T")
 Hook = Callable[[], Awaitable[None]]
 
@@ -145,26 +158,22 @@ class Link:
     ) -> None:
         """Raises BusUnavailable when the bus is closed, or disconnected for so long that its buffer is
         full."""
-        task = asyncio.current_task()
-        cancels = task.cancelling() if task else 0
         try:
-            await self.client.publish(subject, data, reply, headers)
+            with heeded_cancellation():
+                await self.client.publish(subject, data, reply, headers)
         except nats.errors.OutboundBufferLimitError:
             raise BusUnavailable("disconnected from NATS, and the outbound buffer is full") from None
         except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError):
             raise BusUnavailable("the bus is closed") from None
-        if (
-            task and task.cancelling() > cancels
-        ):  # nats-py swallows a cancellation that hits it while flushing
-            raise asyncio.CancelledError
 
     async def barrier(self) -> None:
         """Until the server has handled all that was sent.
 
         nats-py's own flush overtakes what it still buffers.
         """
-        await self.client._flush_pending(force_flush=True)
-        await self.client.flush()
+        with heeded_cancellation():
+            await self.client._flush_pending(force_flush=True)
+            await self.client.flush()
 
     async def close(self, deadline_s: float) -> None:
         """Flush what is unsent if that is possible in time, then disconnect."""

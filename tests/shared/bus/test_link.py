@@ -6,6 +6,7 @@ TLS: with whom, and with nobody else.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -232,6 +233,26 @@ async def test_a_cancellation_that_nats_py_swallows_still_arrives(connect_bus: C
         await publishing
     client._flush_queue.put = put
     assert swallowed.is_set()
+
+
+async def test_who_is_cancelled_while_he_attaches_ends(connect_bus: ConnectBus) -> None:
+    """A worker that was stopped just as the server confirmed its subscriptions served on for ever."""
+    bus = await connect_bus("desk", "desk-0")
+    client: Any = bus._link.client
+    flushes = asyncio.Event()
+
+    async def flush() -> None:
+        flushes.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+    client.flush, flush_again = flush, client.flush
+    attaching = asyncio.create_task(bus.attach([FILE_LISTENER], Desk()))
+    await flushes.wait()
+    attaching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attaching
+    client.flush = flush_again
 
 
 @pytest.mark.parametrize(
