@@ -82,6 +82,7 @@ class OpenChoice:
     """Of the request that began it, so that its trace goes along with every submission."""
     cache_salt: bytes = b""
     model: str = ""
+    priority: int = 0
 
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
@@ -104,6 +105,7 @@ class OpenChoice:
             deadline_in_s=self.exchange.deadline.remaining_s(),
             cache_salt=self.cache_salt,
             model=self.model,
+            priority=self.priority,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
             capability=self.stream.capability,
         )

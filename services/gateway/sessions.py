@@ -109,7 +109,9 @@ class Sessions:
             for choice in range(job.n):
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
                 exchange.sequences.append(
-                    OpenChoice(stream, packed, sampling, exchange, now_s, copy_context(), salt, model)
+                    OpenChoice(
+                        stream, packed, sampling, exchange, now_s, copy_context(), salt, model, job.priority
+                    )
                 )
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence

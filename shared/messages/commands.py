@@ -4,7 +4,7 @@ from shared.messages.base import Message
 from shared.messages.lending import KvTier
 from shared.messages.prefixes import PrefixChain
 from shared.messages.sequence import FinishReason, SequenceRef, SequenceSpec, check_packed
-from shared.messages.values import Count, Epoch, Id, Number, OptionalId, Seconds, Text
+from shared.messages.values import Count, Epoch, Id, Number, OptionalId, Priority, Seconds, Text
 
 
 class SubmitSequence(Message, frozen=True, kw_only=True):
@@ -78,6 +78,7 @@ class PlacementItem(Message, frozen=True, kw_only=True):
     """What its prompt's blocks are called, once for each kind of worker there is; none: not known."""
     waited_s: Seconds = 0.0
     """Since the gateway accepted the request."""
+    priority: Priority = 0
 
 
 class Crowd(Message, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from shared.messages.values import (
     LogitBias,
     Number,
     Penalty,
+    Priority,
     Probability,
     RepetitionPenalty,
     RequestId,
@@ -138,6 +139,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     """Compute it so that its blocks are stored, and tell nobody: where another is about to move to."""
     model: Text = ""
     """Computed by workers that serve it under this name; empty: by those of the one model that there is."""
+    priority: Priority = 0
+    """Lower ones go before all that wait with a higher one, whatever the batching policy."""
     capability: Digest = b""
     """Who is given it may speak for this attempt, and shows that with `proof_of`; empty: whoever does."""
 

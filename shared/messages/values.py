@@ -33,6 +33,8 @@ Epoch = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
 Choice = Annotated[int, Meta(ge=0, le=0xFFFF)]
 """Which of a request's `n` answers."""
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Priority = Annotated[int, Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
+"""Of a sequence: the lower, the earlier it is served."""
 
 
 def as_count(number: int) -> int:

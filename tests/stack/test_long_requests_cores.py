@@ -78,7 +78,7 @@ class LongWorld(LendingWorld):
         self.deliver_all()
 
     def _wanted(self, capacities: dict[str, Capacity]) -> list[Claim]:
-        claims = [Claim((float(job.age), (str(job.age), 0)), job.name, job.blocks) for job in self.jobs]
+        claims = [Claim((0, float(job.age), (str(job.age), 0)), job.name, job.blocks) for job in self.jobs]
         claims = [claim for claim in claims if is_deprived(claim.blocks, capacities[claim.worker_id])]
         return who_may_borrow(claims, capacities) if self.in_order else claims
 

@@ -50,8 +50,9 @@ class Reader:
                 await asyncio.sleep(0.005)
 
 
-async def order_of_starts(stack: RunningStack) -> list[str]:
-    """The long one asks first, the short ones after it, while another has the memory."""
+async def order_of_starts(stack: RunningStack, priority: int | None = None) -> list[str]:
+    """The long one asks first, the short ones after it, the last of them with `priority`, while another has
+    the memory."""
     reader = Reader(stack)
     async with (
         httpx.AsyncClient(base_url=stack.url, timeout=STACK_PATIENCE_S) as http,
@@ -62,7 +63,8 @@ async def order_of_starts(stack: RunningStack) -> list[str]:
         tasks.create_task(reader.ask(http, "long", LONG))
         await asyncio.sleep(0.2)
         for number in range(SHORTS):
-            tasks.create_task(reader.ask(http, f"short {number}", SHORT))
+            last = {"priority": priority} if number == SHORTS - 1 and priority is not None else {}
+            tasks.create_task(reader.ask(http, f"short {number}", {**SHORT, **last}))
     return sorted(reader.began_s, key=reader.began_s.__getitem__)
 
 
@@ -74,17 +76,28 @@ async def test_the_policy_says_who_is_next(
     tmp_path: Path, policy: tuple[str, ...], is_long_first: bool
 ) -> None:
     """First come, first served: the long one, and nobody before it. `kvasir`: all short ones."""
-    settings = (*SETTINGS, *policy)
-    folder = tmp_path / "run"
+    begun = await starts_in(tmp_path / "run", policy)
+    assert begun[0] == "filling"
+    assert begun.index("long") == (1 if is_long_first else SHORTS + 1), begun
+
+
+@pytest.mark.parametrize("policy", ["vllm", "kvasir"])
+async def test_a_lower_priority_is_next(tmp_path: Path, policy: str) -> None:
+    """Though it was the last to ask."""
+    begun = await starts_in(tmp_path / "run", (f"scheduler.policy={policy}",), priority=-1)
+    assert begun[:2] == ["filling", f"short {SHORTS - 1}"], begun
+
+
+async def starts_in(folder: Path, policy: tuple[str, ...], priority: int | None = None) -> list[str]:
+    """`order_of_starts` of a stack of one worker."""
 
     def started() -> Any:
+        settings = (*SETTINGS, *policy)
         return running_stack(folder, workers=1, settings=settings, flags=("--engine", "simulated"))
 
     context = started()
     stack = await asyncio.to_thread(context.__enter__)
     try:
-        begun = await order_of_starts(stack)
+        return await order_of_starts(stack, priority)
     finally:
         await asyncio.to_thread(context.__exit__, None, None, None)
-    assert begun[0] == "filling"
-    assert begun.index("long") == (1 if is_long_first else SHORTS + 1), begun

@@ -132,6 +132,8 @@ class AdmittedRequest:
     answer_logprobs: int | None = None
     cache_salt: str = ""
     """From the client: what it wants to share stored prefixes within."""
+    priority: int = 0
+    """Lower ones are served first."""
     reader: Callable[[], PartReader] | None = None
     """Takes an answer apart; None: all of it is content."""
     given: tuple[Given, ...] = ()
@@ -370,6 +372,7 @@ class Acceptance:
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             unknown_fields=tuple(fields.unknown_fields(request.model_extra or {})),
             cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
             answer_logprobs=request.logprobs_wanted,
             given=tuple(given) if any(end.prompt for end in given) else (),
             prompt_logprobs=request.prompt_logprobs,

@@ -51,6 +51,7 @@ async def admit_embeddings(
         include_usage=True,
         unknown_fields=(),
         cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
     )
     return job, request.encoding_format == "base64"
 

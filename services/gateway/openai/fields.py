@@ -30,6 +30,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "stream_options": "`include_usage`",
     "ignore_eos": "go on past the end token",
     "cache_salt": "share stored prefixes with the same salt only",
+    "priority": "lower goes first, before everything that waits with a higher one; 0 is the default",
     "presence_penalty": "off the logit of each token that the answer has",
     "frequency_penalty": "the same, each time it has it",
     "repetition_penalty": "divides logits of tokens in prompt and answer",
@@ -121,7 +122,7 @@ IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
     | {"guided_decoding_backend", "spaces_between_special_tokens", "include_reasoning"}
-    | {"priority", "keep_alive", "cache_prompt"}
+    | {"keep_alive", "cache_prompt"}
     | {"verbosity"}
 )
 """Hints and bookkeeping of OpenAI's own service: accepted without effect."""

@@ -87,6 +87,7 @@ MAX_STOP_TOKENS = 128
 MAX_TOKEN_CHOICES = 1024
 MAX_BAD_WORDS = 128
 MAX_CACHE_SALT_CHARS = 1024
+MOST_PRIORITY = 2**31 - 1
 MAX_REPETITION_PENALTY = 100.0
 """And its inverse is the least: beyond, logits in half precision become infinite."""
 _UNION_BRANCH = re.compile(r"(str|int|float|bool|(list|dict)\[.*\]|constrained-.*|function-.*)")
@@ -159,6 +160,7 @@ class CompletionFields(NamesModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: int | None = Field(None, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
@@ -248,6 +250,7 @@ class EmbeddingRequest(NamesModel):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: int | None = Field(None, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
 
 
 CompletionRequest = ChatRequest | TextRequest

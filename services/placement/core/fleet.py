@@ -276,7 +276,11 @@ class FleetCapacity:
             return range(len(items))
         cached = self.prefixes.cached
         waiting = [
-            Waiting(item.waited_s, distance(item, [cached(name, item.prefixes, now_s) for name in openings]))
+            Waiting(
+                item.waited_s,
+                distance(item, [cached(name, item.prefixes, now_s) for name in openings]),
+                item.priority,
+            )
             for item in items
         ]
         return arrange(waiting, self._rank)

@@ -4,8 +4,8 @@ their prefix lies.
 `policy`: as they are asked about. `fcfs`: as they arrived. `fpf`: nearest prefix first; one whose prefix is
 far may starve while nearer ones keep arriving, among those that are asked about at once. `relaxed_fpf`:
 largest waited time · (4 - N) first. N is 0 for a prefix on the device, 1 host, 2 disk, 3 not cached; equal
-ones as asked. Combines with any batching policy: this is the queue before a worker. Pure. Source: papers/002
-§V-F; `algorithms.md` §5.
+ones as asked. A lower priority comes before all of this. Combines with any batching policy: this is the queue
+before a worker. Pure. Source: papers/002 §V-F; `algorithms.md` §5.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ class Waiting:
     waited_s: float
     distance: int
     """N."""
+    priority: int = 0
 
 
 PlacementRank = Callable[[Waiting], float]
@@ -56,4 +57,4 @@ def distance(item: PlacementItem, offers: Sequence[CachedTokens]) -> int:
 
 def arrange(waiting: Sequence[Waiting], rank: PlacementRank) -> list[int]:
     """Their positions, the one to be placed first first."""
-    return sorted(range(len(waiting)), key=lambda at: rank(waiting[at]))
+    return sorted(range(len(waiting)), key=lambda at: (waiting[at].priority, rank(waiting[at])))

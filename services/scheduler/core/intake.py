@@ -65,6 +65,7 @@ class Intake:
         if known.spec is not None or known.ref != spec.ref:
             return []
         known.spec, known.gateway_incarnation = spec, spec.gateway_incarnation
+        known.priority = spec.priority
         return [_question(known, spec)]
 
     def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:

@@ -32,14 +32,14 @@ from shared.messages.sequence import SequenceKey
 class Claim:
     """How many blocks a sequence needs at its worker, and its place among those that want to borrow."""
 
-    order: tuple[float, SequenceKey]
+    order: tuple[int, float, SequenceKey]
     worker_id: str
     blocks: int
     """All in all, those that the worker has among them."""
 
 
 def who_may_borrow(claims: Iterable[Claim], capacities: Mapping[str, Capacity]) -> list[Claim]:
-    """At most one for each worker, oldest first. The oldest of all is always among them."""
+    """At most one for each worker, by priority, then oldest first. The first of all is always among them."""
     chosen: dict[str, Claim] = {}
     for claim in sorted(claims, key=lambda one: one.order):
         together = {**chosen, claim.worker_id: _larger(claim, chosen.get(claim.worker_id))}
@@ -60,7 +60,7 @@ def wanted(roster: Roster) -> list[WantKvAtWorker]:
             continue
         blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
         if is_deprived(blocks, pipeline.report.capacity):
-            claims.append(Claim(sequence.order, pipeline.worker_id, blocks))
+            claims.append(Claim((sequence.priority, *sequence.order), pipeline.worker_id, blocks))
     return [
         WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)
         for claim in who_may_borrow(claims, capacities)

@@ -117,6 +117,7 @@ def rehearsal_of(move: Move, spec: SequenceSpec, tokens: tuple[int, ...], number
         sampling=Sampling(seed=0, max_tokens=1, temperature=0.0),
         waited_s=0.0,
         cache_salt=spec.cache_salt,
+        priority=spec.priority,
         rehearsal=True,
     )
 

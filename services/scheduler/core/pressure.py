@@ -152,7 +152,7 @@ class PressureWatch:
         return min(most, left if left > 0 else listed.generated_tokens)
 
     def _victim(self, pipeline: WorkerPipeline) -> tuple[Sequence, SequenceReport] | None:
-        """The last to have come of those that can be moved."""
+        """The last to have come, of the highest priority number, of those that can be moved."""
         found = [
             (sequence, listed)
             for listed in pipeline.report.sequences
@@ -161,7 +161,7 @@ class PressureWatch:
             and sequence.worker_id == pipeline.worker_id
             and not self._moves.is_moving(sequence.key)
         ]
-        return max(found, key=lambda pair: pair[0].order, default=None)
+        return max(found, key=lambda pair: (pair[0].priority, pair[0].order), default=None)
 
     def _roomiest(self, pipeline: WorkerPipeline) -> WorkerPipeline | None:
         others = [

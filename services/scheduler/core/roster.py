@@ -147,6 +147,7 @@ def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> Placemen
         limit_tokens=as_count(sequence.limit_tokens),
         prefixes=names_of(sequence, kinds),
         waited_s=as_seconds(max(0.0, now_s - sequence.arrival_s)),
+        priority=sequence.priority,
     )
 
 

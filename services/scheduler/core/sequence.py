@@ -124,6 +124,8 @@ class Sequence:
     """Resyncs it has caused since its worker last ran smoothly."""
     started_s: float | None = None
     """When its first chunk was planned."""
+    priority: int = 0
+    """Of an adopted one 0, until its gateway says what it is."""
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
     """Names of its prompt's blocks, and the kinds of workers that call them so (`names_of`)."""
 
@@ -158,6 +160,7 @@ class Sequence:
             self.generated_tokens + open_tokens,
             self.deadline_s,
             self.prediction,
+            self.priority,
         )
 
     @classmethod
@@ -175,6 +178,7 @@ class Sequence:
             phase=Phase.QUEUED,
             deadline_s=None if spec.deadline_in_s is None else now_s + spec.deadline_in_s,
             spec=spec,
+            priority=spec.priority,
         )
 
 

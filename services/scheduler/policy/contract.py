@@ -70,6 +70,8 @@ class Task(msgspec.Struct, frozen=True):
     """Answer tokens there are already; they are prefilled together with the prompt."""
     deadline_s: float | None = None
     prediction: LengthPrediction | None = None
+    priority: int = 0
+    """Whoever waits with a lower one goes first, whatever else the policy goes by."""
 
     @property
     def limit_tokens(self) -> int:
@@ -77,9 +79,9 @@ class Task(msgspec.Struct, frozen=True):
         return self.prompt_tokens + self.max_tokens - 1
 
     @property
-    def order(self) -> tuple[float, SequenceKey]:
-        """First come, first served, with ties broken the same way everywhere."""
-        return (self.arrival_s, self.key)
+    def order(self) -> tuple[int, float, SequenceKey]:
+        """First come, first served within a priority, with ties broken the same way everywhere."""
+        return (self.priority, self.arrival_s, self.key)
 
 
 class Holding(msgspec.Struct, frozen=True):

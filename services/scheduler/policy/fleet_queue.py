@@ -6,6 +6,9 @@ him (`PassingBudget`). Once that is used up the oldest goes next, and nobody els
 1 / (1 - share) times as long as if all went by arrival, at the same throughput; a start more, at most. The
 same budget bounds the order within a worker (`policy/kvasir.py`).
 
+Before all that counts a request's priority: the lower goes first, and who is oldest is the oldest of the
+lowest.
+
 Only so much of the order is given away as workers need to be fed: a few wait at each (`Feed`), the rest here.
 
     a (100 s of work) came first, then b and c (1 s each); one place is free → b goes, c goes, until what has
@@ -85,7 +88,8 @@ class FleetQueue:
         work_s = self._speeds.occupied_s(
             task.prompt_tokens + task.generated_tokens, rest, self._memory_tokens
         )
-        rank = task.order if self._order is QueueOrder.ARRIVAL else (work_s, *task.order)
+        by_work = self._order is QueueOrder.WORK
+        rank = (task.priority, work_s, *task.order[1:]) if by_work else task.order
         waiting = self._waiting[task.key] = Waiting(task, work_s, rank)
         self._by_rank.add(waiting)
         self._by_arrival.add(waiting)

@@ -138,7 +138,7 @@ class KvasirPolicy(TwoQueuePolicy):
         waits = job.stage is not JobStage.DECODING
         rest = job.rest_tokens if waits else job.end_tokens - job.computed_tokens
         is_spared = job.task.key in self._aged or job.task.key == self._pinned
-        return (not is_spared, rest, job.task.order)
+        return (not is_spared, job.task.priority, rest, job.task.order)
 
     def _resume(self, batch: BatchBuilder) -> None:
         """Adopted ones, and all after the worker shrank: those that hold KV come before any prompt."""
@@ -257,9 +257,9 @@ class KvasirPolicy(TwoQueuePolicy):
         return is_cut or batch.budget_tokens <= 0 or busy >= self._most_running()
 
     def _in_order(self) -> Iterator[Job]:
-        """Least work first, where work that comes too late counts `_LATE` times."""
-        late, timely = self._prompts.classes
-        return merge(timely, late, key=self._weighted_work)
+        """Within a priority least work first, where work that comes too late counts `_LATE` times."""
+        for late, timely in self._prompts.levels():
+            yield from merge(timely, late, key=self._weighted_work)
 
     def _weighted_work(self, job: Job) -> tuple[Any, ...]:
         return (job.rank[0] * (_LATE if job.slack_class == 0 else 1), *job.rank[1:])

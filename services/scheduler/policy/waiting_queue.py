@@ -1,4 +1,5 @@
-"""Waiting in order: a line, and a queue in slack classes (buckets by time left, a rank within each).
+"""Waiting in order: a line, and a queue in levels of priority, slack classes (buckets by time left) within
+each level, and a rank within each class.
 
 The clock moves jobs from class to class, each at a time known when it enters: a heap of those times, never a
 re-sort. What a job is ranked by within its class does not change while it waits.
@@ -11,10 +12,11 @@ Source: papers/003 §3.3 (Ordering); algorithms.md §1 (migration, aging).
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
 from typing import Any, Generic, TypeVar
 
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedDict, SortedKeyList
 
 from services.scheduler.policy.batch_builder import Job, arrival_rank
 from services.scheduler.policy.options import PASSING_SHARE, TwoQueueOptions
@@ -144,7 +146,7 @@ _MOST_MOVES = 32
 
 
 class WaitingQueue:
-    """Jobs of one kind. With no edges there is one class, and nobody is ever overdue."""
+    """Jobs of one kind. With no edges there is one class in each level, and nobody is ever overdue."""
 
     def __init__(self, rank: QueueRank, edges_s: tuple[float, ...] = (), *, aging_s: float = inf) -> None:
         """`edges_s` ascending: time left below edges_s[0] is class 0, the most urgent."""
@@ -152,7 +154,8 @@ class WaitingQueue:
         self._rank = rank
         self._edges_s = edges_s
         self._aging_s = aging_s
-        self._classes: tuple[Line[Job], ...] = tuple(Line(_rank_of) for _ in range(len(edges_s) + 1))
+        self._levels: Any = SortedDict()
+        """By priority, where anybody waits: a line for each slack class."""
         self._overdue: Line[Job] = Line(arrival_rank)
         self._clocked: list[tuple[float, int, Job]] = []
         self._jobs: dict[int, Job] = {}
@@ -167,27 +170,31 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Job]:
         """In order. The queue must not change meanwhile."""
-        for line in self._classes:
+        for line in self.classes():
             yield from line
 
-    @property
-    def classes(self) -> tuple[Line[Job], ...]:
-        """Most urgent first."""
-        return self._classes
+    def levels(self) -> Iterator[tuple[Line[Job], ...]]:
+        """Lowest priority first: the slack classes of each, most urgent first. The queue must not change
+        meanwhile."""
+        return iter(self._levels.values())
+
+    def classes(self) -> Iterator[Line[Job]]:
+        """Those of the lowest priority first; most urgent first within. Those that wait may leave meanwhile,
+        nobody may join."""
+        return chain.from_iterable(list(self._levels.values()))
 
     def first(self) -> Job | None:
-        for line in self._classes:
-            if len(line):
-                return line.first()
-        return None
+        return next((line.first() for line in self.classes() if len(line)), None)
 
     def oldest(self) -> Job | None:
         """Who came first."""
         return self._by_arrival.first()
 
     def oldest_overdue(self) -> Job | None:
-        """Of those that are overdue by more than `aging_s`."""
-        return self._overdue.first()
+        """Of those that are overdue by more than `aging_s`, where nobody of a lower priority waits."""
+        job, oldest = self._overdue.first(), self.oldest()
+        is_next = job is not None and oldest is not None and job.task.priority == oldest.task.priority
+        return job if is_next else None
 
     def class_of(self, due_s: float) -> int:
         left_s = due_s - self._now_s
@@ -200,14 +207,25 @@ class WaitingQueue:
         job.rank = self._rank(job)
         job.slack_class = self.class_of(job.due_s)
         self._jobs[job.queued_as] = job
-        self._classes[job.slack_class].add(job)
+        self._classes_of(job)[job.slack_class].add(job)
         self._by_arrival.add(job)
         self._wind(job)
+
+    def _classes_of(self, job: Job) -> tuple[Line[Job], ...]:
+        """Those of its priority."""
+        priority = job.task.priority
+        if priority not in self._levels:
+            self._levels[priority] = tuple(Line(_rank_of) for _ in range(len(self._edges_s) + 1))
+        level: tuple[Line[Job], ...] = self._levels[priority]
+        return level
 
     def remove(self, job: Job) -> None:
         """KeyError when it does not wait here."""
         del self._jobs[job.queued_as]
-        self._classes[job.slack_class].remove(job)
+        level = self._classes_of(job)
+        level[job.slack_class].remove(job)
+        if not any(map(len, level)):
+            del self._levels[job.task.priority]
         self._overdue.discard(job)
         self._by_arrival.remove(job)
         if len(self._clocked) > 2 * len(self._jobs) + _STALE:
@@ -223,9 +241,10 @@ class WaitingQueue:
             _, stay, job = heappop(self._clocked)
             if self._jobs.get(stay) is job:
                 moves += 1
-                self._classes[job.slack_class].remove(job)
+                level = self._classes_of(job)
+                level[job.slack_class].remove(job)
                 job.slack_class = self.class_of(job.due_s)
-                self._classes[job.slack_class].add(job)
+                level[job.slack_class].add(job)
                 self._wind(job)
 
     def _wind(self, job: Job) -> None:
@@ -246,13 +265,14 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a job is in no class, two, or the wrong place of one."""
-        assert sum(len(line) for line in self._classes) == len(self._jobs)
+        assert sum(len(line) for line in self.classes()) == len(self._jobs)
+        assert all(any(map(len, level)) for level in self.levels()), "a level where nobody waits"
         wound = {stay for _, stay, _ in self._clocked}
         for stay, job in self._jobs.items():
-            assert job.queued_as == stay and job in self._classes[job.slack_class]
+            assert job.queued_as == stay and job in self._levels[job.task.priority][job.slack_class]
             if self._edges_s and job.due_s < inf and job not in self._overdue and self._aging_s < inf:
                 assert stay in wound, "a job that the clock has lost"
-        for line in self._classes:
+        for line in self.classes():
             line.check_integrity()
         self._overdue.check_integrity()
         self._by_arrival.check_integrity()

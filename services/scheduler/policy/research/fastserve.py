@@ -100,7 +100,7 @@ class FastServePolicy(RankedPolicy):
 
     def _rank(self, job: Job) -> Any:
         turn = self._turns[job.task.key]
-        return (turn.level, turn.joined)
+        return (job.task.priority, turn.level, turn.joined)
 
     def _neglect(self, job: Job) -> Any:
         turn = self._turns[job.task.key]

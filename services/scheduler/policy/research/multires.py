@@ -30,9 +30,9 @@ class MultiResPolicy(ExactPolicy):
 
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         read_options("multires", settings.options, {})
-        self._rows: dict[int, Line[SequenceKey]] = {}
-        """Those that wait and can ever fit, by the logarithm of their prompt."""
-        self._places: dict[SequenceKey, tuple[int, int, float, SequenceKey]] = {}
+        self._rows: dict[tuple[int, int], Line[SequenceKey]] = {}
+        """Those that wait and can ever fit, by priority and the logarithm of their prompt."""
+        self._places: dict[SequenceKey, tuple[Any, ...]] = {}
         """(row, negative of the blocks asked for, arrival, key) of each of them."""
         super().__init__(shape, settings)
 
@@ -50,7 +50,7 @@ class MultiResPolicy(ExactPolicy):
         super()._enqueue(job)
         if self._table.is_oversized(job):
             return
-        number = int(log2(max(1, job.prefill_tokens)) * _ROWS_PER_OCTAVE)
+        number = (job.task.priority, int(log2(max(1, job.prefill_tokens)) * _ROWS_PER_OCTAVE))
         key = job.task.key
         self._places[key] = (number, -self._exact_blocks(job), *job.task.order)
         self._rows.setdefault(number, Line(self._in_row)).add(key)
@@ -76,14 +76,14 @@ class MultiResPolicy(ExactPolicy):
 
     def _closest(self, batch: BatchBuilder) -> Job | None:
         best: Job | None = None
-        least: tuple[float, Any] = (inf, None)
+        least: tuple[int, float, Any] = (0, inf, None)
         for row in self._rows.values():
             for key in row.starting_at((-self._table.free_blocks,)):
                 if key in batch.prefills:
                     continue
                 job = self._table.jobs[key]
-                found = (self._distance(batch, job), job.task.order)
-                if found[0] < inf and (best is None or found < least):
+                found = (job.task.priority, self._distance(batch, job), job.task.order)
+                if found[1] < inf and (best is None or found < least):
                     best, least = job, found
                 break
         return best

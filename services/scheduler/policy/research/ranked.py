@@ -113,4 +113,4 @@ class SrtfPolicy(Foreseeing, RankedPolicy):
         if job.stage in (JobStage.WAITING, JobStage.PREFILLING):
             prefill_tokens = job.prefill_tokens - job.computed_tokens
         steps = self._foresight.remaining_tokens(job) + prefill_tokens / self._settings.token_budget
-        return (steps, job.task.order)
+        return (job.task.priority, steps, job.task.order)

@@ -28,11 +28,11 @@ class SyncCoupledPolicy(ExactPolicy):
     def __init__(self, shape: WorkerShape, settings: PolicySettings) -> None:
         options = read_options("sync_coupled", settings.options, {"group_tokens": 32})
         self._group_tokens = int(options["group_tokens"])
-        self._groups: dict[int, Line[Job]] = {}
-        """Those that wait and can ever fit, by predicted length."""
-        self._numbers: dict[SequenceKey, int] = {}
+        self._groups: dict[tuple[int, int], Line[Job]] = {}
+        """Those that wait and can ever fit, by priority and predicted length."""
+        self._numbers: dict[SequenceKey, tuple[int, int]] = {}
         """In which group each of them is."""
-        self._heads: Line[int] = Line(self._head_order)
+        self._heads: Line[tuple[int, int]] = Line(self._head_order)
         """The groups by their earliest arrival."""
         self._chosen: list[SequenceKey] = []
         """Members of the latest group that are still to start, in order."""
@@ -47,7 +47,7 @@ class SyncCoupledPolicy(ExactPolicy):
         assert sorted(self._heads) == sorted(self._groups)
         self._heads.check_integrity()
 
-    def _head_order(self, number: int) -> Any:
+    def _head_order(self, number: tuple[int, int]) -> Any:
         first = self._groups[number].first()
         assert first is not None
         return first.task.order
@@ -56,7 +56,8 @@ class SyncCoupledPolicy(ExactPolicy):
         super()._enqueue(job)
         if self._table.is_oversized(job):
             return
-        number = -(-self._foresight.remaining_tokens(job) // self._group_tokens)
+        length = -(-self._foresight.remaining_tokens(job) // self._group_tokens)
+        number = (job.task.priority, length)
         if number in self._groups:
             self._heads.remove(number)
         self._groups.setdefault(number, Line(self._rank)).add(job)
@@ -78,7 +79,11 @@ class SyncCoupledPolicy(ExactPolicy):
             del self._groups[number]
 
     def _candidates(self, batch: BatchBuilder) -> Iterator[Job]:
-        """What is left of the latest group, then group after group; the first that does not fit ends it."""
+        """What is left of the latest group, unless somebody of a lower priority came; then group after group;
+        the first that does not fit ends it."""
+        head = self._heads.first()
+        if self._chosen and head is not None and head[0] < self._numbers[self._chosen[0]][0]:
+            self._chosen.clear()
         for key in list(self._chosen):
             yield self._table.jobs[key]
         for number in list(self._heads):

@@ -100,7 +100,7 @@ def capacities(count: int, **fields: int) -> dict[str, Capacity]:
 
 
 def claim(age: int, worker: int, blocks: int) -> Claim:
-    return Claim((float(age), (f"r{age}", 0)), f"w{worker}", blocks)
+    return Claim((0, float(age), (f"r{age}", 0)), f"w{worker}", blocks)
 
 
 def test_of_two_that_do_not_fit_together_the_older_goes_first() -> None:

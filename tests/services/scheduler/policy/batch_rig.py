@@ -6,7 +6,7 @@ For any `BatchPolicy`: what a batch may be is in `policy/contract.py`, and this 
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -99,10 +99,16 @@ class BatchRig:
         self.capacity_blocks = self.shape.capacity_blocks
 
     def arrive(
-        self, name: str, prompt_tokens: int, length: int, max_tokens: int, guess: int | None = None
+        self,
+        name: str,
+        prompt_tokens: int,
+        length: int,
+        max_tokens: int,
+        guess: int | None = None,
+        priority: int = 0,
     ) -> Job:
         """With `guess` somebody predicts its length, whoever else does."""
-        task = Task((name, 0), prompt_tokens, max_tokens, self.now_s)
+        task = Task((name, 0), prompt_tokens, max_tokens, self.now_s, priority=priority)
         job = self.jobs[task.key] = Job(task, length)
         self.policy.on_arrival(task, self.now_s)
         self.policy.check_integrity()
@@ -271,10 +277,16 @@ def items_of(batch: PlannedBatch) -> list[PlannedPrefill | PlannedDecode]:
     return [*batch.prefills, *batch.decodes]
 
 
-def play(bench: BatchRig, jobs: Jobs, disturb: Callable[[int], object] = lambda number: None) -> None:
-    """All of them, to their ends; `disturb` is called before each next one."""
+def play(
+    bench: BatchRig,
+    jobs: Jobs,
+    disturb: Callable[[int], object] = lambda number: None,
+    priorities: Sequence[int] = (0,),
+) -> None:
+    """All of them, to their ends, their priorities in turn; `disturb` is called before each next one."""
     for number, (prompt, length, limit, pause) in enumerate(jobs):
-        bench.arrive(f"r{number:02}", prompt, length, limit)
+        priority = priorities[number % len(priorities)]
+        bench.arrive(f"r{number:02}", prompt, length, limit, priority=priority)
         for _ in range(pause):
             bench.turn()
         disturb(number)

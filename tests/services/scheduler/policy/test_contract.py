@@ -37,6 +37,7 @@ every_policy = pytest.mark.parametrize("name", sorted(BUILT_IN))
     stored=st.just([0]) | st.lists(st.integers(0, 60), min_size=1, max_size=8),
     sizes=st.lists(st.integers(CAPACITY_BLOCKS, 2 * CAPACITY_BLOCKS), max_size=6),
     cancels=st.lists(st.integers(0, 24), max_size=8),
+    priorities=st.just([0]) | st.lists(st.integers(-2, 2), min_size=1, max_size=5),
     lag=st.integers(0, 3),
 )
 def test_every_request_ends_within_every_limit(
@@ -47,6 +48,7 @@ def test_every_request_ends_within_every_limit(
     stored: list[int],
     sizes: list[int],
     cancels: list[int],
+    priorities: list[int],
     lag: int,
 ) -> None:
     """Whatever is predicted, stored already or cancelled, and however large the worker is by then."""
@@ -60,7 +62,7 @@ def test_every_request_ends_within_every_limit(
         if number in cancels and bench.unfinished:
             bench.end(bench.unfinished[number % len(bench.unfinished)])
 
-    play(bench, jobs, disturb)
+    play(bench, jobs, disturb, priorities)
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"fastgen"}))

@@ -57,34 +57,36 @@ class Groups:
     """All ready jobs by their length; in a synced policy those of one group start together where they fit."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[tuple[int, int], Group] = {}
+        """By priority and length."""
 
     def add(self, job: Job) -> None:
-        group = self._groups.setdefault(_length_of(job), Group())
+        group = self._groups.setdefault(_group_of(job), Group())
         for line in (group.members, group.due, group.occupied):
             line.add(job)
 
     def remove(self, job: Job) -> None:
-        group = self._groups[_length_of(job)]
+        group = self._groups[_group_of(job)]
         for line in (group.members, group.due, group.occupied):
             line.remove(job)
         if not len(group.members):
-            del self._groups[_length_of(job)]
+            del self._groups[_group_of(job)]
 
     def by_arrival(self) -> list[list[Job]]:
-        """The group with the oldest member first; members oldest first."""
+        """Within a priority the group with the oldest member first; members oldest first."""
         groups = [list(group.members) for group in self._groups.values()]
         return sorted(groups, key=lambda members: members[0].task.order)
 
     def by_slack(self, class_of: Callable[[float], int]) -> list[list[Job]]:
-        """Slack class of the most urgent member, then the most occupied KV, then the longest, then the
-        oldest."""
+        """Within a priority: slack class of the most urgent member, then the most occupied KV, then the
+        longest, then the oldest."""
 
-        def key(item: tuple[int, Group]) -> tuple[Any, ...]:
-            length, group = item
+        def key(item: tuple[tuple[int, int], Group]) -> tuple[Any, ...]:
+            (priority, length), group = item
             due, occupied, oldest = group.due.first(), group.occupied.last(), group.members.first()
             assert due is not None and occupied is not None and oldest is not None
             return (
+                priority,
                 class_of(due.due_s),
                 -(occupied.computed_tokens // BIN_TOKENS),
                 -(length * GROUP_TOKENS // BIN_TOKENS),
@@ -96,15 +98,15 @@ class Groups:
     def check_integrity(self, jobs: set[int]) -> None:
         """Raises AssertionError unless exactly the jobs with these identities are here, grouped right."""
         found: list[int] = []
-        for length, group in self._groups.items():
+        for place, group in self._groups.items():
             assert len(group.members) == len(group.due) == len(group.occupied) > 0
-            assert all(_length_of(job) == length for job in group.members)
+            assert all(_group_of(job) == place for job in group.members)
             found += [id(job) for job in group.members]
         assert len(found) == len(jobs) and set(found) == jobs
 
 
-def _length_of(job: Job) -> int:
-    return -(-job.rest_tokens // GROUP_TOKENS)
+def _group_of(job: Job) -> tuple[int, int]:
+    return (job.task.priority, -(-job.rest_tokens // GROUP_TOKENS))
 
 
 _OF_A_BIN = 8
@@ -322,7 +324,7 @@ class EcoServeD(TwoQueuePolicy):
 
     def _fill(self, batch: BatchBuilder) -> None:
         """Bucket by bucket of (slack, occupied KV), the longest bin of lengths that still fits."""
-        for line in self._ready.classes:
+        for line in self._ready.classes():
             at: tuple[Any, ...] = ()
             while jobs := list(islice(line.starting_at(at), _OF_A_BIN)):
                 if len(self._running) >= self._most_running():
