@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import ceil
 
 from services.scheduler.policy.contract import BatchPolicy, PlannedBatch, PlannedPrefill
-from services.worker.core.costs.base import CostModel
+from services.worker.core.costs.base import CostModel, split_singles
 from sim.books import Held, WorkerBooks
 from sim.meters import WorkerMeter
 
@@ -172,9 +172,10 @@ class SimWorker:
         steps = 1
         if not running.prefills and not (running.has_skips and running.steps_done == 0):
             steps = min(due - running.steps_done, *(held.remaining_tokens for held in running.decodes))
-        chunks = [(item.first_token, item.end_token) for _, item in running.prefills]
-        count = len(running.decodes)
-        context_tokens = sum(held.computed_tokens for held in running.decodes) + count
+        parts = [(item.first_token, item.end_token) for _, item in running.prefills]
+        chunks, count, context_tokens = split_singles(parts)
+        count += len(running.decodes)
+        context_tokens += sum(held.computed_tokens for held in running.decodes) + len(running.decodes)
         durations_s = [
             self.cost.step_s(chunks, count, context_tokens + step * count) for step in range(steps)
         ]

@@ -210,8 +210,10 @@ class WorkerPipeline:
 
     def note_waiting(self, sequence: Sequence) -> None:
         """The policy has it; it has not started, or gave up what it had. What is larger than the worker waits
-        for others' memory, and takes nobody's turn."""
-        tokens = sequence.prompt_tokens + sequence.generated_tokens
+        for others' memory, and takes nobody's turn. What the worker lists itself counts there: its tokens
+        are not told a second time."""
+        is_listed = sequence.phase is Phase.WAITING
+        tokens = 0 if is_listed else sequence.prompt_tokens + sequence.generated_tokens
         capacity_tokens = planned_capacity_blocks(self.report) * self.report.block_tokens
         if sequence.limit_tokens - 1 <= capacity_tokens:
             self.feed.add(self.worker_id, sequence.key, sequence.rank, tokens)

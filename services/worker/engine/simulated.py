@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.core.costs import find_cost
-from services.worker.core.costs.base import CostModel
+from services.worker.core.costs.base import CostModel, split_singles
 from services.worker.core.sampling import Sampled, SamplePoint
 from services.worker.engine.contract import Row
 from services.worker.kv.core.block_pool import BlockPool
@@ -108,11 +108,8 @@ class SimulatedEngine:
         """See `Engine`. Raises InternalError for a row whose blocks do not hold its beginning."""
         for row in rows:
             self._write(row)
-        chunks = [
-            (row.first_position, row.first_position + len(row.tokens)) for row in rows if _is_chunk(row)
-        ]
-        contexts = [row.first_position + 1 for row in rows if not _is_chunk(row)]
-        took_s = self._cost.step_s(chunks, len(contexts), sum(contexts))
+        parts = [(row.first_position, row.first_position + len(row.tokens)) for row in rows]
+        took_s = self._cost.step_s(*split_singles(parts))
         self._sleep(took_s / self._speed)
         return [None if row.point is None else self._sampled(row.point) for row in rows]
 

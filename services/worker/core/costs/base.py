@@ -23,3 +23,11 @@ class CostModel(Protocol):
         nothing to do it is 0.
         """
         ...
+
+
+def split_singles(parts: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], int, int]:
+    """Of token ranges [first, end) that one step computes: `chunks`, `decodes` and `context_tokens` of
+    `step_s`. One token costs what a decode does, be it the last of a prompt."""
+    chunks = [part for part in parts if part[1] - part[0] > 1]
+    contexts = [end for first, end in parts if end - first == 1]
+    return chunks, len(contexts), sum(contexts)
