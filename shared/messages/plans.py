@@ -21,7 +21,7 @@ class PreemptMode(StrEnum):
     ever, and finds them. A worker that cannot keep them recomputes."""
 
 
-class PrefillChunk(Message, frozen=True, kw_only=True):
+class PrefillChunk(Message, frozen=True, kw_only=True, gc=False):
     """Compute tokens [first_token, end_token) of prompt + generated. The last chunk samples one token."""
 
     ref: SequenceRef
@@ -31,7 +31,7 @@ class PrefillChunk(Message, frozen=True, kw_only=True):
     """The sequence's total allocation once the item is applied."""
 
 
-class Decode(Message, frozen=True, kw_only=True):
+class Decode(Message, frozen=True, kw_only=True, gc=False):
     """One token in each of the plan's steps, as long as the allocation lasts."""
 
     ref: SequenceRef

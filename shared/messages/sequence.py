@@ -51,7 +51,7 @@ class FinishReason(StrEnum):
     """KV that another worker kept for it is gone; nobody's fault, it is computed again."""
 
 
-class SequenceRef(Message, frozen=True, kw_only=True):
+class SequenceRef(Message, frozen=True, kw_only=True, gc=False):
     """Names one attempt of one sequence."""
 
     request_id: RequestId

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from math import ceil
 
 from services.scheduler.core.effects import AskPrediction, Effect, NoteRelief, SendPlan
@@ -149,7 +150,7 @@ class WorkerPipeline:
     _urgent: bool = field(default=False, init=False)
     _midway: bool = field(default=False, init=False)
     _smooth_reports: int = field(default=0, init=False)
-    _last_keys: tuple[SequenceKey, ...] = field(default=(), init=False)
+    _last_batch: PlannedBatch = field(default_factory=PlannedBatch, init=False)
 
     def __post_init__(self) -> None:
         self._outstanding = OutstandingPlans(self.rules, self.epoch, 0, self.since_s)
@@ -308,7 +309,7 @@ class WorkerPipeline:
                 for item in batch.prefills
             ),
             decodes=tuple(
-                Decode(ref=ref(item.key), allocated_blocks=item.allocated_blocks) for item in batch.decodes
+                [Decode(ref=ref(item.key), allocated_blocks=item.allocated_blocks) for item in batch.decodes]
             ),
         )
         self._drops.clear()
@@ -323,10 +324,14 @@ class WorkerPipeline:
         return tuple(Preemption(ref=self._ref(item.key), mode=mode) for item, mode, _ in decided), notes
 
     def _ref(self, key: SequenceKey) -> SequenceRef:
-        return self._lingering[key][0] if key in self._lingering else self.sequences[key].ref
+        if self._lingering and key in self._lingering:
+            return self._lingering[key][0]
+        return self.sequences[key].ref
 
     def _own(self, keys: Iterable[SequenceKey]) -> Iterator[Sequence]:
         """Those of them whose attempt here is the one that counts."""
+        if not self._lingering:
+            return map(self.sequences.__getitem__, keys)
         return (self.sequences[key] for key in keys if key not in self._lingering)
 
     def _starts(self, batch: PlannedBatch) -> tuple[SequenceSpec, ...]:
@@ -347,7 +352,7 @@ class WorkerPipeline:
 
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
         """The phases that the plan brings about."""
-        self._last_keys = (*(item.key for item in batch.prefills), *(item.key for item in batch.decodes))
+        self._last_batch = batch
         for sequence in self._own(item.key for item in batch.preemptions):
             sequence.move_to(Phase.WAITING)
             self.note_waiting(sequence)
@@ -356,8 +361,9 @@ class WorkerPipeline:
             self.feed.discard(self.worker_id, sequence.key)
             sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
         for sequence in self._own(item.key for item in batch.decodes):
-            sequence.move_to(Phase.DECODING)
-            self.feed.discard(self.worker_id, sequence.key)
+            if sequence.phase is not Phase.DECODING:
+                sequence.move_to(Phase.DECODING)
+                self.feed.discard(self.worker_id, sequence.key)
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
         """A report of this incarnation; its ends have been taken note of before."""
@@ -383,6 +389,8 @@ class WorkerPipeline:
     def _take_back(self, sent: SentPlan, policy: BatchPolicy, now_s: float) -> None:
         """The projected tokens of a plan that was cut short, or put some of its decodes off, but for attempts
         replaced meanwhile."""
+        if sent.steps_done >= sent.batch.steps and not sent.passed:
+            return
         for item, planned in zip(sent.batch.decodes, sent.plan.decodes, strict=True):
             missing = item.tokens - min(item.tokens, sent.decoded_tokens(planned.ref))
             sequence = self.sequences.get(item.key)
@@ -404,7 +412,8 @@ class WorkerPipeline:
             if sequence is not None and sequence.ref == spec.ref:
                 sequence.confirmed = True
         if self._smooth_reports % _SMOOTH_REPORTS == 0:
-            for key in self._last_keys:
+            batch = self._last_batch
+            for key in chain((item.key for item in batch.prefills), (item.key for item in batch.decodes)):
                 if key in self.sequences:
                     self.sequences[key].faults = 0
 

@@ -180,8 +180,10 @@ class JobTable:
         """So many tokens more, with the blocks for them."""
         job.computed_tokens += tokens
         job.generated_tokens += tokens
-        self.hold(job, max(job.held_blocks, self.blocks_for(job.computed_tokens)))
-        if job.missing_tokens == 0:
+        blocks = -(-job.computed_tokens // self.block_tokens)
+        if blocks > job.held_blocks:
+            self.hold(job, blocks)
+        if job.generated_tokens == job.task.max_tokens:
             job.stage = JobStage.COMPLETE
 
     def take_back(self, job: Job, missing_tokens: int) -> None:
@@ -296,7 +298,11 @@ class BatchBuilder:
 
     def steps_that_fit(self, steps: int) -> int:
         """As many of these steps as the worker has blocks for; at least one."""
-        while steps > 1 and self._held_blocks_after(steps) > self._table.capacity_blocks:
+        table = self._table
+        most_grown = len(self.decodes) * (table.blocks_for(steps) + 1)
+        if table.held_blocks + most_grown <= table.capacity_blocks:
+            return max(1, steps)
+        while steps > 1 and self._held_blocks_after(steps) > table.capacity_blocks:
             steps -= 1
         return max(1, steps)
 

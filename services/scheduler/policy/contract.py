@@ -95,7 +95,7 @@ class Holding(msgspec.Struct, frozen=True):
     KV."""
 
 
-class PlannedPrefill(msgspec.Struct, frozen=True):
+class PlannedPrefill(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [first_token, end_token) of prompt + generated; the chunk that reaches the end yields
     one token."""
 
@@ -106,7 +106,7 @@ class PlannedPrefill(msgspec.Struct, frozen=True):
     """Total allocation once applied; covers `end_token`."""
 
 
-class PlannedDecode(msgspec.Struct, frozen=True):
+class PlannedDecode(msgspec.Struct, frozen=True, gc=False):
     """One token in each step, `tokens` in all: fewer than the steps only when the answer's limit comes
     first."""
 

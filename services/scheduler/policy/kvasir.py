@@ -89,8 +89,10 @@ class KvasirPolicy(TwoQueuePolicy):
         self._profile = None
         batch = BatchBuilder(self._table, self._settings)
         self._shed(batch, now_s)
+        most = self._most_running()
         for job in list(self._running.values()):
-            if job.stage is JobStage.DECODING and self._secure(batch, job, now_s):
+            has_place = job.stage is JobStage.DECODING and len(batch.decodes) < most
+            if has_place and self._secure(batch, job, now_s):
                 batch.add_decode(job)
         self._resume(batch)
         for job in list(self._partial.values()):
@@ -105,13 +107,13 @@ class KvasirPolicy(TwoQueuePolicy):
 
     def _secure(self, batch: BatchBuilder, job: Job, now_s: float) -> bool:
         """A block for the next token, if need be of those with the most left to do."""
-        if batch.sequences >= self._most_running():
-            return False
         if job.computed_tokens >= job.end_tokens:
             rest = self._lengths.rest_tokens(job.prediction, job.generated_tokens, job.task.max_tokens)
             job.end_tokens = job.computed_tokens + rest
             self._questions[job.task.key] = job.generated_tokens
         needed = self._table.blocks_for(job.computed_tokens + 1)
+        if needed <= job.held_blocks == job.own_blocks:
+            return True
         if self._make_room(batch, job, needed, now_s):
             self._table.set_own(job, max(needed, job.held_blocks))
             return True

@@ -312,9 +312,9 @@ class TwoQueuePolicy(ABC):
         if steps <= 1:
             return 1
         for job in batch.decodes.values():
-            room = self._room_tokens(job)
-            if waits or room < job.missing_tokens:
-                steps = min(steps, room, job.missing_tokens)
+            room, missing = self._room_tokens(job), job.missing_tokens
+            if waits or room < missing:
+                steps = min(steps, room, missing)
         return batch.steps_that_fit(steps)
 
     def _steps_beside_waiting(self) -> int:
