@@ -27,7 +27,7 @@ from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.sequence import Sampling, pack_tokens
 from shared.messages.tokens import AcknowledgeEnds, FetchedTokens, FetchTokens, TokenDelta
 from tests.nats_server import NatsServer
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.gateway.fakes import cancelled
 from tests.shared.messages.builders import cancelling, ref
 
@@ -230,5 +230,5 @@ async def test_a_bus_that_takes_nothing_does_not_stop_it(
     await bus.close()
     outbox.put(subjects.worker_cancel("worker-0", "gateway-0"), cancel(0))
     outbox.acknowledge("worker-0", ref("req_0"))
-    await asyncio.wait_for(outbox.flush(), 5)
-    await asyncio.wait_for(outbox.flush(), 5)
+    await asyncio.wait_for(outbox.flush(), PATIENCE_S)
+    await asyncio.wait_for(outbox.flush(), PATIENCE_S)

@@ -13,6 +13,7 @@ from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, NoResponder
 from shared.messages.sequence import Sampling, pack_tokens, unpack_tokens
 from shared.messages.tokens import TokenDelta
+from tests.patience import PATIENCE_S
 
 SAMPLING = Sampling(seed=5, max_tokens=10)
 
@@ -39,7 +40,7 @@ async def test_admission_waits_for_all() -> None:
     await asyncio.sleep(0.01)
     assert not waiting.done()
     accept(exchange, 1)
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 async def test_admission_ends_in_time() -> None:
@@ -64,7 +65,7 @@ async def test_a_client_that_leaves_ends_every_wait() -> None:
     await asyncio.sleep(0)
     exchange.leave()
     with pytest.raises(ClientGone):
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, PATIENCE_S)
     with pytest.raises(ClientGone):
         exchange.check()
 
@@ -72,7 +73,7 @@ async def test_a_client_that_leaves_ends_every_wait() -> None:
 async def test_a_change_before_the_wait_is_not_missed() -> None:
     exchange = exchange_of(1)
     exchange.changed.set()
-    await asyncio.wait_for(exchange.wait(), 1)
+    await asyncio.wait_for(exchange.wait(), PATIENCE_S)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(exchange.wait(), 0.02)
 
@@ -107,7 +108,7 @@ async def test_an_expired_deadline_ends_every_wait() -> None:
     await asyncio.sleep(0)
     exchange.fail(exchange.deadline.error())
     with pytest.raises(DeadlineExceeded, match="within the 2 s"):
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, PATIENCE_S)
     assert exchange.sequences[0].spec("g", 9, 3.5).deadline_in_s == 0.0
 
 
@@ -137,4 +138,4 @@ async def test_an_answer_that_cannot_be_written_fails_alone() -> None:
     exchange.on_news = lambda: bool(1 // 0)
     exchange.notify()
     with pytest.raises(InternalError, match="ZeroDivisionError"):
-        await asyncio.wait_for(exchange.wait(), 1)
+        await asyncio.wait_for(exchange.wait(), PATIENCE_S)

@@ -19,6 +19,7 @@ from services.gateway.errors import ClientGone, HttpError, error_response
 from services.gateway.http.connection import ENGAGE
 from services.gateway.http.routes import read_body
 from services.gateway.http.server import bind, make_server
+from tests.patience import PATIENCE_S
 
 FLOOD = 64
 LIMITS = GatewayConfig.model_validate({"max_body_bytes": 1000, "receive_timeout_s": 0.3})
@@ -106,7 +107,7 @@ async def exchange(port: int, *parts: bytes, pause_s: float = 0.0) -> tuple[byte
 
     sending = asyncio.create_task(send())
     try:
-        reply = await asyncio.wait_for(reader.read(), 5)
+        reply = await asyncio.wait_for(reader.read(), PATIENCE_S)
     finally:
         sending.cancel()
         writer.close()
@@ -217,7 +218,7 @@ async def test_a_reader_that_does_not_read_is_dropped(serve: Serve) -> None:
     port, application = await serve()
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(REQUEST.replace(b"GET /", b"GET /flood") + b"\r\n")
-        await asyncio.wait_for(application.gone.wait(), 5)
+        await asyncio.wait_for(application.gone.wait(), PATIENCE_S)
     assert application.sent_parts < FLOOD
 
 
@@ -250,16 +251,16 @@ async def test_an_answer_that_is_complete_before_its_request_ends_the_connection
     head = b"GET /early HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head)
-    reply = await asyncio.wait_for(reader.read(), 5)
+    reply = await asyncio.wait_for(reader.read(), PATIENCE_S)
     assert reply.startswith(b"HTTP/1.1 200 ")
     assert b"connection: close" in reply
     began_s = time.monotonic()
     with pytest.raises(ConnectionError):
-        while time.monotonic() - began_s < 5:
+        while time.monotonic() - began_s < 30:
             writer.write(b"1")
             await writer.drain()
             await asyncio.sleep(0.02)
-    assert time.monotonic() - began_s < 2, "in bytes and in time what follows is bounded"
+    assert time.monotonic() - began_s < 15, "in bytes and in time what follows is bounded"
     writer.close()
 
 
@@ -272,7 +273,7 @@ async def test_an_early_answer_reaches_a_client_that_is_still_writing(serve: Ser
     await asyncio.sleep(0.1)
     writer.write(bytes(7_999_000))
     await writer.drain()
-    reply = await asyncio.wait_for(reader.read(), 5)
+    reply = await asyncio.wait_for(reader.read(), PATIENCE_S)
     assert reply.startswith(b"HTTP/1.1 200 ")
     writer.close()
     await writer.wait_closed()

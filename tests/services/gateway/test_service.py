@@ -23,7 +23,7 @@ from shared.messages.sequence import FinishReason
 from shared.messages.tokens import TokenDelta, TokenFrame
 from tests.conftest import ConnectBus
 from tests.nats_server import NatsServer
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.gateway.conftest import ANSWER, KEY, MakeStack, Stack
 from tests.services.gateway.fakes import MODEL, FakeScheduler, FakeWorker, Held, cancelled
 from tests.shared.messages.builders import worker_report
@@ -63,7 +63,7 @@ async def test_lost_frames_are_fetched(stack: Stack) -> None:
 async def test_a_lost_last_frame_hangs_nobody(stack: Stack) -> None:
     for worker in stack.workers:
         worker.edit = lambda delta: [] if delta.finish_reason else [delta]
-    assert text_of(await asyncio.wait_for(stack.chat(temperature=0), 5)) == ANSWER
+    assert text_of(await asyncio.wait_for(stack.chat(temperature=0), PATIENCE_S)) == ANSWER
     await until(lambda: not any(worker.held for worker in stack.workers))
     assert sum(len(worker.acknowledged) for worker in stack.workers) >= 1
     assert [spec.ref.attempt for spec in stack.scheduler.submits] == [1]
@@ -275,7 +275,7 @@ async def test_what_ends_within_the_grace_is_complete(make_stack: MakeStack) -> 
     assert "shutting down" in ready.json()["error"]["message"]
     assert (await stack.operator.get("/health")).status_code == 200
     assert text_of(await request) == ANSWER
-    await asyncio.wait_for(ending, 5)
+    await asyncio.wait_for(ending, PATIENCE_S)
 
 
 async def test_a_request_that_is_still_arriving_is_told_to_come_again(make_stack: MakeStack) -> None:
@@ -285,11 +285,11 @@ async def test_a_request_that_is_still_arriving_is_told_to_come_again(make_stack
     writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
     await asyncio.sleep(0.1)
     ending = asyncio.create_task(cancelled(stack.running))
-    reply = await asyncio.wait_for(reader.read(), 5)
+    reply = await asyncio.wait_for(reader.read(), PATIENCE_S)
     assert reply.startswith(b"HTTP/1.1 503 ")
     assert b'"shutting_down"' in reply
     writer.close()
-    await asyncio.wait_for(ending, 5)
+    await asyncio.wait_for(ending, PATIENCE_S)
 
 
 async def test_sigterm_to_the_process_ends_a_stream_with_a_word(
@@ -317,7 +317,7 @@ async def test_sigterm_to_the_process_ends_a_stream_with_a_word(
         await until(lambda: any(held.tokens for worker in stack.workers for held in worker.held.values()))
         process.send_signal(signal.SIGTERM)
         text = (await request).text
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         assert '"shutting_down"' in text and text.endswith("data: [DONE]\n\n")
     finally:
         if process.returncode is None:
@@ -345,7 +345,7 @@ async def test_it_runs_alone_as_a_process(nats_server: NatsServer, model_folder:
             assert "no scheduler has announced itself" in ready.json()["error"]["message"]
             assert (await client.get("/v1/models")).status_code == 401
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         assert process.stderr is not None
         lines = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
         assert {line["level"] for line in lines} == {"info"}

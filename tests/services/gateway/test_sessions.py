@@ -21,7 +21,7 @@ from shared.messages.moves import MovePrepared
 from shared.messages.reports import SchedulerAnnounced, SequenceFinished
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, proof_of
 from shared.messages.tokens import TokenDelta
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.gateway.core.test_peers import report
 
 W = ("worker-0", 1)
@@ -128,7 +128,7 @@ async def test_waiting_for_the_first_worker(desk: Sessions) -> None:
     waiting = asyncio.create_task(desk.context_tokens(5, "m"))
     await asyncio.sleep(0.01)
     desk.on_worker_reported(report("worker-0", context=77), 0.0)
-    assert await asyncio.wait_for(waiting, 1) == 77
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == 77
 
 
 async def test_what_is_missing_is_said(desk: Sessions) -> None:

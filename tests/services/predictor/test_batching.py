@@ -9,6 +9,7 @@ import pytest
 from services.predictor.batching import Batcher
 from services.predictor.core.length_model import LengthQuery, LengthSample, PredictedLength
 from shared.errors import InternalError, Overloaded
+from tests.patience import PATIENCE_S
 from tests.tasks import running
 
 
@@ -108,5 +109,5 @@ async def test_questions_that_are_open_at_the_end_are_cancelled() -> None:
         tasks = [asyncio.create_task(batcher.predict(query(number))) for number in (1, 2)]
         await asyncio.sleep(0.05)
     model.gate.set()
-    answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5.0)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
     assert all(isinstance(answer, asyncio.CancelledError) for answer in answers)

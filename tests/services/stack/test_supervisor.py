@@ -19,7 +19,7 @@ from services.stack.down import is_alive as alive
 from services.stack.probes import HttpProbe
 from services.stack.process import SeedLauncher
 from services.stack.supervisor import Backoff, ChildSpec, ChildState, StartFailed, Supervisor, tail
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.stack.standin import DEAF, FRONT, PYTHON
 
 ENV = dict(os.environ)
@@ -175,8 +175,8 @@ async def test_a_stop_does_not_wait_for_a_launch(tmp_path: Path) -> None:
     waiting = SeedLauncher(tmp_path / "no seed.sock", "late", "json", ())
     async with staged(tmp_path, ChildSpec("late", ("sleep", "1000"), ENV, launcher=waiting)) as stage:
         await asyncio.sleep(0.05)
-        async with asyncio.timeout(1.0):
-            await stage.supervisor.stop(5.0)
+        async with asyncio.timeout(PATIENCE_S):
+            await stage.supervisor.stop(2 * PATIENCE_S)
         assert stage.ends == ["late"]
 
 

@@ -6,12 +6,12 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from shared.bus import Bus
+from shared.bus import Bus, clearance
 from shared.config import BusConfig
 from shared.errors import PermissionRefused
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
-from tests.patience import PATIENCE_S, until
+from tests.patience import BUSY_S, PATIENCE_S, until
 from tests.shared.bus.desk import FILE_LISTENER, FILED, NOTED, Desk, Note
 
 CAPITALS = "kvasir.v1.tok.Gateway-A"
@@ -34,7 +34,10 @@ async def desk_with(server: NatsServer) -> tuple[Bus, Desk]:
     return bus, desk
 
 
-async def test_the_first_and_every_later_refusal_is_an_error(make_server: MakeServer) -> None:
+async def test_the_first_and_every_later_refusal_is_an_error(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clearance, "_VERDICT_S", PATIENCE_S)
     bus, desk = await desk_with(make_server(jetstream=False, extra_config=only(FILED)).start())
     started_s = time.monotonic()
     for subject in (NOTED, CAPITALS, NOTED):
@@ -42,7 +45,7 @@ async def test_the_first_and_every_later_refusal_is_an_error(make_server: MakeSe
             await bus.publish(subject, Note())
     results = await asyncio.gather(*(bus.publish(NOTED, Note()) for _ in range(5)), return_exceptions=True)
     assert [type(result) for result in results] == [PermissionRefused] * 5
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < PATIENCE_S / 2, "it was said, not waited for"
     for number in range(3):
         await bus.publish(FILED, Note(number=number))
     await until(lambda: desk.filed == [0, 1, 2])
@@ -78,7 +81,7 @@ async def test_a_frozen_server_does_not_hold_publishers_up(
     nats_server.freeze()
     started_s = time.monotonic()
     await bus.publish(FILED, Note(number=1))
-    assert 0.9 < time.monotonic() - started_s < 4.0
+    assert 0.9 < time.monotonic() - started_s < 1.0 + BUSY_S
     nats_server.thaw()
     await bus.publish(FILED, Note(number=2))
     await until(lambda: desk.filed == [1, 2])

@@ -68,7 +68,7 @@ async def test_an_express_connection_that_nobody_waits_for_any_more_is_closed(
 
 async def test_nobody_there_is_no_responder_at_once(connect_bus: ConnectBus) -> None:
     caller = await connect_bus()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(errors.NoResponder, match=r"kvasir\.v1\.cmd\.desk\.ask"):
             await caller.request(ASK, Question(), Answer, deadline_s=60)
 
@@ -143,7 +143,7 @@ async def test_gather_hears_every_instance_and_leaves_errors_out(connect_bus: Co
     answers = await caller.gather(CENSUS, Question(), Answer, deadline_s=0.5)
     assert {answer.text for answer in answers} == {"desk-0", "desk-1"}
     assert metric(registry, "kvasir_bus_errors_total", side="caller", code="internal_error") == 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert len(await caller.gather(CENSUS, Question(), Answer, deadline_s=60, expected=2)) == 2
         assert await caller.gather("kvasir.v1.cmd.nobody.census", Question(), Answer, deadline_s=60) == []
 
@@ -260,7 +260,7 @@ async def test_close_gives_a_stuck_handler_up_and_says_so(connect_bus: ConnectBu
     desk.gate.clear()
     asking = asyncio.create_task(caller.request(ASK, Question(), Answer, deadline_s=PATIENCE_S))
     await until(lambda: desk.running == 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await bus.close()
     with pytest.raises(errors.InternalError, match="CancelledError"):
         await asking

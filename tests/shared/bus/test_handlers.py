@@ -17,7 +17,7 @@ from shared.bus import Listener, tracing
 from shared.bus.serving import Lanes, handle_inline, subject_for
 from shared.messages.base import Message, encode
 from tests.conftest import ConnectBus
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 
 def test_a_subject_may_depend_on_the_instance() -> None:
@@ -98,7 +98,7 @@ async def test_stop_waits_for_what_runs_and_waits_then_cancels() -> None:
     lanes = Lanes(work, concurrency=1, pending_limit=9)
     for item in (0, 1, 2, 3):
         assert lanes.offer(item)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await lanes.stop(0.2)
     assert done == [0, 1] and lanes.pending == 0
 

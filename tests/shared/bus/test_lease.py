@@ -14,7 +14,7 @@ from shared.bus.lease import LeaseHolder, Silence, _is_takeable
 from shared.config import BusConfig
 from tests.conftest import ConnectBus, MakeServer
 from tests.nats_server import NatsServer
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 ROLE = "scheduler"
 
@@ -66,7 +66,7 @@ async def test_a_holder_that_renews_is_not_replaced(connect_bus: ConnectBus) -> 
 
 async def test_a_restart_of_the_same_instance_waits_for_nothing(connect_bus: ConnectBus) -> None:
     before = await acquired(await connect_bus("scheduler", "scheduler-0"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         after = await acquired(await connect_bus("scheduler", "scheduler-0"), ttl_s=3600)
     assert after.epoch > before.epoch and after.holder.incarnation != before.holder.incarnation
     with pytest.raises(errors.NotLeader):
@@ -76,7 +76,7 @@ async def test_a_restart_of_the_same_instance_waits_for_nothing(connect_bus: Con
 async def test_a_role_given_back_is_free_at_once(connect_bus: ConnectBus) -> None:
     lease = await acquired(await connect_bus("scheduler", "scheduler-0"))
     await lease.release()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         taken = await acquired(await connect_bus("scheduler", "scheduler-1"), ttl_s=3600)
     assert taken.epoch > lease.epoch
     await lease.release()  # of what is another's by now: changes nothing

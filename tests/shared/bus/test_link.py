@@ -194,7 +194,7 @@ async def test_closing_while_disconnected_takes_no_time(
     await bus.attach(HANDLERS, Desk())
     nats_server.kill()
     await until(lambda: not bus.connected)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await bus.close()
 
 

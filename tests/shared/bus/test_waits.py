@@ -6,6 +6,7 @@ import pytest
 
 from shared.bus.waits import Waits
 from shared.errors import BusUnavailable, PermissionRefused
+from tests.patience import PATIENCE_S
 
 LOST = BusUnavailable("lost")
 REFUSED = PermissionRefused("refused")
@@ -55,7 +56,7 @@ async def test_late_work_goes_on_when_nobody_waits_for_it() -> None:
         done.set()
 
     assert not await waits.is_done_within(slow(), 0.001)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await done.wait()
     assert await waits.is_done_within(immediately(1), 5.0)
 
@@ -74,5 +75,5 @@ async def test_a_cancelled_waiter_takes_its_work_along() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await ended.wait()

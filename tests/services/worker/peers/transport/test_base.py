@@ -130,9 +130,9 @@ class TestMessages:
     def test_of_several_links_are_served_at_once(self, dial: Dial) -> None:
         links = [dial() for _ in range(5)]
         began_s = time.monotonic()
-        calls = [link.begin("slow", b"0.4", deadline_s=10.0) for link in links]
+        calls = [link.begin("slow", b"2", deadline_s=20.0) for link in links]
         assert {call.finish().header for call in calls} == {b"at last"}
-        assert time.monotonic() - began_s < 1.9
+        assert time.monotonic() - began_s < 9, "one after the other they take 10 s"
 
     def test_from_many_threads_keep_apart(self, dial: Dial) -> None:
         def talk(link: PeerLink, seed: int) -> bool:
@@ -176,8 +176,8 @@ class TestErrors:
         link = dial()
         began_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            link.ask("slow", b"0.6", deadline_s=0.2)
-        assert 0.15 < time.monotonic() - began_s < 0.5
+            link.ask("slow", b"3", deadline_s=0.2)
+        assert 0.15 < time.monotonic() - began_s < 2.9
         assert link.closed
         with pytest.raises(PeerLost):
             link.ask("echo", deadline_s=1.0)
@@ -216,7 +216,7 @@ class TestDeaths:
             time.sleep(0.3)
             killed_s = time.monotonic()
             process.send_signal(signal.SIGKILL)
-        assert time.monotonic() - killed_s < 2.0
+        assert time.monotonic() - killed_s < BUSY_S
         assert isinstance(raised[0], PeerLost) and link.closed
 
     def test_of_the_answering_peer_while_it_answers(self, dial: Dial, process: Process) -> None:
