@@ -185,8 +185,10 @@ def pulled(
     for name in names[known:count]:
         if not taken.can_allocate(2):
             break
-        (block,) = taken.allocate(1)
         source = given.hold([name])
+        if not source:  # borrowed: it cannot be copied from
+            break
+        (block,) = taken.allocate(1)
         copy(source[0], block)
         given.release(source)
         taken.publish(block, name, parent)

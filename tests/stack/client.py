@@ -18,6 +18,8 @@ class Answer:
     text: str = ""
     finish_reason: str | None = None
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt."""
     chunks: int = 0
     done: bool = False
     errors: list[Any] = field(default_factory=list)
@@ -105,6 +107,7 @@ class Client:
         answer.chunks += 1
         if chunk.get("usage"):
             answer.completion_tokens = chunk["usage"]["completion_tokens"]
+            answer.cached_tokens = (chunk["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         for choice in chunk["choices"]:
             answer.text += choice["delta"].get("content") or ""
             answer.finish_reason = choice["finish_reason"] or answer.finish_reason

@@ -185,11 +185,13 @@ class MixedWorld(World):
                 loans.enter(other, given)
                 missing -= len(given)
         back = balance.spares(pool.borrowed_blocks, 0, self._wanted_back(loans))
-        if balance.may_shrink() and back:
-            self._give_back(loans, pool.retire(back))
+        if not balance.may_shrink():
+            return
+        is_spacious = balance.own_blocks > balance.keep_blocks
+        home = self._bring_home(loans, balance.own_blocks - balance.keep_blocks) if is_spacious else 0
+        if back:
+            self._give_back(loans, pool.retire(back, cached=not home))
             balance.on_shrunk()
-        elif balance.may_shrink() and balance.own_blocks > balance.keep_blocks:
-            self._bring_home(loans, balance.own_blocks - balance.keep_blocks)
 
     def _lendable(self, name: str) -> int:
         return CAP - self.loans[name].pool.own.withdrawn_blocks
@@ -199,7 +201,7 @@ class MixedWorld(World):
         owed = {name for name, _ in loans.places.values()}
         return sum(self.loans[name].balance.short_blocks for name in owed)
 
-    def _bring_home(self, loans: Loans, most_blocks: int) -> None:
+    def _bring_home(self, loans: Loans, most_blocks: int) -> int:
         pool = loans.pool
         most_blocks = min(most_blocks, pool.own.lendable_blocks)
         chosen = pool.set_apart(pool.are_used(loans.places), most_blocks)
@@ -208,6 +210,7 @@ class MixedWorld(World):
             self.brought_home(pool, loans.places[number], place)
         pool.own.readmit(pool.come_home(zip(chosen, home, strict=True)))
         self._give_back(loans, chosen)
+        return len(chosen)
 
     def brought_home(self, pool: ExtendedPool, at_creditor: tuple[str, int], place: int) -> None:
         """A borrowed block's content is in the own memory; here nobody keeps account of that."""

@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
+
 from shared import subjects
 from shared.bus import Bus, Handler, Listener
 from shared.messages.reports import WorkerReported
@@ -52,3 +54,10 @@ async def heartbeats(stack: RunningStack) -> AsyncIterator[Heartbeats]:
         yield heard
     finally:
         await bus.close()
+
+
+async def announced_tokens(stack: RunningStack) -> int:
+    """The context limit that the gateway tells clients."""
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
+        reply = await http.get("/v1/models", headers={"Authorization": f"Bearer {stack.key}"})
+        return max(int(row.get("max_model_len") or 0) for row in reply.json()["data"])

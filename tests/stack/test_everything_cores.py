@@ -26,10 +26,10 @@ chats = st.builds(
 )
 longs = st.builds(
     Wanted,
-    prompt_tokens=st.integers(BLOCKS * 16 - 60, LONGEST),
+    prompt_tokens=st.one_of(st.integers(BLOCKS * 16 - 60, LONGEST), st.integers(2 * BLOCKS * 16, LONGEST)),
     answer_tokens=st.integers(1, 40),
     max_tokens=st.just(40),
-    word=st.integers(3, 9),
+    word=st.integers(3, 5),
 )
 moments = st.floats(0.5, 6.0)
 programs = st.fixed_dictionaries(

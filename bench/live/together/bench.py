@@ -16,8 +16,9 @@ import uvloop
 from bench.kit.context import Context
 from bench.kit.load import Answer, LoadResult, Target, first_error, full_answer, serve_all
 from bench.kit.mechanisms import CACHE, LENDING, OFF, PIE, RELIEF, Settings
-from bench.kit.models import TINY_CHAT, vocabulary
+from bench.kit.models import TINY_CHAT, checkpoint, vocabulary
 from bench.kit.outcome import Outcome
+from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, start_stack
 from bench.live.together.figures import AMPLE, EVERYTHING, NONE, Turn, figures_of, table_of
 from bench.live.together.workloads import BLOCK_TOKENS, KV_BLOCKS, WORKERS, WORKLOADS, Request, Workload
@@ -57,6 +58,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--workloads", nargs="+", choices=names, help=f"only these [all; --quick {' '.join(_QUICK)}]"
     )
     parser.add_argument("--turns", type=int, help=f"of all sides [{TURNS}; --quick 1]")
+    parser.add_argument("--requests", type=int, help="at most so many of each workload [all that it has]")
+    parser.add_argument("--model", default=str(TINY_CHAT), help="a folder, or random-50m, random-100m")
     singles = list(SINGLES)
     parser.add_argument(
         "--singles",
@@ -99,13 +102,16 @@ def run(context: Context) -> Outcome:
 
 def _measure(context: Context, workload: Workload, side: str, turn: int) -> Turn:
     """On a stack of its own, with the same requests as all sides in this turn."""
-    tokens = vocabulary(TINY_CHAT)
+    flags = context.arguments
+    model = checkpoint(flags.model, ROOT / "runs" / "bench" / "checkpoints")
+    tokens = vocabulary(model)
     warm, asked = (
         workload.draw(context.random(f"{workload.name}/{purpose}"), tokens, quick=context.quick)
         for purpose in ("warm", turn)
     )
+    asked = asked[: flags.requests]
     folder = context.run_dir.resolve() / f"{workload.name}-{side}-{turn}"
-    with start_stack(folder, {**_COMMON, **SIDES[side]}, model=TINY_CHAT, workers=WORKERS) as stack:
+    with start_stack(folder, {**_COMMON, **SIDES[side]}, model=model, workers=WORKERS) as stack:
         _serve(stack.target, warm[:_WARM_REQUESTS], workload.at_once)
         load = _serve(stack.target, asked, workload.at_once)
     named = {"workload": workload.name, "side": side, "turn": turn}

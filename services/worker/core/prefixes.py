@@ -122,12 +122,12 @@ class Prefixes:
             sequence.cached_tokens = min(cached_tokens, sequence.prompt_tokens)
 
     def publish(self, sequence: HeldSequence) -> None:
-        """Blocks that have become full get their names, up to the first that is borrowed, or that is not what
-        is stored under its name."""
+        """Blocks that have become full get their names, borrowed ones as well, up to the first that is not
+        what is stored under its name, or cannot be compared with that."""
         full = sequence.computed_tokens // self.cache.block_tokens
         self._name(sequence, full)
-        own = min(full, first_borrowed(sequence.blocks, self._own_ids))
-        for at in range(sequence.published_blocks, own):
+        last = min(full, first_borrowed(sequence.blocks, self._own_ids)) if sequence.audited else full
+        for at in range(sequence.published_blocks, last):
             if sequence.audited and not self._is_confirmed(sequence, at):
                 sequence.published_blocks = at
                 return

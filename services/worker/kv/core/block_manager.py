@@ -66,7 +66,9 @@ class Inventory:
         """On the host and not on disk yet, oldest first."""
         self.requests = 0
         self.evictable = 0
-        """Device blocks that have a name and no user."""
+        """Own device blocks that have a name and no user."""
+        self.borrowed_idle = 0
+        """Borrowed ones that have: their ids are above all own ones."""
         self.saved = 0
         """Of these, those that the host has as well."""
         self.is_behind = False
@@ -76,10 +78,42 @@ class Inventory:
         self.counts: Counter[str] = Counter()
         self.on_moved: Callable[[BlockHash], None] = lambda name: None
         """Called with each block that got or lost a place."""
+        self.on_borrowed_free: Callable[[int], None] = lambda block: None
+        """Called with each borrowed block that has no name any more."""
 
     def node_of(self, block: int) -> Node | None:
         """The named block that lies there on the device."""
         return self._published.get(block)
+
+    def is_own(self, node: Node) -> bool:
+        """Whether its place on the device is this worker's; one that is borrowed cannot be copied from."""
+        place = node.places[Tier.DEVICE]
+        return place is not None and place < self.pool.ids
+
+    def rename(self, node: Node, block: int) -> None:
+        """Its copy on the device is there from now on; the place that it leaves is nobody's."""
+        self._count(node, -1)
+        before = self.tree.take(node, Tier.DEVICE)
+        del self._published[before]
+        self.tree.put(node, Tier.DEVICE, block)
+        self._published[block] = node
+        self._count(node, 1)
+        self._rank(node)
+
+    def drop_place(self, node: Node) -> None:
+        """Its copy on the device, which was borrowed, is lost, and so is what hangs on it there and nobody
+        uses. Who uses such a block has its own copy of this one; see `let_go`."""
+        for lost in reversed(self.tree.below(node)):
+            if lost.places[Tier.DEVICE] is not None and not lost.busy:
+                self._give(Tier.DEVICE, self._take(lost, Tier.DEVICE))
+        self._give(Tier.DEVICE, self._take(node, Tier.DEVICE))
+        self._drop_if_gone(node)
+
+    def idle_borrowed(self) -> list[Node]:
+        """Borrowed blocks that have a name and no user, the one wanted longest ago first, and of equals the
+        deepest."""
+        idle = [node for block, node in self._published.items() if block >= self.pool.ids and not node.busy]
+        return sorted(idle, key=lambda node: (node.used, -node.depth))
 
     def enter(self, name: BlockHash, parent: Node | None) -> Node:
         """A new node, to be given a place at once."""
@@ -117,6 +151,10 @@ class Inventory:
                 break
             self._count(node, 1)
             self._rank(node)
+            if _lacks_beginning(node):
+                for loose in [*reversed(self.tree.below(node)), node]:
+                    if loose.places[Tier.DEVICE] is not None:
+                        self._give(Tier.DEVICE, self._take(loose, Tier.DEVICE))
             gone = gone if node.stored else node
             node = node.parent
         if gone is not None:
@@ -195,7 +233,7 @@ class Inventory:
         """A device block that may go, still in its place; None when all are in use. The first of those that
         are on the host as well where the first of all is not."""
         node = self._device.pop()
-        if node is None or not self.host.total or node.places[Tier.HOST] is not None:
+        if node is None or not self.host.total or node.places[Tier.HOST] is not None or not self.is_own(node):
             return node
         self.is_behind = True
         saved = self._saved.pop()
@@ -240,7 +278,8 @@ class Inventory:
         pins = Counter(pinned)
         private = [block for block in held if block not in self._published]
         assert len(private) == len(set(private)), "a private block is shared"
-        self.pool.check_integrity([*private, *self._published, *arriving])
+        own = [block for block in self._published if block < self.pool.ids]
+        self.pool.check_integrity([*private, *own, *arriving])
         users = Counter(block for block in held if block in self._published)
         for block, node in self._published.items():
             assert node.places[Tier.DEVICE] == block
@@ -248,8 +287,9 @@ class Inventory:
             assert node.busy == users[block] + pins[node] + kept, (
                 "a block is used by fewer or more than hold it"
             )
-        loose = [node for node in self._published.values() if node.busy == 0]
-        assert self.evictable == len(loose)
+        idle = [node for node in self._published.values() if node.busy == 0]
+        loose = [node for node in idle if self.is_own(node)]
+        assert (self.evictable, self.borrowed_idle) == (len(loose), len(idle) - len(loose))
         assert self.saved == sum(node.places[Tier.HOST] is not None for node in loose)
         on_way = {Tier.HOST: list(storing), Tier.DISK: list(writing)}
         for tier, shelf in ((Tier.HOST, self.host), (Tier.DISK, self.disk)):
@@ -262,7 +302,7 @@ class Inventory:
             for tier, order in zip(Tier, self._orders, strict=True):
                 assert (node in order) == node.is_loose(tier), "the order of eviction is out of step"
             assert (node in self._saved) == (
-                node.is_loose(Tier.DEVICE) and node.places[Tier.HOST] is not None
+                node.is_loose(Tier.DEVICE) and node.places[Tier.HOST] is not None and self.is_own(node)
             )
         assert all(node.places[Tier.HOST] is not None for node in self.unsaved), "nothing to save"
 
@@ -272,16 +312,20 @@ class Inventory:
                 order.add(node, _group(node, tier))
             else:
                 order.discard(node)
-        if node.places[Tier.HOST] is not None and node.is_loose(Tier.DEVICE):
+        if node.places[Tier.HOST] is not None and node.is_loose(Tier.DEVICE) and self.is_own(node):
             self._saved.add(node)
         else:
             self._saved.discard(node)
 
     def _count(self, node: Node, by: int) -> None:
         """It enters, or leaves, the sums of those that may go."""
-        if not node.busy and node.places[Tier.DEVICE] is not None:
+        if node.busy or node.places[Tier.DEVICE] is None:
+            return
+        if self.is_own(node):
             self.evictable += by
             self.saved += by * (node.places[Tier.HOST] is not None)
+        else:
+            self.borrowed_idle += by
 
     def _rank_with_parent(self, node: Node) -> None:
         self._rank(node)
@@ -302,7 +346,10 @@ class Inventory:
     def _give(self, tier: Tier, place: int) -> None:
         if tier is Tier.DEVICE:
             del self._published[place]
-            self.pool.release([place])
+            if place < self.pool.ids:
+                self.pool.release([place])
+            else:
+                self.on_borrowed_free(place)
         else:
             (self.host if tier is Tier.HOST else self.disk).give(place)
 
@@ -334,6 +381,13 @@ class Inventory:
             self.tree.forget(lost)
             self.history.on_dropped(lost)
             self.counts["dropped"] += 1
+
+
+def _lacks_beginning(node: Node) -> bool:
+    """The device has it, and what precedes it no more."""
+    parent = node.parent
+    is_there = node.places[Tier.DEVICE] is not None
+    return is_there and parent is not None and parent.places[Tier.DEVICE] is None
 
 
 def _group(node: Node, tier: Tier) -> int:

@@ -1,12 +1,15 @@
 """A worker's own KV blocks and, behind them, those that it has borrowed. Pure bookkeeping of ids.
 
 Own blocks go first: attention over them costs no message. Borrowed ids lie above the own ones, are handed in
-once they can be reached, and may be lost at any time. Knows neither creditors nor grants.
+once they can be reached, and may be lost at any time. Where the own pool is a prefix cache, borrowed blocks
+have names as well: they are shared, and stay when their sequence has ended, until they are needed or go home.
+Knows neither creditors nor grants.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from services.worker.kv.core.prefix_cache import PrefixCache
 from shared.messages.reports import Capacity
 
 
@@ -77,8 +80,12 @@ class ExtendedPool:
         """Who holds blocks is told that they are called otherwise from now on."""
         self._free: dict[int, None] = {}
         self._used: set[int] = set()
+        """By sequences, or by the cache."""
         self._apart: set[int] = set()
         """About to come home: nobody gets them anew. Those in use are in `_used`, too."""
+        self._cache = own if isinstance(own, PrefixCache) else None
+        if self._cache is not None:
+            self._cache.on_borrowed_free(self._set_free)
 
     @property
     def total_blocks(self) -> int:
@@ -90,7 +97,12 @@ class ExtendedPool:
 
     @property
     def evictable_blocks(self) -> int:
-        return self.own.evictable_blocks
+        return self.own.evictable_blocks + self.cached_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """Borrowed, with a name, and used by no sequence."""
+        return 0 if self._cache is None else self._cache.idle_borrowed_blocks
 
     @property
     def growable_blocks(self) -> int:
@@ -110,32 +122,33 @@ class ExtendedPool:
 
     @property
     def borrowed_free_blocks(self) -> int:
-        return len(self._free)
+        """No sequence has them."""
+        return len(self._free) + self.cached_blocks
 
     def can_allocate(self, blocks: int) -> bool:
-        return blocks <= self.own.free_blocks + self.own.evictable_blocks + len(self._free)
+        return blocks <= self.free_blocks + self.evictable_blocks
 
     def allocate(self, blocks: int) -> list[int]:
         """Own ones as far as there are. Raises ValueError, and takes none, when there are fewer."""
         if blocks < 0 or not self.can_allocate(blocks):
             raise ValueError(f"{blocks} blocks asked for, {self.free_blocks} free")
         of_own = min(blocks, self.own.free_blocks + self.own.evictable_blocks)
+        own = self.own.allocate(of_own)
+        self._clear(blocks - of_own)
         taken = [block for block, _ in zip(self._free, range(blocks - of_own), strict=False)]
         for block in taken:
             del self._free[block]
         self._used.update(taken)
-        return [*self.own.allocate(of_own), *taken]
+        return [*own, *taken]
 
     def release(self, blocks: Iterable[int]) -> None:
         """Borrowed ones that were lost meanwhile are passed over. Raises ValueError on one that is free."""
         own: list[int] = []
         for block in blocks:
-            if block < self.own_blocks:
+            if block < self.own_blocks or (self._cache is not None and self._cache.has_name(block)):
                 own.append(block)
             elif block in self._used:
-                self._used.discard(block)
-                if block not in self._apart:
-                    self._free[block] = None
+                self._set_free(block)
             elif block in self._free:
                 raise ValueError(f"block {block} is not taken")
         self.own.release(own)
@@ -147,8 +160,11 @@ class ExtendedPool:
                 raise ValueError(f"block {block} is here already")
             self._free[block] = None
 
-    def retire(self, most_blocks: int) -> list[int]:
-        """Up to so many free borrowed blocks leave, those that came last first."""
+    def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
+        """Up to so many borrowed blocks that no sequence has leave, those that came last first; those with a
+        name after the others, or, unless `cached`, not at all."""
+        if cached:
+            self._clear(most_blocks)
         leaving = list(self._free)[::-1][: max(0, most_blocks)]
         for block in leaving:
             del self._free[block]
@@ -156,10 +172,10 @@ class ExtendedPool:
 
     def lose(self, blocks: Iterable[int]) -> None:
         """These are gone, whoever uses them. Unknown ones are not minded."""
-        for block in blocks:
-            self._free.pop(block, None)
-            self._used.discard(block)
-            self._apart.discard(block)
+        blocks = list(blocks)
+        if self._cache is not None:
+            self._cache.lose_borrowed(blocks)
+        self._drop(blocks)
 
     def set_apart(self, blocks: Iterable[int], most_blocks: int) -> list[int]:
         """Up to so many of these stay whose they are, or nobody's, until `rejoin` or `come_home`: first those
@@ -193,24 +209,46 @@ class ExtendedPool:
         spare: list[int] = []
         for block, own in pairs:
             is_used = block in self._apart and block in self._used
-            self.lose([block])
+            self._drop([block])
             if is_used:
                 moves[block] = own
             else:
                 spare.append(own)
-        self.on_moved(dict(zip(moves, self.own.rejoin(moves.values()), strict=True)))
+        renamed = dict(zip(moves, self.own.rejoin(moves.values()), strict=True))
+        if self._cache is not None:
+            self._cache.rename(renamed)
+        self.on_moved(renamed)
         return spare
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """AssertionError unless `held` is what is taken, each once."""
         mine: list[int] = []
         there: list[int] = []
+        cache = self._cache
+        names = set() if cache is None else {block for block in self._used if cache.has_name(block)}
         for block in held:
-            (mine if block < self.own_blocks else there).append(block)
+            (mine if block < self.own_blocks or block in names else there).append(block)
         self.own.check_integrity(mine)
         assert len(there) == len(set(there)), "a borrowed block is held twice"
-        assert set(there) == self._used, "borrowed blocks lost or held by nobody"
+        assert set(there) | names == self._used, "borrowed blocks lost or held by nobody"
         assert not (self._used | self._apart) & self._free.keys()
+
+    def _set_free(self, block: int) -> None:
+        self._used.discard(block)
+        if block not in self._apart:
+            self._free[block] = None
+
+    def _clear(self, blocks: int) -> None:
+        """So many are free, if need be without the names that they had."""
+        missing = blocks - len(self._free)
+        if missing > 0 and self._cache is not None:
+            self._cache.forget_borrowed(missing)
+
+    def _drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._free.pop(block, None)
+            self._used.discard(block)
+            self._apart.discard(block)
 
 
 def capacity_of(pool: Pool) -> Capacity:

@@ -9,7 +9,7 @@ Source: papers/002 §IV; `algorithms.md` §5.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.worker.kv.core.arrivals import Awaited, Hit
@@ -39,8 +39,9 @@ class Tiers:
 class PrefixCache(LowerTiers):
     """Named blocks of one worker. One thread; requests are counted, no clock is read.
 
-    `counts`, in blocks: hits_…, misses, evicted_…, dropped, lost_unsaved, copies_lost, write_failures,
-    prefetched, saved_ahead, saved_late (the engine waited for that copy); loads_abandoned.
+    `counts`, in blocks: hits_… (hits_borrowed: of those of the device), misses, evicted_…, dropped,
+    lost_unsaved, copies_lost, write_failures, prefetched, saved_ahead, saved_late (the engine waited for that
+    copy); loads_abandoned.
     """
 
     def __init__(
@@ -166,9 +167,12 @@ class PrefixCache(LowerTiers):
         for node in found[:near]:
             self._books.hold(node)
         self.gate.on_loaded(Tier.DEVICE, near, 0.0)
-        awaited = self._send_for(found[near:]) if may_load else None
+        far = found[near:]
+        lost = next((i for i, node in enumerate(far) if node.places[Tier.DEVICE] is not None), len(far))
+        awaited = self._send_for(far[:lost]) if may_load else None
         done = near + (0 if awaited is None else len(awaited.nodes))
         self.counts["hits_device"] += near
+        self.counts["hits_borrowed"] += sum(not self._books.is_own(node) for node in found[:near])
         self.counts["misses"] += max(0, min(len(names), most_blocks) - first_block - done)
         blocks = tuple(_block_of(node) for node in found[:near])
         ahead = len(chain) - first_block - done if done and done == len(found) else 0
@@ -228,12 +232,12 @@ class PrefixCache(LowerTiers):
         return count
 
     def hold(self, names: Sequence[BlockHash]) -> list[int]:
-        """Consecutive blocks that are on the device, up to the first that is not; to be given back by
-        `release`. `names` need not begin a sequence."""
+        """Consecutive blocks that are on the own device, up to the first that is not, or that hangs on one
+        which is not; to be given back by `release`. `names` need not begin a sequence."""
         held: list[int] = []
         for name in names:
             node = self._books.tree.find(name)
-            if node is None or node.places[Tier.DEVICE] is None:
+            if node is None or not self._books.is_own(node) or (not held and not self._begins_here(node)):
                 break
             self._books.hold(node)
             held.append(_block_of(node))
@@ -255,6 +259,46 @@ class PrefixCache(LowerTiers):
         self._books.hold(node)
         self._books.put(node, Tier.DEVICE, block)
         return True
+
+    # --- borrowed blocks: ids from `ids` on, whose bytes are at a creditor's
+
+    def on_borrowed_free(self, hear: Callable[[int], None]) -> None:
+        """`hear` is called with each borrowed block that had a name, and has none any more."""
+        self._books.on_borrowed_free = hear
+
+    def has_name(self, block: int) -> bool:
+        """Whether it is found by others."""
+        return self._books.node_of(block) is not None
+
+    @property
+    def idle_borrowed_blocks(self) -> int:
+        """Named and used by nobody."""
+        return self._books.borrowed_idle
+
+    def forget_borrowed(self, blocks: int) -> None:
+        """So many that nobody uses lose their names, and their own blocks what hangs on them."""
+        for node in self._books.idle_borrowed():
+            if blocks < 1:
+                return
+            if node.places[Tier.DEVICE] is not None:
+                for lost in [*reversed(self._books.tree.below(node)), node]:
+                    if lost.places[Tier.DEVICE] is not None:
+                        blocks -= not self._books.is_own(lost)
+                        self._take_off(lost)
+
+    def lose_borrowed(self, blocks: Iterable[int]) -> None:
+        """Their creditor is gone. No sequence has them any more; a load may hang on them still."""
+        for block in blocks:
+            node = self._books.node_of(block)
+            if node is not None:
+                self._books.drop_place(node)
+
+    def rename(self, moves: Mapping[int, int]) -> None:
+        """What was in a borrowed block is in an own one, which is taken."""
+        for block, own in moves.items():
+            node = self._books.node_of(block)
+            if node is not None:
+                self._books.rename(node, own)
 
     def condemn(self, block: int) -> None:
         """What is stored there is wrong: it, and what was computed from it, is forgotten wherever it lies,
@@ -329,10 +373,17 @@ class PrefixCache(LowerTiers):
 
     def _evict_from_device(self) -> None:
         """Frees a block. What nobody has copied yet is copied before: the pool may forget what is free."""
-        node = self._books.pop_device()
-        assert node is not None, "nothing to evict although blocks were counted as evictable"
+        is_own = False
+        while not is_own:  # a borrowed block may hang on the first that is own
+            node = self._books.pop_device()
+            assert node is not None, "nothing to evict although blocks were counted as evictable"
+            is_own = self._books.is_own(node)
+            self._take_off(node)
+
+    def _take_off(self, node: Node) -> None:
+        """The device has it no more."""
         self._ahead.finish(node)
-        if node.places[Tier.HOST] is None:
+        if node.places[Tier.HOST] is None and self._books.is_own(node):
             place = self._books.host_slot(node)
             if place is not None:
                 took_s = self._mover.store([Store(node.name, _block_of(node), place)])
@@ -341,6 +392,14 @@ class PrefixCache(LowerTiers):
                 self.counts["saved_late"] += 1
         self._books.remove(node, Tier.DEVICE)
         self.counts["evicted_device"] += 1
+
+    def _begins_here(self, node: Node) -> bool:
+        """Whether all before it is this worker's own."""
+        while node.parent is not None:
+            node = node.parent
+            if not self._books.is_own(node):
+                return False
+        return True
 
 
 def _is_near(node: Node) -> bool:

@@ -164,7 +164,7 @@ class PrefixTree:
                 assert self._nodes.get(node.parent.name) is node.parent, "a block cannot be reached"
                 assert node.parent.children[name] is node
                 if node.places[Tier.DEVICE] is not None:
-                    assert node.parent.places[Tier.DEVICE] is not None, (
+                    assert node.busy or node.parent.places[Tier.DEVICE] is not None, (
                         "the device has it without its beginning"
                     )
                 if node.busy:

@@ -95,7 +95,7 @@ class SaveAhead:
 
     def _is_wanted(self, node: Node) -> bool:
         """It is about to leave, and the host has no copy of it."""
-        is_there = node.is_leaving and node.places[Tier.DEVICE] is not None
+        is_there = node.is_leaving and self._books.is_own(node)
         return is_there and node.places[Tier.HOST] is None and not node.storing
 
     def _start(self, node: Node, place: int) -> bool:

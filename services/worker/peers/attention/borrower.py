@@ -146,9 +146,9 @@ class Borrower:
 
         self._door.give(rename)
 
-    async def retire(self, most_blocks: int) -> list[int]:
-        """Up to so many that no sequence has are given up."""
-        return await self._give(lambda core, _: self._retire(most_blocks))
+    async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
+        """Up to so many that no sequence has are given up; what is cached there only where it says so."""
+        return await self._give(lambda core, _: self._retire(most_blocks, cached=cached))
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
         """Up to so many of these stay whose they are until `rejoin` or `swap_home`. Raises Overloaded."""
@@ -232,8 +232,8 @@ class Borrower:
         self._pool.admit(logical)
         return True
 
-    def _retire(self, most_blocks: int) -> list[int]:
-        retired = self._pool.retire(most_blocks)
+    def _retire(self, most_blocks: int, *, cached: bool) -> list[int]:
+        retired = self._pool.retire(most_blocks, cached=cached)
         self._forget(retired)
         return retired
 

@@ -203,15 +203,16 @@ class Recalls:
 
     async def recall(
         self, pressures: Mapping[str, CreditorPressure], free_blocks: int, keep_blocks: int
-    ) -> None:
-        """Brings home what fits into own memory that is free, from the creditors under most pressure.
+    ) -> int:
+        """Brings home what fits into own memory that is free, from the creditors under most pressure; returns
+        how many blocks.
 
         Offers all that is borrowed: which blocks a sequence uses is known on the engine's thread only."""
         order = in_order(self._table.lenders(), pressures)
         chosen = [number for lender in order for number in self._table.used_at(*lender)]
         most = min(MOST_RECALLED_BLOCKS, free_blocks - keep_blocks)
         if not chosen or most < 1:
-            return
+            return 0
         self._recall_over.clear()
         self._debts.freeze(chosen)
         home: Iterable[int] = ()
@@ -221,9 +222,10 @@ class Recalls:
             self._recall_over.set()
             repayments = self._debts.recalled(home)
             self._debts.thaw(chosen)
+        count = sum(len(each.message.blocks) for each in repayments)
+        self.recalled_blocks += count
         if repayments:
-            count = sum(len(each.message.blocks) for each in repayments)
-            self.recalled_blocks += count
             canonical(_log, "brought home", blocks=count)
         for each in repayments:
             await self._repay(each)
+        return count

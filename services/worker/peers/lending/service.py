@@ -336,18 +336,21 @@ class Lending:
         self.debts.give_back(back if self._borrower is None else idle)
         if self._borrower is not None and self._balance.may_shrink():
             is_spacious = self._balance.own_blocks > self._balance.keep_blocks
-            if back:
-                self._spawn("retire", self._retire(self._borrower, back))
-            elif is_spacious and self._recalls and self._config.recall and self._recalls.may_recall():
-                self._spawn("recall", self._recall(self._recalls))
+            recalls = self._recalls if is_spacious and self._config.recall else None
+            if recalls is not None and not recalls.may_recall():
+                recalls = None
+            if back or recalls is not None:
+                self._spawn("shrink", self._shrink(self._borrower, recalls, back))
 
-    async def _recall(self, recalls: Recalls) -> None:
-        of = pressures(self._neighbours, self._host, self.debts.wanted_back_by_creditor())
-        await recalls.recall(of, self._balance.own_blocks, self._balance.keep_blocks)
-        self._balance.on_shrunk()
-
-    async def _retire(self, borrower: BlockBorrower, blocks: int) -> None:
-        self.debts.release(await borrower.retire(blocks))
+    async def _shrink(self, borrower: BlockBorrower, recalls: Recalls | None, blocks: int) -> None:
+        """Brings home what sequences, or the cache, have at creditors, then returns so many that are free.
+        What is only cached is given up when nothing came home."""
+        home = 0
+        if recalls is not None:
+            of = pressures(self._neighbours, self._host, self.debts.wanted_back_by_creditor())
+            home = await recalls.recall(of, self._balance.own_blocks, self._balance.keep_blocks)
+        if blocks:
+            self.debts.release(await borrower.retire(blocks, cached=not home))
         self._balance.on_shrunk()
 
     def on_creditor_failed(self, creditor_id: str) -> None:

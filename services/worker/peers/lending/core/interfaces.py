@@ -35,7 +35,7 @@ class BlockBorrower(Protocol):
         """These are gone, with their KV; unknown ones are not minded."""
         ...
 
-    async def retire(self, most_blocks: int) -> list[int]:
+    async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
         """Up to so many that no sequence has are given up."""
         ...
 
