@@ -22,6 +22,7 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.kv.tiers.checksums import CRC
+from services.worker.peers.engine_calls import BorrowedReader
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
@@ -101,11 +102,12 @@ def transfers_of(
     registry: Registry,
     runner: Runner,
     clock: Clock,
+    reader: BorrowedReader | None,
 ) -> Transfers | None:
     """None where there is no prefix cache to fetch into, or it is switched off."""
     if store is None or not config.transfer.enabled or not isinstance(engine, CacheableEngine):
         return None
-    return Transfers(bus, config.transfer, engine, store, registry, runner, clock)
+    return Transfers(bus, config.transfer, engine, store, registry, runner, clock, reader)
 
 
 def work_ahead(engine: Engine, store: KvStore | None, prefixes: Prefixes | None) -> None:

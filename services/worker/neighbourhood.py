@@ -121,7 +121,8 @@ class Neighbourhood:
         self._own_blocks = (engine.kv_blocks if pie is None else pie.most_blocks) - bounce_blocks
         own_tokens = self._own_blocks * engine.block_tokens
         self._reach = Reach(own_tokens, engine.max_positions)
-        self._borrower: Borrower | None = None
+        self.borrower: Borrower | None = None
+        """None where nothing is borrowed."""
         self._creditor: Creditor | None = None
         host: LentMemory | None = None
         if isinstance(engine, AttendingEngine):
@@ -130,7 +131,7 @@ class Neighbourhood:
             host = assembly.lent_host_memory(settings, engine)
             if isinstance(pool, ExtendedPool):
                 failed = self._on_failed
-                self._borrower = assembly.make_borrower(engine, pool, door, registry, settings, failed, clock)
+                self.borrower = assembly.make_borrower(engine, pool, door, registry, settings, failed, clock)
         owner = Owner(
             worker_id=bus.instance,
             incarnation=bus.incarnation,
@@ -148,7 +149,7 @@ class Neighbourhood:
             owner,
             PoolDoor(door, own),
             on_lost=self._on_lost,
-            borrower=self._borrower,
+            borrower=self.borrower,
             neighbours=registry.neighbours,
             clock=clock,
         )
@@ -167,11 +168,11 @@ class Neighbourhood:
     @property
     def borrows(self) -> bool:
         """So that other workers' heartbeats are of use here."""
-        return self._borrower is not None
+        return self.borrower is not None
 
     def lost_blocks(self, error: CreditorLost) -> set[int]:
         """See `Runner`; on the engine's thread."""
-        return set() if self._borrower is None else self._borrower.lose_creditor(error)
+        return set() if self.borrower is None else self.borrower.lose_creditor(error)
 
     async def listen(self) -> None:
         """Takes commands from now on: before a heartbeat says where to dial."""
@@ -190,12 +191,12 @@ class Neighbourhood:
 
     @property
     def _handlers(self) -> tuple[Handler, ...]:
-        return HANDLERS if self._borrower is not None or self._pie is not None else ()
+        return HANDLERS if self.borrower is not None or self._pie is not None else ()
 
     def close(self) -> bool:
         """Ends all links, when the engine's thread has ended. False when one took too long."""
-        if self._borrower is not None:
-            self._borrower.close()
+        if self.borrower is not None:
+            self.borrower.close()
         return self._registry.plane.close()
 
     def section(self, capacity: Capacity) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class Neighbourhood:
             needed_blocks = 0
         self._lending.want(needed_blocks, may_borrow_ahead=want.may_borrow_ahead)
         told = {**self._lending.section(capacity), "bulk_addresses": dict(self._registry.plane.addresses)}
-        if self._borrower is not None:
+        if self.borrower is not None:
             lendable_tokens = self._registry.neighbours.lendable_tokens(self._model)
             told["max_context_tokens"] = self._reach.context_tokens(lendable_tokens, now_s)
         return told
@@ -230,8 +231,8 @@ class Neighbourhood:
 
     def _on_lost(self, logical: Sequence[int]) -> None:
         """Leases are over."""
-        if self._borrower is not None:
-            self._borrower.lose(logical)
+        if self.borrower is not None:
+            self.borrower.lose(logical)
 
     def _on_failed(self, creditor_id: str) -> None:
         """On the engine's thread."""

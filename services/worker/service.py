@@ -122,7 +122,16 @@ class Worker:
             between=lambda: work_ahead(engine, self._store, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
         )
-        self._transfers = transfers_of(bus, config, engine, self._store, self._registry, self._runner, clock)
+        self._transfers = transfers_of(
+            bus,
+            config,
+            engine,
+            self._store,
+            self._registry,
+            self._runner,
+            clock,
+            self._neighbours.borrower,
+        )
         self._others = OTHERS if self._neighbours.borrows else ()
         self._heartbeat = Heartbeat(
             lambda: self._door.ask(lambda core, now_s: core.report(now_s)),

@@ -174,10 +174,10 @@ def pulled(
     order: PullBlocks,
     *,
     most_blocks: int,
-    copy: Callable[[int, int], None] = lambda source, target: None,
+    copy: Callable[[int, int], bool] = lambda source, target: True,
 ) -> BlocksPulled:
     """A pull: what the source has by name, the target has then, as far as there is room. `copy`: from a block
-    of the one to a block of the other."""
+    of the one to a block of the other; whether it could be read."""
     names = chain(root(FINGERPRINT, order.cache_salt), order.tokens, taken.block_tokens)
     known = taken.known_blocks(names)
     count = min(given.known_blocks(names), known + most_blocks)
@@ -185,15 +185,16 @@ def pulled(
     for name in names[known:count]:
         if not taken.can_allocate(2):
             break
-        source = given.hold([name])
-        if not source:  # borrowed: it cannot be copied from
-            break
+        held = given.hold([name])
         (block,) = taken.allocate(1)
-        copy(source[0], block)
-        given.release(source)
+        is_whole = copy((held or given.borrowed([name]))[0], block)
+        given.release(held)
+        if not is_whole:
+            taken.release([block])
+            break
         taken.publish(block, name, parent)
         taken.release([block])
         parent = name
-    held = taken.known_blocks(names)
-    fetched = held - known
-    return BlocksPulled(held_tokens=taken.block_tokens * held, fetched_blocks=fetched, fetched_bytes=fetched)
+    there = taken.known_blocks(names)
+    fetched = there - known
+    return BlocksPulled(held_tokens=taken.block_tokens * there, fetched_blocks=fetched, fetched_bytes=fetched)

@@ -126,6 +126,8 @@ class EverythingWorld(MixedWorld):
         self._digests: dict[Any, Content] = {}
         self._gone: dict[str, set[int]] = defaultdict(set)
         """By debtor: borrowed blocks whose creditor has died."""
+        self.copied_borrowed = 0
+        """For moves, from their creditors."""
         lending = replace(parts, lends=True)
         super().__init__(
             seed, wanted, lending, workers=workers, host_blocks=40, disk_blocks=disk_blocks, pace=pace
@@ -237,8 +239,17 @@ class EverythingWorld(MixedWorld):
             found.append(hash((found[-1] if found else 0, token)))
         return found
 
-    def copied(self, source: WorkerProcess, target: WorkerProcess, block: int, to: int) -> None:
-        self.memories[target.name].write(to, self.memories[source.name].read(block))
+    def copied(self, source: WorkerProcess, target: WorkerProcess, block: int, to: int) -> bool:
+        if block < IDS:
+            content = self.memories[source.name].read(block)
+        elif block in (places := self.loans[source.name].places):
+            creditor, place = places[block]
+            content = list(self.memories[creditor].device[place])
+            self.copied_borrowed += 1
+        else:
+            return False  # its creditor has died
+        self.memories[target.name].write(to, content)
+        return True
 
     def brought_home(self, pool: ExtendedPool, at_creditor: tuple[str, int], place: int) -> None:
         creditor, there = at_creditor

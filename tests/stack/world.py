@@ -357,8 +357,10 @@ class World(VirtualNet):
         most_blocks = self.random.choice(self.pace.pulled_blocks)
         return pulled(given, taken, order, most_blocks=most_blocks, copy=partial(self.copied, source, target))
 
-    def copied(self, source: WorkerProcess, target: WorkerProcess, block: int, to: int) -> None:
-        """A block of one worker to a block of another; here nobody keeps account of what is in them."""
+    def copied(self, source: WorkerProcess, target: WorkerProcess, block: int, to: int) -> bool:
+        """A block of one worker to a block of another; whether it could be read. Here nobody keeps account of
+        what is in them."""
+        return True
 
     def _while_it_lives(self, event: str, *details: Any) -> Callable[[], None]:
         core = self.core

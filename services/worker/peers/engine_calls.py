@@ -9,7 +9,12 @@ their names, or go back. What a call hands over has one owner at every moment, w
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.core.steps import StepCore
 from services.worker.door import Door
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.peers.lending.core.lendable_memory import LendablePool, lend
@@ -34,12 +39,21 @@ class PoolDoor:
         await asyncio.wrap_future(self._door.give(lambda core, _: self._pool.readmit(blocks)))
 
 
-class CacheDoor:
-    """Over the prefix cache that the engine's thread owns."""
+class BorrowedReader(Protocol):
+    """Who gets at the bytes of borrowed blocks: on the engine's thread."""
 
-    def __init__(self, door: Door, cache: PrefixCache) -> None:
+    def read(self, core: StepCore, now_s: float, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> int:
+        """Into `rows` `[n, record_bytes]`; of how many."""
+        ...
+
+
+class CacheDoor:
+    """Over the prefix cache that the engine's thread owns. `reader` None: nothing is borrowed."""
+
+    def __init__(self, door: Door, cache: PrefixCache, reader: BorrowedReader | None = None) -> None:
         self._door = door
         self._cache = cache
+        self._reader = reader
 
     def known_blocks(self, names: Sequence[BlockHash]) -> "Future[int]":
         """How many of these, from the first on, are on the device. Raises Overloaded."""
@@ -50,6 +64,22 @@ class CacheDoor:
         return self._door.take_within(
             lambda core, _: self._cache.hold(names), self._cache.release, timeout_s=timeout_s
         )
+
+    def read_borrowed(
+        self, names: Sequence[BlockHash], record_bytes: int, timeout_s: float
+    ) -> npt.NDArray[np.uint8]:
+        """The bytes of consecutive blocks that creditors hold, up to the first that is not one:
+        `[n, record_bytes]`. Not for the event loop. Raises Overloaded and DeadlineExceeded."""
+        rows = np.empty((len(names), record_bytes), dtype=np.uint8)
+        reader = self._reader
+        if reader is None or not names:
+            return rows[:0]
+
+        def read(core: StepCore, now_s: float) -> int:
+            blocks = self._cache.borrowed(names)
+            return reader.read(core, now_s, blocks, rows) if blocks else 0
+
+        return rows[: self._door.take_within(read, lambda count: None, timeout_s=timeout_s)]
 
     def let_go(self, blocks: Sequence[int]) -> None:
         """Held before."""

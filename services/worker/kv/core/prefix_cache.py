@@ -232,12 +232,12 @@ class PrefixCache(LowerTiers):
         return count
 
     def hold(self, names: Sequence[BlockHash]) -> list[int]:
-        """Consecutive blocks that are on the own device, up to the first that is not, or that hangs on one
-        which is not; to be given back by `release`. `names` need not begin a sequence."""
+        """Consecutive blocks that are on the own device, up to the first that is not; to be given back by
+        `release`. `names` need not begin a sequence."""
         held: list[int] = []
         for name in names:
             node = self._books.tree.find(name)
-            if node is None or not self._books.is_own(node) or (not held and not self._begins_here(node)):
+            if node is None or not self._books.is_own(node):
                 break
             self._books.hold(node)
             held.append(_block_of(node))
@@ -269,6 +269,16 @@ class PrefixCache(LowerTiers):
     def has_name(self, block: int) -> bool:
         """Whether it is found by others."""
         return self._books.node_of(block) is not None
+
+    def borrowed(self, names: Sequence[BlockHash]) -> list[int]:
+        """Consecutive blocks that creditors hold, up to the first that is not one; nobody's hold on them."""
+        found: list[int] = []
+        for name in names:
+            node = self._books.tree.find(name)
+            if node is None or node.places[Tier.DEVICE] is None or self._books.is_own(node):
+                break
+            found.append(_block_of(node))
+        return found
 
     @property
     def idle_borrowed_blocks(self) -> int:
@@ -392,14 +402,6 @@ class PrefixCache(LowerTiers):
                 self.counts["saved_late"] += 1
         self._books.remove(node, Tier.DEVICE)
         self.counts["evicted_device"] += 1
-
-    def _begins_here(self, node: Node) -> bool:
-        """Whether all before it is this worker's own."""
-        while node.parent is not None:
-            node = node.parent
-            if not self._books.is_own(node):
-                return False
-        return True
 
 
 def _is_near(node: Node) -> bool:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from services.worker.core.steps import StepCore
 from services.worker.door import Door, EngineQuestion
 from services.worker.kv.core.borrowed_pool import ExtendedPool
@@ -202,6 +205,16 @@ class Borrower:
         return run
 
     # On the engine's thread
+
+    def read(self, core: StepCore, now_s: float, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> int:
+        """Their bytes, of all layers, into `rows` `[n, record_bytes]`; of how many: none where a creditor
+        failed."""
+
+        def copy() -> int:
+            self._debtor.read(blocks, rows)
+            return len(blocks)
+
+        return self._home(copy)(core, now_s) or 0
 
     def lose_creditor(self, error: CreditorLost) -> set[int]:
         """It failed in the middle of a step: which blocks are gone."""

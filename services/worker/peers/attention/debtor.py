@@ -13,9 +13,11 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.worker.engine.attention import PagedAttention
+from services.worker.engine.backends import Pools
 from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import ELSEWHERE, Homes, Part, Partial
@@ -234,23 +236,50 @@ class Debtor:
 
         What a recall needs; between two steps. The originals stay as they are. Raises CreditorLost.
         """
-        by_holder: dict[int, list[tuple[int, int]]] = {}
-        holders, blocks = self.homes.locate([there for there, _ in pairs])
-        for holder, block, (_, own) in zip(holders.tolist(), blocks.tolist(), pairs, strict=True):
-            by_holder.setdefault(holder, []).append((block, own))
-        for holder, found in by_holder.items():
-            self._step += 1
-            share = self._share(_whole(holder, found, self._block_tokens))
-            self._guarded(_Active(share), partial(self._copy, share, [own for _, own in found]))
+        pools = self._attention.pools
 
-    def _copy(self, share: StepShare, own: Sequence[int]) -> None:
+        def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
+            into = torch.tensor([pairs[each][1] for each in at])
+            for pool, part in zip(pools[layer], staged, strict=True):
+                pool[into] = part[: len(at)]
+
+        self._visit([there for there, _ in pairs], copy)
+
+    def read(self, blocks: Sequence[int], rows: npt.NDArray[np.uint8]) -> None:
+        """Copy whole borrowed blocks, all layers, into `rows` `[n, record_bytes]`, as `Records` has them.
+
+        Between two steps. Raises CreditorLost.
+        """
+        sizes = [pool[0].nbytes for layer in self._attention.pools for pool in layer]
+        ends = np.cumsum(sizes).tolist()
+
+        def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
+            for number, part in enumerate(staged, 2 * layer):
+                found = part[: len(at)].reshape(len(at), -1).view(torch.uint8).numpy()
+                rows[np.array(at), ends[number] - sizes[number] : ends[number]] = found
+
+        self._visit(blocks, copy)
+
+    def _visit(self, blocks: Sequence[int], take: Callable[[int, Sequence[int], Pools], None]) -> None:
+        """Each layer of these comes into a staging: `take` gets the layer, which of the blocks they are, and
+        where. Raises CreditorLost."""
+        holders, there = self.homes.locate(blocks)
+        for holder in np.unique(holders).tolist():
+            self._step += 1
+            at = np.flatnonzero(holders == holder).tolist()
+            share = self._share(_whole(holder, there[at], self._block_tokens))
+            self._guarded(_Active(share), partial(self._visit_share, share, at, take))
+
+    def _visit_share(
+        self, share: StepShare, at: Sequence[int], take: Callable[[int, Sequence[int], Pools], None]
+    ) -> None:
         staging = share.lending.staging
-        for layer, pools in enumerate(self._attention.pools):
-            for first in range(0, len(own), staging.blocks):
-                into = torch.tensor(own[first : first + staging.blocks])
-                fetch_blocks(share, layer, range(first, first + len(into)), staging.pools[0][layer])
-                for pool, staged in zip(pools, staging.pools[0][layer], strict=True):
-                    pool[into] = staged[: len(into)]
+        for layer in range(len(self._attention.pools)):
+            staged = staging.pools[0][layer]
+            for first in range(0, len(at), staging.blocks):
+                some = at[first : first + staging.blocks]
+                fetch_blocks(share, layer, range(first, first + len(some)), staged)
+                take(layer, some, staged)
 
     def close(self) -> None:
         """Closes every link."""
@@ -326,7 +355,7 @@ class Debtor:
         return work_of(share, q_heads=self._q_heads, pools=pools, block_tokens=self._block_tokens)
 
 
-def _whole(holder: int, found: Sequence[tuple[int, int]], block_tokens: int) -> Part:
+def _whole(holder: int, found: npt.NDArray[np.int32], block_tokens: int) -> Part:
     """A part of nothing but these blocks, as one row after them would see them."""
     tokens = len(found) * block_tokens
     one = np.zeros(1, dtype=np.int32)
@@ -336,7 +365,7 @@ def _whole(holder: int, found: Sequence[tuple[int, int]], block_tokens: int) -> 
         table_start=one,
         table_position=one,
         key_end=one + tokens,
-        blocks=np.array([block for block, _ in found], dtype=np.int32),
+        blocks=found.astype(np.int32),
         slots=np.array([ELSEWHERE], dtype=np.int64),
     )
     return Part(holder, np.zeros(1, dtype=np.int64), spans)

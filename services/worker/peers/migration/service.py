@@ -9,7 +9,7 @@ from typing import Any
 
 from services.worker.engine_thread import Runner
 from services.worker.kv.store import CacheableEngine, KvStore
-from services.worker.peers.engine_calls import CacheDoor
+from services.worker.peers.engine_calls import BorrowedReader, CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.source import BlockSource
 from services.worker.peers.migration.target import Target
@@ -38,14 +38,16 @@ class Transfers:
         registry: Registry,
         runner: Runner,
         clock: Clock,
+        reader: BorrowedReader | None = None,
     ) -> None:
+        """`reader` None: nothing is borrowed."""
         self._bus = bus
         self._registry = registry
         self._occupancy = runner.occupancy
         self._clock = clock
         self._fingerprint = store.fingerprint
         self._block_bytes = store.record_bytes
-        cache = CacheDoor(runner.door, store.cache)
+        cache = CacheDoor(runner.door, store.cache, reader)
         self._source = BlockSource(cache, engine.records(), store.fingerprint, store.sums)
         self._target = Target(
             registry,

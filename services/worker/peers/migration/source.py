@@ -2,7 +2,8 @@
 
 `kv.blocks` names blocks and takes them back, one buffer each, up to the first that is not there. Runs on the
 threads that serve links, beside the engine's steps: a named block is whole and never written again, and it is
-held while it is read. Nothing is taken from the sequence whose blocks they are.
+held while it is read. What this worker has borrowed it fetches from its creditor first, a few blocks at a
+time, between two steps. Nothing is taken from the sequence whose blocks they are.
 """
 
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.records import Records
@@ -54,6 +56,8 @@ def read_given(header: bytes) -> Given:
     return decode(header, Given)
 
 
+_MOST_BORROWED = 8
+"""Of one answer: the next step waits for them."""
 _HOLD_S = 5.0
 """The engine's thread finds the blocks within so long."""
 
@@ -94,19 +98,26 @@ class _Giving:
 
     def commit(self) -> Reply:
         """Copied: what is sent is whole whatever becomes of the blocks meanwhile."""
-        blocks = self.source.cache.hold(self.wanted.names, _HOLD_S)
-        try:
-            rows = np.empty((len(blocks), self.source.records.record_bytes), dtype=np.uint8)
-            with self.source.reading:
-                self.source.records.read(blocks, list(rows))
-                self.source.given_blocks += len(blocks)
-        finally:
-            self.source.cache.let_go(blocks)
+        own = self._read_own()
+        away = self.wanted.names[len(own) :][:_MOST_BORROWED]
+        borrowed = self.source.cache.read_borrowed(away, self.source.records.record_bytes, _HOLD_S)
+        rows = np.concatenate([own, borrowed]) if len(borrowed) else own
+        self.source.given_blocks += len(rows)
         named = zip(rows, self.wanted.names, strict=False)
         sums = self.source.sums
         made = tuple(sums.of(row, name, self.wanted.fingerprint) for row, name in named)
         given = Given(made, sums.kind)
         return Reply(msgspec.msgpack.encode(given), [bytes_of(row) for row in rows])
+
+    def _read_own(self) -> npt.NDArray[np.uint8]:
+        blocks = self.source.cache.hold(self.wanted.names, _HOLD_S)
+        try:
+            rows = np.empty((len(blocks), self.source.records.record_bytes), dtype=np.uint8)
+            with self.source.reading:
+                self.source.records.read(blocks, list(rows))
+        finally:
+            self.source.cache.let_go(blocks)
+        return rows
 
     def abandon(self) -> None:
         """Nothing is held yet."""

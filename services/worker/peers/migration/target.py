@@ -93,7 +93,7 @@ class Target:
             batch = names[held : held + self._config.batch_blocks]
             count = await self._fetch(order.source, way, names[held - 1] if held else None, batch)
             now_s, held = self._clock(), held + count
-            if count < len(batch):
+            if not count:
                 break
         size_bytes = (held - known) * self._records.record_bytes
         self._registry.rates.on_delivered(order.source, size_bytes, now_s - began_s)

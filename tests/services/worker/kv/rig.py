@@ -1,11 +1,13 @@
 """A prefix cache whose lower tiers are lists, and whose copies end when a test says so."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.worker.kv.core.arrivals import Awaited, Hit
 from services.worker.kv.core.block_pool import BlockPool
+from services.worker.kv.core.block_table import block_table, first_borrowed
+from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Node, Tier
@@ -107,6 +109,9 @@ class Rig:
         self.pool = BlockPool(device, BLOCK_TOKENS)
         tiers = Tiers(host, disk, eviction, kept_blocks=kept)
         self.cache = PrefixCache(self.pool, tiers, self.mover, CostGate())
+        self.blocks = ExtendedPool(self.cache, device)
+        self.blocks.on_moved = self.move
+        self._borrowed = device
         self.held: list[list[int]] = []
         self.names: list[list[BlockHash]] = []
         """Of those in `held`."""
@@ -148,8 +153,8 @@ class Rig:
             assert self.mover.device[block] == name, "a hit holds other bytes"
         found = len(blocks)
         missing = len(names) - len(blocks)
-        if self.cache.can_allocate(missing):
-            blocks += self.cache.allocate(missing)
+        if self.blocks.can_allocate(missing):
+            blocks += self.blocks.allocate(missing)
             for index in range(found, len(names)):
                 self.mover.device[blocks[index]] = names[index]
                 self.cache.publish(blocks[index], names[index], names[index - 1] if index else None)
@@ -160,14 +165,62 @@ class Rig:
         """Sequences one after the other, from beginning to end."""
         for prompt in prompts:
             self.run(prompt)
-            self.cache.release(self.held.pop())
+            self.blocks.release(self.held.pop())
+            self.names.pop()
 
     def end(self, at: int, *, is_kept: bool = False) -> None:
         """One of those that run gives its blocks back; kept on the host, if it will return."""
-        names = self.names.pop(at % len(self.held))
+        names, blocks = self.names.pop(at % len(self.held)), self.held.pop(at % len(self.held))
         if is_kept:
-            self.kept.append(self.cache.keep(names))
-        self.cache.release(self.held.pop(at % len(self.held)))
+            own = first_borrowed(block_table(blocks), self.blocks.own_blocks)
+            self.kept.append(self.cache.keep(names[:own]))
+        self.blocks.release(blocks)
+
+    def borrow(self, blocks: int) -> None:
+        """They are empty."""
+        self.blocks.admit(range(self._borrowed, self._borrowed + blocks))
+        self._borrowed += blocks
+
+    @property
+    def _all_borrowed(self) -> range:
+        """Ever."""
+        return range(self.blocks.own_blocks, self._borrowed)
+
+    def lose(self, count: int) -> None:
+        """A creditor of so many blocks is gone; who has one of them ends."""
+        there = [
+            block for block in range(self.blocks.own_blocks, self._borrowed) if block in self.mover.device
+        ]
+        gone = set(there[-count:])
+        for at in reversed(range(len(self.held))):
+            if gone.intersection(self.held[at]):
+                self.end(at)
+        for at in reversed(range(len(self.waiting))):
+            _, blocks, awaited = self.waiting[at]
+            if gone.intersection(blocks):
+                del self.waiting[at]
+                self.blocks.release([*blocks, *self.cache.collect(awaited).blocks])
+        self.blocks.lose(gone)
+        for block in gone:
+            del self.mover.device[block]
+
+    def bring_home(self, most_blocks: int) -> None:
+        """Borrowed blocks that somebody has, or the cache: as far as own ones are free."""
+        own = self.blocks.own
+        room = min(most_blocks, own.free_blocks + own.evictable_blocks)
+        chosen = self.blocks.set_apart(
+            self.blocks.are_used(range(self.blocks.own_blocks, self._borrowed)), room
+        )
+        home = own.withdraw(own.allocate(len(chosen)))
+        for there, here in zip(chosen, home, strict=True):
+            if there in self.mover.device:
+                self.mover.device[here] = self.mover.device[there]
+        own.readmit(self.blocks.come_home(zip(chosen, home, strict=True)))
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Blocks are called otherwise."""
+        for blocks in (*self.held, *(blocks for _, blocks, _ in self.waiting)):
+            blocks[:] = [moves.get(block, block) for block in blocks]
 
     def settle(self, *, ok: bool) -> None:
         """Copies in flight end."""
@@ -207,4 +260,4 @@ class Rig:
         """Copies to and from the device may be under way."""
         self.end_disk_copies(ok=True)
         waiting = [block for _, blocks, _ in self.waiting for block in blocks]
-        self.cache.check_integrity([block for blocks in self.held for block in blocks] + waiting)
+        self.blocks.check_integrity([block for blocks in self.held for block in blocks] + waiting)

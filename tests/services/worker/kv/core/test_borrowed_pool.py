@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from tests.services.worker.kv.rig import Rig, names_of, tokens_of
 
 OWN = 6
 
@@ -128,3 +129,58 @@ def test_a_lost_block_is_noticed() -> None:
     pool.allocate(1)
     with pytest.raises(AssertionError, match="lost"):
         pool.check_integrity([])
+
+
+@pytest.mark.parametrize("is_computed_anew", [False, True])
+def test_what_hangs_on_a_lost_block_stays_with_who_has_a_copy_of_that(is_computed_anew: bool) -> None:
+    """It is found by nobody until somebody has computed again what was lost, and free with its user's end."""
+    rig = Rig(5, 0, 0, "lru")
+    cache, blocks = rig.cache, rig.blocks
+    first, second, third = names_of(tokens_of(0, 1, 2, 3, 4, 5))
+    one, *rest = blocks.allocate(5)
+    rig.borrow(1)
+    (there,) = blocks.allocate(1)
+    cache.publish(one, first, None)
+    cache.publish(there, second, first)
+    assert cache.acquire([first], 1).blocks == (one,)
+    twin, after, *spare = rest
+    assert not cache.publish(twin, second, first)
+    assert cache.publish(after, third, second)
+    blocks.release([one, there, *spare])
+    blocks.lose([there])
+    blocks.check_integrity([one, twin, after])
+    if is_computed_anew:
+        assert cache.publish(twin, second, first)
+    found = cache.acquire([first, second, third], 3).blocks
+    assert found == ((one, twin, after) if is_computed_anew else (one,))
+    blocks.check_integrity([one, twin, after, *found])
+    blocks.release(found)
+    blocks.release([one, twin, after])
+    assert (cache.evictable_blocks, cache.free_blocks) == ((3, 2) if is_computed_anew else (1, 4))
+    blocks.check_integrity([])
+
+
+def test_what_is_cached_at_a_creditor_goes_when_its_block_is_needed() -> None:
+    rig = Rig(2, 0, 0, "lru")
+    rig.borrow(3)
+    prompt = tokens_of(0, 1, 2, 3, 4, 5, 6, 7)
+    rig.serve(prompt)
+    assert (rig.blocks.cached_blocks, rig.blocks.borrowed_free_blocks) == (2, 3)
+    assert rig.blocks.retire(3, cached=False) == [4], "the one that holds nothing"
+    rig.cache.shed(2)
+    assert rig.blocks.cached_blocks == 0, "what hung on those is forgotten"
+    rig.serve(prompt)
+    rig.blocks.release(rig.blocks.allocate(2))
+    assert rig.blocks.borrowed_free_blocks == 2 and rig.blocks.retire(9) == [3, 2]
+
+
+def test_what_comes_home_keeps_its_name() -> None:
+    rig = Rig(4, 0, 0, "lru")
+    others = rig.blocks.allocate(2)
+    rig.borrow(2)
+    prompt = tokens_of(0, 1, 2, 3, 4, 5, 6, 7)
+    rig.serve(prompt)
+    rig.blocks.release(others)
+    rig.bring_home(2)
+    assert rig.blocks.borrowed_blocks == 0
+    assert rig.acquire(names_of(prompt), 4).loaded == (4, 0, 0)

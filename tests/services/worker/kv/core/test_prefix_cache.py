@@ -26,6 +26,10 @@ STEP = st.one_of(
     st.tuples(st.just("abandon"), st.integers(0, 3)),
     st.tuples(st.just("keep"), st.integers(0, 5)),
     st.tuples(st.just("unkeep"), st.integers(0, 5)),
+    st.tuples(st.just("borrow"), st.integers(1, 4)),
+    st.tuples(st.just("lose"), st.integers(1, 4)),
+    st.tuples(st.just("bring home"), st.integers(1, 4)),
+    st.tuples(st.just("retire"), st.integers(1, 4)),
 )
 
 
@@ -76,6 +80,14 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.mover.lost_host.add(value)
             elif kind == "spoil disk":
                 rig.mover.lost_disk.add(value)
+            elif kind == "borrow":
+                rig.borrow(value)
+            elif kind == "lose":
+                rig.lose(value)
+            elif kind == "bring home":
+                rig.bring_home(value)
+            elif kind == "retire":
+                rig.blocks.retire(value)
             elif kind == "abandon":
                 rig.mover.abandon_after = value if value else 1000
         assert rig.cache.kept_blocks <= min(kept, host)

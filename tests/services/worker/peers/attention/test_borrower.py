@@ -3,8 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 
 from services.worker import door
@@ -17,14 +19,22 @@ from services.worker.engine.engine import TorchEngine
 from services.worker.engine_thread import Runner
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from services.worker.kv.core.load_policy import CostGate
+from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
+from services.worker.kv.core.tier_copier import BlockMover
+from services.worker.kv.tiers.records import Records
 from services.worker.peers.attention.borrower import Borrower, Homecoming
 from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.attention.messages import GrantRef
+from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.lending.core.table import GrantKey
-from services.worker.peers.transport.base import PeerLink
+from services.worker.peers.migration.source import BLOCKS, BlockSource, Wanted, read_given
+from services.worker.peers.transport.base import Peer, PeerLink
+from shared.blocks import chain, root
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost, NoResponder, Overloaded
 from shared.messages.lending import Grant, KvTier
+from shared.messages.sequence import pack_tokens
 from tests.services.worker.builders import LIMITS
 from tests.services.worker.engine.rig import GREEDY, Sequences
 from tests.services.worker.peers.attention.rig import (
@@ -243,6 +253,43 @@ def test_who_stops_waiting_does_not_stop_a_loan_half_way(here: World) -> None:
     long_step.set()
     borrowed = here.door.give(lambda core, now_s: here.pool.borrowed_blocks)
     assert borrowed.result(5.0) == 2
+
+
+def test_what_is_borrowed_is_given_to_who_takes_the_sequence(here: World) -> None:
+    """Own blocks first, then those of both tiers of a creditor, each with the bytes that lie there."""
+    assert here.admit((4,), [10]) and here.admit((2, 0), [11, 12], HOST_GRANT)
+    blocks = here.pool.allocate(OWN + 3)
+    here.engine.step([Row(list(range(5 * BLOCK_TOKENS)), 0, blocks, None)])
+    cache = PrefixCache(BlockPool(OWN, BLOCK_TOKENS), Tiers(), cast(BlockMover, None), CostGate())
+    cache.allocate(OWN)
+    names = chain(root(b"f"), pack_tokens(range(5 * BLOCK_TOKENS)), BLOCK_TOKENS)
+    for block, name, parent in zip(blocks, names, [None, *names], strict=False):
+        assert cache.publish(block, name, parent)
+
+    records = Records(here.engine.pools)
+    source = BlockSource(CacheDoor(here.door, cache, here.borrower), records, b"f")
+    wanted = msgspec.msgpack.encode(Wanted(b"f", tuple(names)))
+    reply = source.receivers[BLOCKS].admit(Peer("another", 1), wanted, []).commit()
+
+    assert here.owner.host is not None
+    own, lent, host = records, Records(here.owner.engine.pools), Records(here.owner.host.pools)
+    places = [(own, blocks[0]), (own, blocks[1]), (lent, 4), (host, 2), (host, 0)]
+    rows = np.zeros((5, records.record_bytes), dtype=np.uint8)
+    for row, (there, block) in zip(rows, places, strict=True):
+        there.read([block], [row])
+    assert [bytes(buffer) for buffer in reply.buffers] == [row.tobytes() for row in rows]
+    assert len(read_given(reply.header).checksums) == 5 and all(row.any() for row in rows)
+
+
+def test_of_a_creditor_that_fails_nothing_is_given_and_what_it_held_is_lost(here: World) -> None:
+    assert here.admit((4, 1), [10, 11])
+    blocks = here.pool.allocate(OWN + 2)
+    here.engine.step([Row(list(range(4 * BLOCK_TOKENS)), 0, blocks, None)])
+    here.owner.listener.close(5.0)
+    rows = np.zeros((2, Records(here.engine.pools).record_bytes), dtype=np.uint8)
+    read = here.door.ask(lambda core, now_s: here.borrower.read(core, now_s, [10, 11], rows))
+    assert read.result(10.0) == 0 and here.failed == [here.name]
+    assert here.pool.borrowed_blocks == 0
 
 
 HOME_BLOCKS, THERE = 5, 6
