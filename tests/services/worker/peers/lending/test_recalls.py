@@ -39,7 +39,7 @@ class Engine:
     def lose(self, logical: Sequence[int]) -> None:
         return
 
-    async def retire(self, most_blocks: int) -> list[int]:
+    async def retire(self, most_blocks: int, *, cached: bool = True) -> list[int]:
         return []
 
     async def set_apart(self, logical: Sequence[int], most_blocks: int) -> list[int]:
