@@ -308,9 +308,7 @@ class WorkerPipeline:
                 )
                 for item in batch.prefills
             ),
-            decodes=tuple(
-                [Decode(ref=ref(item.key), allocated_blocks=item.allocated_blocks) for item in batch.decodes]
-            ),
+            decodes=tuple(self._decodes(batch)),
         )
         self._drops.clear()
         self._outstanding.add(batch, plan, now_s)
@@ -351,7 +349,7 @@ class WorkerPipeline:
         ]
 
     def _project(self, batch: PlannedBatch, now_s: float) -> None:
-        """The phases that the plan brings about."""
+        """The phases that the plan brings about; of decodes: `_decodes`."""
         self._last_batch = batch
         for sequence in self._own(item.key for item in batch.preemptions):
             sequence.move_to(Phase.WAITING)
@@ -360,10 +358,21 @@ class WorkerPipeline:
             sequence.move_to(Phase.PREFILLING)
             self.feed.discard(self.worker_id, sequence.key)
             sequence.started_s = now_s if sequence.started_s is None else sequence.started_s
-        for sequence in self._own(item.key for item in batch.decodes):
-            if sequence.phase is not Phase.DECODING:
-                sequence.move_to(Phase.DECODING)
-                self.feed.discard(self.worker_id, sequence.key)
+
+    def _decodes(self, batch: PlannedBatch) -> list[Decode]:
+        """As the worker is told them; from now on they decode. Most did before."""
+        decodes = []
+        for item in batch.decodes:
+            if self._lingering and item.key in self._lingering:
+                ref = self._lingering[item.key][0]
+            else:
+                sequence = self.sequences[item.key]
+                ref = sequence.ref
+                if sequence.phase is not Phase.DECODING:
+                    sequence.move_to(Phase.DECODING)
+                    self.feed.discard(self.worker_id, item.key)
+            decodes.append(Decode(ref=ref, allocated_blocks=item.allocated_blocks))
+        return decodes
 
     def on_stepped(self, event: WorkerStepped, now_s: float) -> Trouble | None:
         """A report of this incarnation; its ends have been taken note of before."""

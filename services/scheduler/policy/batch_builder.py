@@ -320,7 +320,7 @@ class BatchBuilder:
             steps=steps,
             preemptions=tuple(self.preemptions.values()),
             prefills=tuple([self._prefill(job, end) for job, end in self.prefills.values()]),
-            decodes=tuple([self._decode(job, steps) for job in self.decodes.values()]),
+            decodes=tuple(self._decodes(steps)),
             questions=tuple(questions),
         )
 
@@ -329,7 +329,10 @@ class BatchBuilder:
         self._table.finish_chunk(job, end_tokens)
         return item
 
-    def _decode(self, job: Job, steps: int) -> PlannedDecode:
-        tokens = min(steps, job.missing_tokens)
-        self._table.finish_decodes(job, tokens)
-        return PlannedDecode(job.task.key, tokens, job.held_blocks)
+    def _decodes(self, steps: int) -> list[PlannedDecode]:
+        decodes = []
+        for key, job in self.decodes.items():
+            tokens = min(steps, job.missing_tokens)
+            self._table.finish_decodes(job, tokens)
+            decodes.append(PlannedDecode(key, tokens, job.held_blocks))
+        return decodes

@@ -308,14 +308,18 @@ class TwoQueuePolicy(ABC):
         if batch.prefills or batch.preemptions or self._partial or len(self._ready):
             return 1
         waits = self._next_prompt() is not None
-        steps = min(batch.most_steps, self._steps_beside_waiting()) if waits else batch.most_steps
+        steps = self._settings.max_steps
+        if waits:
+            steps = min(steps, self._steps_beside_waiting())
         if steps <= 1:
             return 1
+        most = 0
         for job in batch.decodes.values():
             room, missing = self._room_tokens(job), job.missing_tokens
+            most = max(most, missing)
             if waits or room < missing:
                 steps = min(steps, room, missing)
-        return batch.steps_that_fit(steps)
+        return batch.steps_that_fit(min(steps, most))
 
     def _steps_beside_waiting(self) -> int:
         """How far a plan may reach while prompts wait that did not fit."""
