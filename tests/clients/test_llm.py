@@ -18,7 +18,7 @@ from tests.clients.serving import ROOT, Serving
 @pytest.fixture
 def user_path(stack: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder that names our endpoint as extra OpenAI models."""
-    endpoint = {"api_base": stack.base_url, "api_key_name": "kvasir"}
+    endpoint = {"api_base": stack.base_url, "api_key_name": "kvasir", "supports_schema": True}
     models = [
         {"model_id": "ours", "model_name": stack.model, **endpoint},
         {"model_id": "theirs", "model_name": UNKNOWN_MODEL, **endpoint},
@@ -79,6 +79,29 @@ def test_the_command_line_streams_two_turns(stack: Serving, user_path: Path) -> 
     assert [turn["prompt"] for turn in turns] == [FIRST, SECOND]
     assert len({turn["conversation_id"] for turn in turns}) == 1
     assert all(turn["response"].strip() for turn in turns)
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-stream",)])
+def test_the_command_line_with_a_schema(stack: Serving, user_path: Path, flags: tuple[str, ...]) -> None:
+    """In `llm`'s short form; what it prints is the JSON."""
+    options = ("--schema", "name, age int, moods: one or two words", *flags, "--key", stack.key)
+    code, output, errors = run("-m", "ours", "Invent a dog.", *options)
+    assert code == 0, errors
+    dog = json.loads(output)
+    assert set(dog) == {"name", "age", "moods"} and type(dog["age"]) is int
+    assert type(dog["name"]) is str and type(dog["moods"]) is str
+
+
+def test_the_command_line_with_a_schema_for_several(stack: Serving, user_path: Path) -> None:
+    """Logged, and found again by its schema."""
+    options = ("--schema-multi", "name, age int", "-o", "max_tokens", "200", "--key", stack.key)
+    code, output, errors = run("-m", "ours", "Invent two dogs.", *options)
+    assert code == 0, errors
+    dogs = json.loads(output)["items"]
+    assert all(set(dog) == {"name", "age"} for dog in dogs)
+    code, output, errors = run("logs", "--schema-multi", "name, age int", "--data")
+    assert code == 0, errors
+    assert json.loads(output)["items"] == dogs
 
 
 @pytest.mark.parametrize(
