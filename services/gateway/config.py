@@ -76,6 +76,11 @@ class GatewayConfig(ModelServiceConfig):
     cors_origins: tuple[str, ...] = Field(
         (), description="origins whose pages in a browser may call this API; * is all of them"
     )
+    embedding_pooling: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="an embedding is the last token's state, or the mean of all tokens', which takes a step "
+        "for each; auto: as the model's 1_Pooling/config.json says, else last",
+    )
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
         description="what becomes of a request with a field that nobody knows, such as a misspelt one",

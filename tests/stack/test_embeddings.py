@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conformance.schemas import violations
 from tests.patience import STACK_PATIENCE_S
-from tests.stack.running import TINY_CHAT, RunningStack
+from tests.stack.running import TINY_CHAT, RunningStack, running_stack
 
 pytestmark = pytest.mark.stack
 TEXTS = ["A dog ran home.", "Rain.", "Once upon a time there was a fox. " * 12]
@@ -28,17 +29,21 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[float]]:
-    """From transformers, each text by itself."""
+def states() -> list[torch.Tensor]:
+    """Of each text, `[tokens, width]`: from transformers, each text by itself."""
     tokenizer: Any = AutoTokenizer.from_pretrained(TINY_CHAT)
     model: Any = AutoModelForCausalLM.from_pretrained(TINY_CHAT, dtype=torch.float32)
     model.eval()
-    found = []
     with torch.inference_mode():
-        for text in TEXTS:
-            states = model.model(input_ids=torch.tensor([tokenizer(text).input_ids])).last_hidden_state
-            found.append(torch.nn.functional.normalize(states[0, -1], dim=-1).tolist())
-    return found
+        return [
+            model.model(input_ids=torch.tensor([tokenizer(text).input_ids])).last_hidden_state[0]
+            for text in TEXTS
+        ]
+
+
+@pytest.fixture(scope="module")
+def expected(states: list[torch.Tensor]) -> list[list[float]]:
+    return [torch.nn.functional.normalize(each[-1], dim=-1).tolist() for each in states]
 
 
 def vectors(reply: Any) -> list[list[float]]:
@@ -101,3 +106,19 @@ def test_refusals_name_the_field(stack: RunningStack, fields: dict[str, Any], pa
     headers = {"Authorization": f"Bearer {stack.key}"}
     reply = httpx.post(f"{stack.url}/v1/embeddings", headers=headers, json=body, timeout=STACK_PATIENCE_S)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_the_mean_of_all_tokens(tmp_path: Path, states: list[torch.Tensor]) -> None:
+    """Twice, the second time with what the prefix cache has; one token; cut."""
+    means = [torch.nn.functional.normalize(each.mean(0), dim=-1).tolist() for each in states]
+    settings = ("gateway.embedding_pooling=mean",)
+    with (
+        running_stack(tmp_path / "run", workers=1, settings=settings) as stack,
+        openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S) as client,
+    ):
+        for _ in range(2):
+            reply = client.embeddings.create(model="tiny_chat", input=TEXTS, encoding_format="float")
+            np.testing.assert_allclose(vectors(reply), means, atol=1e-4)
+            assert reply.usage.prompt_tokens == sum(len(each) for each in states)
+        one = client.embeddings.create(model="tiny_chat", input=[[300]], encoding_format="float")
+        assert one.usage.prompt_tokens == 1 and np.linalg.norm(vectors(one)[0]) == pytest.approx(1, abs=1e-5)

@@ -306,6 +306,12 @@ class Acceptance:
             raise InvalidRequest(f"prompts times n may be at most {limit}", param="prompt")
         return request
 
+    @property
+    def pools_mean(self) -> bool:
+        """Whether an embedding is the mean of all tokens' states."""
+        wanted = self._config.embedding_pooling
+        return wanted == "mean" or (wanted == "auto" and self.codec.pools_mean)
+
     def close(self) -> None:
         self.threads.close()
 

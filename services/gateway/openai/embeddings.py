@@ -1,8 +1,9 @@
-"""POST /v1/embeddings: the served model's last hidden state at the end of each text, of length one.
+"""POST /v1/embeddings: the served model's last hidden state of each text, of length one.
 
 A text is a sequence like any other, of one token, which nobody reads: it is batched, finds stored prefixes
 and survives its worker as they do. Pooling is the last token's, as decoders that were trained to embed have
-it.
+it, or the mean of all tokens'. For that the sequence begins with the first token and is made to go on with
+the others, one in a step, as for log-probabilities of a prompt: slow, and whole wherever it goes on.
 """
 
 import base64
@@ -17,9 +18,9 @@ from services.gateway.openai.admission import Acceptance, AdmittedRequest, Conte
 from services.gateway.openai.replies import DONE, FinishedChoice, Usage, error_event
 from services.gateway.openai.schemas import EmbeddingRequest, parse_object, validated
 from services.gateway.parts.items import Part
-from services.gateway.text.choice_text import TextRules
+from services.gateway.text.choice_text import Given, TextRules
 from shared.errors import InvalidRequest, KvasirError
-from shared.messages.sequence import Sampling
+from shared.messages.sequence import Sampling, pack_tokens
 
 MAX_INPUTS = 2048
 """As in OpenAI's API."""
@@ -40,13 +41,16 @@ async def admit_embeddings(
     prompts = [prompt if most is None else prompt[-most:] for prompt in prompts]
     for prompt in prompts:
         acceptance.limit("input", len(prompt), 1, context_tokens)
-    sampling = Sampling(seed=0, max_tokens=1, temperature=0.0, top_logprobs=0, embeds=True)
+    given = [len(prompt) - 1 if acceptance.pools_mean else 0 for prompt in prompts]
     job = AdmittedRequest(
         kind="embedding",
-        prompts=tuple(map(tuple, prompts)),
-        samplings=(sampling,) * len(prompts),
+        prompts=tuple(tuple(p[: len(p) - end]) for p, end in zip(prompts, given, strict=True)),
+        samplings=tuple(_sampling(p[len(p) - end :]) for p, end in zip(prompts, given, strict=True)),
         n=1,
-        rules=TextRules(),
+        rules=TextRules(sums_hidden=acceptance.pools_mean),
+        given=tuple(Given(end, tuple(p)) for p, end in zip(prompts, given, strict=True))
+        if any(given)
+        else (),
         stream=False,
         include_usage=True,
         unknown_fields=(),
@@ -54,6 +58,18 @@ async def admit_embeddings(
         priority=request.priority or 0,
     )
     return job, request.encoding_format == "base64"
+
+
+def _sampling(forced: Sequence[int]) -> Sampling:
+    """Of a sequence whose states are wanted: at the prompt's end, and at each of the tokens after it."""
+    return Sampling(
+        seed=0,
+        max_tokens=1 + len(forced),
+        temperature=0.0,
+        top_logprobs=0,
+        embeds=True,
+        forced=pack_tokens(forced),
+    )
 
 
 def _checked(acceptance: Acceptance, body: bytes) -> EmbeddingRequest:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -173,6 +174,8 @@ class TextRules:
     """The stop string, or the token of the client's that ended the answer, belongs to the text."""
     shows_special: bool = False
     with_logprobs: bool = False
+    sums_hidden: bool = False
+    """Hidden states of all tokens, where the request embeds; else the latest token's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,8 @@ class ChoiceText:
         """Tokens read, up to and including the one that ended the answer."""
         self.echo = PromptEcho(tokenizer, given)
         self.hidden = b""
-        """The latest token's hidden state, where the request embeds."""
+        """The latest token's hidden state, or the sum of all, where the request embeds: packed fp32."""
+        self._sums_hidden = rules.sums_hidden
         self._given = given
         self._read_tokens = 0
         self._detokenizer = Detokenizer(tokenizer, shows_special=rules.shows_special)
@@ -273,7 +277,7 @@ class ChoiceText:
             logprobs = self.stream.logprobs.pop(self._read_tokens, None)
             self._read_tokens += 1
             if logprobs is not None and logprobs.hidden:
-                self.hidden = logprobs.hidden
+                self.hidden = _summed(self.hidden, logprobs.hidden) if self._sums_hidden else logprobs.hidden
             if self._read_tokens <= self._given.tokens:
                 self.echo.logprobs.append(logprobs)
                 continue
@@ -297,3 +301,8 @@ class ChoiceText:
         if self.finish_reason is not None:
             tokens += self._alignment.on_end(is_cut=self.is_cut)
         return tokens
+
+
+def _summed(sum_so_far: bytes, hidden: bytes) -> bytes:
+    state = np.frombuffer(hidden, dtype="<f4")
+    return hidden if not sum_so_far else (np.frombuffer(sum_so_far, dtype="<f4") + state).tobytes()

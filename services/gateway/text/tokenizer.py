@@ -29,7 +29,7 @@ from shared.clock import monotonic_s
 from shared.errors import ConfigError, InvalidRequest, Overloaded
 from shared.grammars import Grammars
 from shared.log import get_logger
-from shared.tokenizer_files import TokenizerFiles, load_tokenizer
+from shared.tokenizer_files import TokenizerFiles, load_tokenizer, read_json
 
 _log = get_logger("gateway.tokenizer")
 ChatMessage = Mapping[str, Any]
@@ -189,6 +189,8 @@ class Codec:
     """Ids in a prompt given as tokens are below this."""
     grammars: Grammars | None = None
     """None: answers of this model cannot be kept to one."""
+    pools_mean: bool = False
+    """The model's folder says that an embedding is the mean of all tokens' states."""
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
@@ -249,7 +251,13 @@ def load_codec(model: str) -> Codec:
         end_token_ids=files.end_token_ids,
         vocab_size=files.vocab_size,
         grammars=_grammars(files),
+        pools_mean=_pools_mean(files.folder),
     )
+
+
+def _pools_mean(folder: Path) -> bool:
+    """As sentence-transformers writes it."""
+    return bool(read_json(folder / "1_Pooling" / "config.json").get("pooling_mode_mean_tokens", False))
 
 
 def _grammars(files: TokenizerFiles) -> Grammars | None:
