@@ -80,6 +80,11 @@ class GrammarMatcher:
     def is_terminated(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
+    def forced(self) -> Sequence[int]:
+        """Tokens that follow whatever the model says; none where it has a choice."""
+        found: Sequence[int] = self._matcher.compute_ff_tokens()
+        return found
+
     @property
     def error(self) -> str:
         """Why nothing may follow; empty while something may."""
@@ -178,7 +183,35 @@ def inline_json(schema: Mapping[str, Any]) -> str:
 
 def _on_one_line(schema: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in schema.items() if name != _OPTIONS}
-    return {**plain, _OPTIONS: _ON_ONE_LINE}
+    return {**_bounded(plain), _OPTIONS: _ON_ONE_LINE}
+
+
+_MOST_CHARS = {"email": 64, "uri": 128, "hostname": 64, "date-time": 40, "time": 32, "duration": 32}
+"""Of formats that have no bound of their own: a weak model finds no end in them."""
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "if", "then", "else", "contains")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def _bounded(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """With a `maxLength` wherever a text has one of those formats, and none of its own."""
+    found = dict(schema)
+    form = found.get("format")
+    most = _MOST_CHARS.get(form) if isinstance(form, str) else None
+    least = found.get("minLength", 0)
+    if most is not None and "maxLength" not in found and isinstance(least, int) and least <= most:
+        found["maxLength"] = most
+    for name in _SCHEMAS:
+        if isinstance(found.get(name), dict):
+            found[name] = _bounded(found[name])
+    for name in _LISTS:
+        if isinstance(found.get(name), list):
+            found[name] = [_bounded(each) if isinstance(each, dict) else each for each in found[name]]
+    for name in _MAPS:
+        if isinstance(found.get(name), dict):
+            parts = found[name].items()
+            found[name] = {key: _bounded(each) if isinstance(each, dict) else each for key, each in parts}
+    return found
 
 
 def _serialized(*grammars: Mapping[str, Any]) -> str:

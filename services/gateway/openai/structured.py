@@ -144,8 +144,12 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
     What the result describes is described by `schema`, too, and a model that has said all it was asked for
     ends there. Left as it is where keywords combine subschemas that may count on each other's properties.
+    Raises InvalidRequest for one of several hundred levels.
     """
-    return schema if _combines(schema) else _closed(schema)
+    try:
+        return schema if _combines(schema) else _closed(schema)
+    except RecursionError:
+        raise InvalidRequest("a JSON schema is nested too deeply") from None
 
 
 def _combines(node: Any) -> bool:

@@ -135,3 +135,12 @@ def test_closing_leaves_what_may_count_on_more() -> None:
     assert closed(parts) == parts
     assert closed(SCHEMA) == {**SCHEMA, "additionalProperties": False}
     assert closed({**SCHEMA, "additionalProperties": True})["additionalProperties"] is True
+
+
+def test_a_schema_of_a_thousand_levels_is_refused() -> None:
+    """Keeps the interpreter's limit of nested calls from being a server error."""
+    schema: dict[str, Any] = {}
+    for _ in range(1000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        grammar_of({"guided_json": schema})
