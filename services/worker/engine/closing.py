@@ -76,10 +76,18 @@ class Closer:
             words[longest >> 5] = np.uint32(1 << (longest & 31))
 
     def _tokens_to_close(self, matcher: GrammarMatcher, most: int, *, fills_lists: bool = False) -> int:
-        """Until an end token, where each step takes the longest token that `restrict` leaves."""
+        """Until an end token, where each step takes what the grammar forces, or the longest token that
+        `restrict` leaves."""
         follower = matcher.copy()
         words, is_list = np.zeros(self._words_per_row, dtype=np.uint32), False
-        for count in range(most):
+        count = 0
+        while count < most:
+            if forced := follower.forced():
+                is_list = self._is_list[forced[-1]]
+                count += len(forced)
+                for token in forced:
+                    follower.accept(token)
+                continue
             follower.mask(words)
             if not words.any() or _has(words, self._ends):
                 return count + 1
@@ -91,6 +99,7 @@ class Closer:
             token = int(longest[count % len(longest)])
             is_list = self._is_list[token]
             follower.accept(token)
+            count += 1
         return most
 
     def _of(self, belongs: Callable[[int], bool], tokens: int) -> Words:

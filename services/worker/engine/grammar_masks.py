@@ -1,9 +1,10 @@
 """Which tokens each constrained row may have next, found beside the forward pass.
 
-Grammars are compiled on one thread, when a plan starts a sequence and its prompt is still to be computed;
-masks are found on another, while the model computes. An answer's matcher is kept while the answer grows and
-made again from its tokens where it is not there: after a move, a preemption, or too long a rest. An answer
-near its limit is closed (`closing.py`). Knows no tensor.
+Grammars are compiled on one thread, when a plan starts a sequence and its prompt is still to be computed.
+Masks that take longer than it costs to wake another thread are found on that while the model computes; those
+that it has not begun by then, and the others, by the engine's. An answer's matcher is kept while the answer
+grows and made again from its tokens where it is not there: after a move, a preemption, or too long a rest. An
+answer near its limit is closed (`closing.py`). Knows no tensor.
 """
 
 from collections import OrderedDict
@@ -11,12 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from logging import getLogger
-from threading import Lock
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from time import thread_time
 
 import numpy as np
 
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.closing import Closer
+from shared.average import averaged
 from shared.errors import KvasirError
 from shared.grammars import GrammarMatcher, Grammars, Words, words_of
 
@@ -29,6 +33,9 @@ _FAR_TOKENS, _SELDOM = 2048, 64
 """With as many tokens left an answer is looked at for closing, every so many."""
 _NEAR_TOKENS, _OFTEN = 64, 8
 """The same, with so many left beyond what it may take to close it."""
+_WORTH_S, _WEIGHT = 60e-6, 0.05
+"""What takes longer is worth waking a thread, which takes some 25 µs of the engine's and waits for a core;
+weight of a mask in the average."""
 _DEADLINE_S = 1.0
 """For the masks of a step once the model has computed it: rows that have none by then fail alone."""
 
@@ -57,19 +64,42 @@ class _Compiled:
 class RowMasks:
     """Of the constrained ones among a step's points; `words` may be read after `wait`."""
 
-    def __init__(self, rows: Sequence[int], words_per_row: int) -> None:
+    def __init__(self, rows: Sequence[int], words_per_row: int, find: Callable[[int, Words], None]) -> None:
+        """`find` writes one row's: it is given its place in `rows`, and is called on either thread."""
         self.rows = rows
         self.words = np.zeros((len(rows), words_per_row), dtype=np.uint32)
         """`[rows, words]`, a bit for each token that may follow; none: nothing may, the row fails."""
-        self.done: Future[None] = Future()
+        self._find = find
+        self._left = list(range(len(rows)))
+        """Begun by nobody yet. Taking one, and noting one, are single operations of the interpreter."""
+        self._found: list[int] = []
+        self._is_done = Event()
+        self._error: Exception | None = None
+
+    def find(self) -> None:
+        """Those that nobody has begun."""
+        while self._left:
+            try:
+                at = self._left.pop()
+            except IndexError:  # the other thread was quicker
+                return
+            try:
+                self._find(at, self.words[at])
+            except Exception as error:
+                self._error = error
+            self._found.append(at)
+            if len(self._found) == len(self.rows):
+                self._is_done.set()
 
     def wait(self) -> Words:
-        """What was found; a row that took too long is left without a bit."""
-        try:
-            self.done.result(_DEADLINE_S)
-        except TimeoutError:
+        """All of them; a row that took the other thread too long is left without a bit. Raises what finding
+        them raised."""
+        self.find()
+        if not self._is_done.wait(_DEADLINE_S):
             _log.error("the masks of %d rows took longer than %g s", len(self.rows), _DEADLINE_S)
             return self.words.copy()  # the thread goes on in the other one
+        if self._error is not None:
+            raise self._error
         return self.words
 
 
@@ -78,12 +108,16 @@ class GrammarMasks:
 
     def __init__(self, load: Callable[[], Grammars]) -> None:
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar compiler")
-        self._masker = ThreadPoolExecutor(1, thread_name_prefix="grammar masks")
+        self._wanted: SimpleQueue[RowMasks | None] = SimpleQueue()
+        """One step's at a time: the engine waits for them before it asks again."""
+        Thread(target=self._help, name="grammar masks", daemon=True).start()
         self._vocabulary = self._compiler.submit(lambda: _vocabulary(load()))
         self._compiled: OrderedDict[str, Future[_Compiled]] = OrderedDict()
         self._lock = Lock()
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
-        """By the identity of their tokens; only on the masks' thread."""
+        """By the identity of their tokens. No two threads have the same one."""
+        self._row_s = 0.0
+        """What a mask takes, on average."""
 
     def expect(self, grammar: str) -> None:
         """It is wanted soon: compile it, unless it is. Any thread may."""
@@ -94,14 +128,17 @@ class GrammarMasks:
         rows = [row for row, point in enumerate(points) if point.sampling.grammar and point.index >= 0]
         if not rows:
             return None
-        masks = RowMasks(rows, words_of(self._vocabulary.result(_DEADLINE_S)[0].vocabulary))
         wanted = [points[row] for row in rows]
-        self._masker.submit(self._fill, masks, wanted)
+        words_per_row = words_of(self._vocabulary.result(_DEADLINE_S)[0].vocabulary)
+        masks = RowMasks(rows, words_per_row, lambda at, words: self._find(wanted[at], words))
+        if len(rows) * self._row_s > _WORTH_S or any(map(_may_be_looked_at, wanted)):
+            self._wanted.put(masks)
         return masks
 
     def close(self) -> None:
-        for threads in (self._compiler, self._masker):
-            threads.shutdown(wait=False, cancel_futures=True)
+        """Both threads end."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._wanted.put(None)
 
     def _compile(self, grammar: str) -> "Future[_Compiled]":
         with self._lock:
@@ -119,26 +156,26 @@ class GrammarMasks:
         matcher = grammars.compile(grammar)
         return _Compiled(matcher, self._compiler.submit(closer.unit_tokens, matcher.copy()))
 
-    def _fill(self, masks: RowMasks, points: Sequence[SamplePoint]) -> None:
-        """On the masks' thread."""
-        try:
-            for at, point in enumerate(points):
-                answer = self._answer(point)
-                if answer is None or answer.is_broken:
-                    continue
-                words = masks.words[at]
-                answer.matcher.mask(words)
-                if answer.is_closing:
-                    self._closer.restrict(words)
-                if not words.any():
-                    _log.warning("an answer left its grammar: %s", answer.matcher.error)
-            masks.done.set_result(None)
-        except BaseException as error:
-            masks.done.set_exception(error)
+    def _help(self) -> None:
+        """The masks' thread."""
+        while (masks := self._wanted.get()) is not None:
+            masks.find()
+
+    def _find(self, point: SamplePoint, words: Words) -> None:
+        began_s = thread_time()
+        answer = self._answer(point)
+        if answer is None or answer.is_broken:
+            return
+        answer.matcher.mask(words)
+        if answer.is_closing:
+            self._closer.restrict(words)
+        if not words.any():
+            _log.warning("an answer left its grammar: %s", answer.matcher.error)
+        self._row_s = averaged(self._row_s, thread_time() - began_s, _WEIGHT)
 
     def _answer(self, point: SamplePoint) -> _Answer | None:
         """With everything accepted that has been generated."""
-        key, limit = id(point.tokens), point.sampling.max_tokens - point.sampling.forced_tokens
+        key, limit = id(point.tokens), _limit(point)
         answer = self._answers.get(key)
         if answer is None or answer.tokens is not point.tokens or answer.accepted > point.index:
             try:
@@ -147,11 +184,11 @@ class GrammarMasks:
                 _log.warning("a grammar cannot be compiled: %s", error)
                 return None
             answer = _Answer(point.tokens, compiled.matcher.copy(), compiled.unit_tokens)
+        with self._lock:
             self._answers[key] = answer
-            self._look(answer, limit)
-        self._answers.move_to_end(key)
-        while len(self._answers) > _MOST_MATCHERS:
-            self._answers.popitem(last=False)
+            self._answers.move_to_end(key)
+            while len(self._answers) > _MOST_MATCHERS:
+                self._answers.popitem(last=False)
         first = len(point.tokens) - point.index + answer.accepted
         for token in point.tokens[first:]:
             answer.is_broken = answer.is_broken or not answer.matcher.accept(token)
@@ -160,9 +197,10 @@ class GrammarMasks:
         return answer
 
     def _look(self, answer: _Answer, max_tokens: int) -> None:
-        """Now and then, near its limit: whether it should close. At the same places whoever computes it."""
+        """Now and then, near its limit: whether it should close. At the same places whoever computes it; the
+        first token does not wait for what that takes to know."""
         left_tokens = max_tokens - answer.accepted
-        is_first = not answer.accepted and left_tokens <= _NEAR_TOKENS
+        is_first = answer.accepted == 1 and left_tokens <= _NEAR_TOKENS
         if answer.is_broken or left_tokens > _FAR_TOKENS or (left_tokens % _OFTEN and not is_first):
             return
         unit_tokens = answer.unit_tokens.result(_DEADLINE_S)
@@ -173,6 +211,17 @@ class GrammarMasks:
     @property
     def _closer(self) -> Closer:
         return self._vocabulary.result()[1]
+
+
+def _limit(point: SamplePoint) -> int:
+    """The longest answer, in tokens."""
+    return point.sampling.max_tokens - point.sampling.forced_tokens
+
+
+def _may_be_looked_at(point: SamplePoint) -> bool:
+    """For closing, which takes as long as many masks."""
+    left_tokens = _limit(point) - point.index
+    return left_tokens <= _FAR_TOKENS and left_tokens % _OFTEN == 0
 
 
 def _vocabulary(grammars: Grammars) -> tuple[Grammars, Closer]:

@@ -153,6 +153,10 @@ class Draw(ctypes.Structure):
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PROTOTYPES = {
     "mask_logits": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32)),
+    "find_likeliest": (
+        None,
+        (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _POINTER),
+    ),
     "draw_tokens": (None, (_POINTER, _POINTER, _INT32, _POINTER, ctypes.POINTER(Draw), _INT32)),
 }
 
@@ -191,6 +195,37 @@ def mask_rows(
     forbidden = torch.from_numpy(bits == 0).to(logits.device)
     at_rows = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     logits[at_rows] = logits[at_rows].masked_fill(forbidden, -_INFINITY)
+
+
+def likeliest(
+    logits: torch.Tensor, library: ctypes.CDLL | None, rows: Sequence[int], words: Words | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Highest logit of each of `rows`, fp32, and the first token that has it, int64, among those whose bit is
+    set in `words` `[rows, words]`; minus infinity where none is, NaN where one of them is.
+
+    `logits` `[all rows, vocabulary]` fp32; unless on a CPU with a `library`, `words` are written to them.
+    """
+    if library is None or not logits.is_contiguous():
+        if words is not None:
+            mask_rows(logits, rows, words)
+        at_rows = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        highest, tokens = logits[at_rows].max(-1)
+        return highest, tokens
+    declare(library, _PROTOTYPES)
+    at = np.array(rows, dtype=np.int64)
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    highest = torch.empty(len(rows))
+    library.find_likeliest(
+        logits.data_ptr(),
+        logits.shape[1],
+        at.ctypes.data,
+        None if words is None else words.ctypes.data,
+        len(rows),
+        0 if words is None else words.shape[1],
+        tokens.data_ptr(),
+        highest.data_ptr(),
+    )
+    return highest, tokens
 
 
 def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
@@ -239,10 +274,26 @@ def sample(
 
     They are used up: penalties are applied in place. `library`: the native one, for logits on the CPU.
     """
-    is_plain = masks is None and all(map(_takes_likeliest, points))
-    if is_plain and found.likeliest is not None and found.highest is not None:
-        return _plain(found.likeliest, found.highest)
+    if found.likeliest is not None and found.highest is not None and all(map(_takes_likeliest, points)):
+        return _plain(*_allowed(found.likeliest, found.highest, found.values.float(), library, masks))
     return _sample(found.values.float(), points, library, masks)
+
+
+def _allowed(
+    tokens: torch.Tensor,
+    highest: torch.Tensor,
+    logits: torch.Tensor,
+    library: CDLL | None,
+    masks: RowMasks | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likeliest tokens of all rows, `[rows]` both, where those that have a mask keep to it."""
+    if masks is None:
+        return tokens, highest
+    of_masked = likeliest(logits, library, masks.rows, masks.wait())
+    if len(masks.rows) < len(tokens):
+        highest[masks.rows], tokens[masks.rows] = of_masked
+        return tokens, highest
+    return of_masked[1], of_masked[0]
 
 
 def _takes_likeliest(point: SamplePoint) -> bool:
@@ -272,7 +323,7 @@ def _sample(
     penalize(logits, points)
     if masks is not None:
         mask_rows(logits, masks.rows, masks.wait(), library)
-    highest, tokens = logits.max(-1)
+    highest, tokens = likeliest(logits, library, range(len(points)))
     drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0 and point.index >= 0]
     if drawn and library is not None:
         wishes = [_wish(row, points[row]) for row in drawn]

@@ -110,6 +110,34 @@ int64_t invert(const float* weights, int32_t vocabulary, float least, double uni
   return last;
 }
 
+// The first of the likeliest tokens of a row, as far as it was looked at.
+struct Likeliest {
+  int64_t token = 0;
+  float logit = -INFINITY;
+  bool is_odd = false;  // some logit is NaN
+
+  void consider(const float* row, int32_t token_id) {
+    is_odd |= std::isnan(row[token_id]);
+    if (row[token_id] > logit) {
+      logit = row[token_id];
+      token = token_id;
+    }
+  }
+};
+
+constexpr int kBits32 = 32;
+
+// All of 32 tokens; where none is above what was found, that is known from a few vectors.
+void consider_all(const float* row, int32_t first, Likeliest* found) {
+  Vec above = {};
+  for (int32_t at = first; at < first + kBits32; at += kLanes) {
+    const Vec logits = load(row + at);
+    above = logits <= found->logit ? above : broadcast(1.0f);  // NaN is above
+  }
+  if (sum(above) == 0) return;
+  for (int32_t token = first; token < first + kBits32; ++token) found->consider(row, token);
+}
+
 }  // namespace
 
 extern "C" {
@@ -121,6 +149,28 @@ void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, 
     const double total = weigh(row, highest[draw->row], *draw, vocabulary, scratch);
     const float least = least_kept(scratch, vocabulary, total, *draw);
     draw->token = invert(scratch, vocabulary, least, draw->uniform);
+  }
+}
+
+void find_likeliest(const float* logits, int32_t vocabulary, const int64_t* rows, const uint32_t* masks, int32_t count,
+                    int32_t words, int64_t* tokens, float* highest) {
+  for (int32_t at = 0; at < count; ++at) {
+    const float* row = logits + rows[at] * vocabulary;
+    const uint32_t* mask = masks == nullptr ? nullptr : masks + static_cast<int64_t>(at) * words;
+    Likeliest found;
+    for (int32_t word = 0, first = 0; first < vocabulary; ++word, first += kBits32) {
+      uint32_t bits = mask == nullptr ? UINT32_MAX : word < words ? mask[word] : 0;
+      if (bits == UINT32_MAX && first + kBits32 <= vocabulary) {
+        consider_all(row, first, &found);
+        continue;
+      }
+      for (; bits; bits &= bits - 1) {
+        const int32_t token = first + __builtin_ctz(bits);
+        if (token < vocabulary) found.consider(row, token);
+      }
+    }
+    tokens[at] = found.token;
+    highest[at] = found.is_odd ? NAN : found.logit;
   }
 }
 

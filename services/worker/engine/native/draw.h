@@ -24,5 +24,10 @@ void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, 
 // Minus infinity for each token whose bit is 0: `masks` [count, words], the lowest bit first, of the rows `rows` [count].
 void mask_logits(float* logits, int32_t vocabulary, const int64_t* rows, const uint32_t* masks, int32_t count,
                  int32_t words);
+
+// Of each of `rows` [count] the first of the likeliest `tokens` among those whose bit is set, and its logit: minus
+// infinity where no bit is, NaN where a logit among them is. Without `masks` (null) of all tokens.
+void find_likeliest(const float* logits, int32_t vocabulary, const int64_t* rows, const uint32_t* masks, int32_t count,
+                    int32_t words, int64_t* tokens, float* highest);
 }
 #pragma GCC visibility pop

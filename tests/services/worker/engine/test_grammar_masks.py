@@ -1,6 +1,7 @@
 """Constrained rows: masks that depend on tokens alone, in C++ as in torch, and answers that end in time."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from services.worker.core.sampling import SamplePoint
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.native.library import choose
-from services.worker.engine.sampler import mask_rows
+from services.worker.engine.sampler import likeliest, mask_rows
 from shared.grammars import Grammars, json_grammar, lark_grammar, regex_grammar, words_of
 from shared.messages.sequence import Sampling
 from shared.tokenizer_files import TokenizerFiles, load_tokenizer
@@ -159,3 +160,26 @@ def test_masking_in_cpp_is_masking_in_torch(vocabulary: int, rows: int, seed: in
     assert torch.equal(masked, expected)
     for row in set(range(rows + 2)) - set(at):
         assert torch.equal(masked[row], logits[row])
+
+
+@given(st.integers(1, 150), st.integers(1, 4), st.integers(0, 2**32), st.booleans(), st.data())
+def test_the_likeliest_in_cpp_is_that_of_torch(
+    vocabulary: int, rows: int, seed: int, is_held: bool, data: st.DataObject
+) -> None:
+    """Ties, infinities, rows that may have nothing and logits that are no numbers among them."""
+    library = choose("auto", device=torch.device("cpu"), dtype=torch.float32)
+    if library is None:
+        pytest.skip("no compiler here")
+    numbers = np.random.default_rng(seed)
+    share = data.draw(st.sampled_from([0.0, 0.03, 0.5, 1.0]))
+    bits = numbers.random((rows, words_of(vocabulary) * 32)) < share
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32) if is_held else None
+    at = numbers.permutation(rows + 2)[:rows].tolist()
+    logits = torch.tensor(numbers.integers(-3, 4, (rows + 2, vocabulary)), dtype=torch.float32)
+    for value in data.draw(st.lists(st.sampled_from([math.nan, math.inf, -math.inf]), max_size=4)):
+        logits[numbers.integers(rows + 2), numbers.integers(vocabulary)] = value
+    highest, tokens = likeliest(logits.clone(), library, at, words)
+    expected, first = likeliest(logits.clone(), None, at, words)
+    assert torch.equal(highest, expected) or torch.allclose(highest, expected, equal_nan=True)
+    is_good = expected.isfinite()
+    assert tokens[is_good].tolist() == first[is_good].tolist()

@@ -10,6 +10,7 @@ from services.worker.core.sampling import SamplePoint
 from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.logits import Logits
 from services.worker.engine.vllm.draw import StepDraw
+from shared.grammars import Words
 from shared.messages.sequence import Sampling
 
 VOCABULARY = 64
@@ -33,10 +34,11 @@ def points() -> list[SamplePoint]:
 
 def masks() -> RowMasks:
     """The last row may have tokens 5 and 6 only."""
-    made = RowMasks([4], VOCABULARY // 32)
-    made.words[0, 0] = np.uint32(0b1100000)
-    made.done.set_result(None)
-    return made
+
+    def find(at: int, words: Words) -> None:
+        words[at] = np.uint32(0b1100000)
+
+    return RowMasks([4], VOCABULARY // 32, find)
 
 
 def test_sent_and_drawn_there() -> None:
