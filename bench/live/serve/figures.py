@@ -6,7 +6,7 @@ from math import isclose
 from typing import Any
 
 from bench.kit.outcome import Table
-from bench.live.serve.sides import BASE, MECHANISMS, ORACLE, OURS, PEER
+from bench.live.serve.sides import BASE, LENGTHS, MECHANISMS, ORACLE, OURS, PEER
 
 Rows = Sequence[Mapping[str, Any]]
 BEYOND = 1.2
@@ -47,6 +47,7 @@ def figures(rows: Rows, knees: Mapping[str, float]) -> dict[str, float]:
         ("policy_factor_oracle", ORACLE, BASE),
         ("engine_factor", BASE, PEER),
         ("prediction_factor", OURS, ORACLE),
+        ("prediction_factor_lengths", LENGTHS, ORACLE),
         *((f"sustained_rate_ratio_{name}", name, PEER) for name in MECHANISMS),
         *((f"factor_{name}", name, OURS) for name in MECHANISMS),
     ):

@@ -15,7 +15,9 @@ from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, Server, start_stack
 from shared.errors import InternalError
 
+LENGTHS = "lengths"
 MECHANISMS: dict[str, dict[str, object]] = {
+    LENGTHS: {"worker.states_every": 16},
     "pie": {"worker.pie.enabled": True},
     "tiers": {"worker.prefix_cache.enabled": True},
     "relief": {"scheduler.relief": True},
@@ -26,8 +28,8 @@ MECHANISMS: dict[str, dict[str, object]] = {
         "scheduler.relief": True,
     },
 }
-"""What `kvasir` may have besides, by the side's name. Pie leaves the prefix cache out and excludes borrowing
-(docs/pie.md), so `everything` is what one worker can have at once."""
+"""What `kvasir` may have besides, by the side's name. `lengths` are learned while answering. Pie leaves the
+prefix cache out and excludes borrowing (docs/pie.md), so `everything` is what one worker can have at once."""
 WITH_VLLM = ("tiers", "relief")
 """Those that workers can have whose engine is vLLM."""
 PEER, BASE, OURS, ORACLE = "vllm", "ours_vllm", "kvasir", "oracle"

@@ -114,6 +114,13 @@ def test_what_the_control_plane_costs_and_brings_on_the_same_engine() -> None:
     )
 
 
+def test_what_lengths_learned_while_answering_bring() -> None:
+    made = figures.figures([row("low", "vllm")], {"kvasir": 3.0, "lengths": 3.6, "oracle": 4.0})
+    assert made["prediction_factor"] == pytest.approx(0.75)
+    assert made["prediction_factor_lengths"] == pytest.approx(0.9)
+    assert made["factor_lengths"] == pytest.approx(1.2)
+
+
 def test_the_kv_is_whole_blocks_for_so_many_mean_requests(tmp_path: Path) -> None:
     made = plan(tmp_path, "--kv-requests", "12")
     assert made.kv_tokens % 32 == 0
