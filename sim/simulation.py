@@ -23,6 +23,8 @@ from services.scheduler.policy.contract import (
     queue_order,
 )
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue, Rank
+from services.scheduler.policy.options import passing_share
+from services.scheduler.policy.waiting_queue import PassingBudget
 from services.worker.core.costs.base import CostModel
 from shared.messages.commands import PlacementItem, WaitingAhead
 from shared.messages.sequence import SequenceKey, SequenceRef
@@ -98,7 +100,8 @@ class Simulation:
             )
             for _ in range(setup.workers)
         ]
-        self._queue = FleetQueue(setup.queue or queue_order(factory))
+        budget = PassingBudget(passing_share(setup.settings.options))
+        self._queue = FleetQueue(setup.queue or queue_order(factory), budget)
         self._feed = Feed(setup.places)
         self._names = [f"{index:05d}" for index in range(setup.workers)]
         for name in self._names:

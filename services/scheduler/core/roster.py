@@ -13,7 +13,8 @@ from services.scheduler.core.sequence import HELD, Kind, Phase, Sequence, kinds_
 from services.scheduler.core.worker_pipeline import Sync, WorkerPipeline
 from services.scheduler.policy.contract import QueueOrder
 from services.scheduler.policy.fleet_queue import Feed, FleetQueue
-from services.scheduler.policy.waiting_queue import Line
+from services.scheduler.policy.options import passing_share
+from services.scheduler.policy.waiting_queue import Line, PassingBudget
 from shared.errors import KvasirError
 from shared.messages.commands import NOBODY_AHEAD, LengthPrediction, PlacementItem
 from shared.messages.reports import SequenceReport, WorkerReported
@@ -34,7 +35,7 @@ class Backlog:
 
     def __init__(self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL) -> None:
         self._rules = rules
-        self._queue = FleetQueue(order)
+        self._queue = FleetQueue(order, PassingBudget(passing_share(rules.settings.options)))
         self._waiting: dict[SequenceKey, Sequence] = {}
         self._question = NO_QUESTION
         self._open: tuple[SequenceRef, ...] | None = None

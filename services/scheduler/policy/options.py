@@ -101,3 +101,10 @@ def two_queue_options(
         field.name: field.default for field in fields(TwoQueueOptions) if names is None or field.name in names
     }
     return TwoQueueOptions(**read_options(policy, options, {**usual, **(defaults or {})}, _READERS))
+
+
+def passing_share(options: Mapping[str, object]) -> float:
+    """Of a policy's options, for the fleet's queue, which keeps to the same bound as the policy does within a
+    worker. Raises ConfigError."""
+    known = {name: value for name, value in options.items() if name == "passing_share"}
+    return two_queue_options("scheduler", known).passing_share

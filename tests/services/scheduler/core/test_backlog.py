@@ -4,7 +4,10 @@ import pytest
 
 from services.scheduler.core.roster import Backlog
 from services.scheduler.core.rules import Rules
+from services.scheduler.policy.contract import PolicySettings, QueueOrder
+from shared.messages.commands import LengthPrediction
 from tests.services.scheduler.core.builders import sequence
+from tests.shared.messages.builders import worker_report
 
 RULES = Rules(placement_batch=2, placement_interval_s=0.05)
 
@@ -61,3 +64,40 @@ def test_only_what_waits_can_leave() -> None:
         backlog.remove(second)
     backlog.remove(first)
     assert len(backlog) == 0 and backlog.ask((), 1.0) is None
+
+
+def _told(tokens: int) -> LengthPrediction:
+    return LengthPrediction(
+        rl_tokens=tokens,
+        p50_tokens=tokens,
+        p80_tokens=tokens,
+        p90_tokens=tokens,
+        p95_tokens=tokens,
+        model_version="test",
+    )
+
+
+def _starts(passing_share: float) -> list[str]:
+    """Three long answers, then sixty short ones, one by one."""
+    settings = PolicySettings(options={"passing_share": passing_share})
+    backlog = Backlog(Rules(settings=settings, placement_batch=1), QueueOrder.WORK)
+    backlog.on_reported(worker_report(prefill_tokens_per_s=1e9, decode_step_s=1.0))
+    names = [*(f"long-{n}" for n in range(3)), *(f"short-{n:02}" for n in range(60))]
+    waiting = [sequence(name, float(at), generated=1) for at, name in enumerate(names)]
+    for one in waiting:
+        backlog.add(one)
+        backlog.on_predicted(one.key, _told(8 if one.ref.request_id.startswith("long") else 3))
+    by_ref = {one.ref: one for one in waiting}
+    order = []
+    while len(backlog):
+        question = backlog.ask((), 100.0)
+        assert question is not None
+        (ref,) = backlog.close(question.question, more=True, now_s=100.0)
+        backlog.start(by_ref[ref])
+        order.append(ref.request_id)
+    return order
+
+
+def test_as_much_passes_as_the_policys_option_says() -> None:
+    few, many = _starts(0.0), _starts(0.9)
+    assert few.index("long-2") < 30 < many.index("long-2"), (few, many)
