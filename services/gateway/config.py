@@ -81,6 +81,13 @@ class GatewayConfig(ModelServiceConfig):
         description="an embedding is the last token's state, or the mean of all tokens', which takes a step "
         "for each; auto: as the model's 1_Pooling/config.json says, else last",
     )
+    stored_responses: str = Field(
+        "",
+        description="SQLite file in which answers of /v1/responses are kept, as `store` and "
+        "`previous_response_id` ask for; empty: nothing is stored",
+    )
+    stored_responses_mb: int = Field(64, ge=1, description="of them, for each API key; the oldest leave")
+    stored_responses_days: float = Field(30.0, gt=0, description="so long they are kept at most")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
         description="what becomes of a request with a field that nobody knows, such as a misspelt one",

@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -17,6 +18,7 @@ from services.gateway.http.middleware import OPERATOR_PATHS, Edge, KeyRing
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.models import Models, ServedModel
+from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import load_codec
 from shared import log, subjects
@@ -130,6 +132,15 @@ class Gateway:
                 self._sessions.on_tick(now_s)
 
 
+def _store_of(config: GatewayConfig) -> ResponseStore | None:
+    """Raises ConfigError."""
+    if not config.stored_responses:
+        return None
+    most_bytes = config.stored_responses_mb * 1024 * 1024
+    path = Path(config.stored_responses).expanduser()
+    return ResponseStore(path, most_bytes=most_bytes, most_days=config.stored_responses_days)
+
+
 async def run(config: GatewayConfig) -> None:
     """Serve until cancelled; then let running answers go on for `shutdown_grace_s`, and end what is left
     with an error.
@@ -141,6 +152,9 @@ async def run(config: GatewayConfig) -> None:
     models = Models(loaded)
     async with AsyncExitStack() as ends:
         ends.callback(models.close)
+        store = _store_of(config)
+        if store is not None:
+            ends.callback(store.close)
         listener = ends.enter_context(closing(bind(config.host, config.port, "port")))
         operator_address = (config.operator_host, config.operator_port)
         operator = ends.enter_context(closing(bind(*operator_address, "operator_port")))
@@ -154,7 +168,7 @@ async def run(config: GatewayConfig) -> None:
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick()):
                 tasks.create_task(loop)
             keys = KeyRing(config.api_key_sha256)
-            app: ASGIApp = Edge(make_app(sessions, models, config), keys, sessions.counters)
+            app: ASGIApp = Edge(make_app(sessions, models, config, store), keys, sessions.counters)
             app = with_cors(app, config.cors_origins)
             operator_app = Edge(make_operator_app(sessions), keys, sessions.counters, OPERATOR_PATHS)
             log.canonical(

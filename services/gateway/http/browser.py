@@ -29,7 +29,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "HEAD", "POST"],
+        allow_methods=["GET", "HEAD", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=EXPOSED,
         max_age=_PREFLIGHT_S,
@@ -59,6 +59,7 @@ POSTS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
 GETS: Mapping[str, str] = {
     "/v1/models": "The models that are served",
     "/v1/models/{model}": "One of them",
+    "/v1/responses/{name}": "One that was stored",
     "/version": "Of this server",
     "/health": "This process answers",
     "/ping": "The same",
@@ -71,7 +72,7 @@ _BOTH = ("application/json", "text/event-stream")
 _STATUSES: Mapping[int, str] = {
     400: "The request is wrong, or asks for what is not there; `param` names the field",
     401: "No key, or a wrong one",
-    404: "There is no such model",
+    404: "There is no such model, or no such stored response",
     408: "The body did not arrive in time",
     413: "The body is too long",
     429: "There is too much to do: ask again after `Retry-After` seconds",
@@ -81,6 +82,7 @@ _STATUSES: Mapping[int, str] = {
 _OF_GETS: Mapping[str, tuple[int, ...]] = {
     "/v1/models": (401, 429, 503),
     "/v1/models/{model}": (401, 404, 429, 503),
+    "/v1/responses/{name}": (401, 404, 429, 503),
     "/version": (401, 429, 503),
     "/health": (429, 503),
     "/ping": (429, 503),
@@ -112,6 +114,11 @@ def description(version: str, served: Sequence[str]) -> dict[str, Any]:
             name = {"name": "model", "in": "path", "required": True, "schema": wanted}
             operation["parameters"] = [name]
         paths[path] = {"get": operation}
+        if "{name}" in path:
+            operation["parameters"] = [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+            paths[path]["delete"] = {**operation, "summary": "It is forgotten"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Kvasir", "version": version},

@@ -26,6 +26,7 @@ from services.gateway.http.middleware import CLIENT_GONE_STATUS, RECORD, Request
 from services.gateway.http.surfaces import SURFACES, Naming
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.replies import model_body
+from services.gateway.openai.response_store import ResponseStore, not_found
 from services.gateway.sessions import Sessions
 from shared import metrics
 from shared.clock import unix_s
@@ -97,15 +98,18 @@ class Shortcut:
 VERSION = "0.1.0"
 
 
-def make_app(sessions: Sessions, models: Models, config: GatewayConfig) -> ASGIApp:
-    """The application behind `Edge`."""
+def make_app(
+    sessions: Sessions, models: Models, config: GatewayConfig, store: ResponseStore | None = None
+) -> ASGIApp:
+    """The application behind `Edge`; without `store` no response is kept."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    completions = _completions(sessions, models, config)
+    completions = _completions(sessions, models, config, store)
     for path, handler in completions.items():
         app.add_route(path, handler, methods=["POST"])
     _add_tokenization(app, sessions, models, config)
     _add_counting(app, models, config)
     _add_models(app, sessions, models)
+    _add_stored(app, store)
     _add_probes(app, sessions)
 
     @app.get("/version")
@@ -130,7 +134,9 @@ def make_operator_app(sessions: Sessions) -> ASGIApp:
     return app
 
 
-def _completions(sessions: Sessions, models: Models, config: GatewayConfig) -> dict[str, RouteHandler]:
+def _completions(
+    sessions: Sessions, models: Models, config: GatewayConfig, store: ResponseStore | None
+) -> dict[str, RouteHandler]:
     async def complete(path: str, request: Request) -> Response:
         record: RequestRecord = request.scope[RECORD]
         body = await read_body(request, config)
@@ -143,7 +149,7 @@ def _completions(sessions: Sessions, models: Models, config: GatewayConfig) -> d
         )
         async with deadline.enforced():
             limit = partial(sessions.context_tokens, config.admit_timeout_s, served.name)
-            naming = Naming(record, served.config)
+            naming = Naming(record, served.config, store)
             job, writer = await SURFACES[path](served.acceptance, body, limit, naming)
         record.note_accepted(job)
         return CompletionResponse(sessions, job, writer, record, deadline, served)
@@ -157,6 +163,23 @@ def _add_counting(app: FastAPI, models: Models, config: GatewayConfig) -> None:
         body = await read_body(request, config)
         read = partial(parse_messages, body, config.max_messages, counts=True)
         return _json({"input_tokens": await models.of(body).acceptance.count(read, len(body))})
+
+
+def _add_stored(app: FastAPI, store: ResponseStore | None) -> None:
+    off = "this server stores none (gateway.stored_responses names no file)"
+
+    @app.get("/v1/responses/{name}")
+    async def stored(name: str, request: Request) -> Response:
+        if store is None:
+            raise not_found(name, off)
+        return _written((await store.find(request.scope[RECORD].tenant, name)).body)
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str, request: Request) -> Response:
+        if store is None:
+            raise not_found(name, off)
+        await store.delete(request.scope[RECORD].tenant, name)
+        return _json({"id": name, "object": "response", "deleted": True})
 
 
 def _add_models(app: FastAPI, sessions: Sessions, models: Models) -> None:

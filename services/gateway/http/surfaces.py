@@ -6,18 +6,27 @@ Behind them all is the same: a chat or a prompt is admitted, sequences run, thei
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from services.gateway.anthropic.replies import MessageWriter
 from services.gateway.anthropic.requests import parse_messages
 from services.gateway.config import GatewayConfig
+from services.gateway.errors import HttpError
 from services.gateway.http.middleware import RequestRecord
 from services.gateway.openai.admission import Acceptance, AdmittedRequest, ContextLimit
 from services.gateway.openai.embeddings import EmbeddingWriter, admit_embeddings
 from services.gateway.openai.replies import AnswerWriter, Letterhead
 from services.gateway.openai.response_replies import ResponseWriter
-from services.gateway.openai.response_requests import parse_response
+from services.gateway.openai.response_requests import (
+    ResponseRequest,
+    chat_of,
+    conversation_of,
+    parse_response,
+)
+from services.gateway.openai.response_store import ResponseStore
 from services.gateway.parts.readers import PlainReader
 from shared.clock import unix_s
+from shared.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,7 @@ class Naming:
 
     record: RequestRecord
     config: GatewayConfig
+    store: ResponseStore | None = None
 
     def id(self, job: AdmittedRequest) -> str:
         record = self.record
@@ -61,11 +71,32 @@ async def _messages(
 async def _responses(
     acceptance: Acceptance, body: bytes, context: ContextLimit, naming: Naming
 ) -> tuple[AdmittedRequest, AnswerWriter]:
-    request, chat = await acceptance.threads.read(
-        lambda: parse_response(body, naming.config.max_messages), len(body)
+    store, key, most = naming.store, naming.record.tenant, naming.config.max_messages
+    request = await acceptance.threads.read(
+        lambda: parse_response(body, most, can_store=store is not None), len(body)
     )
-    job = _in_parts(await acceptance.chat_of(lambda: chat, len(body), context))
-    return job, ResponseWriter(f"resp_{naming.id(job)}", int(unix_s()), request)
+    before = await _before(request, store, key)
+    items = conversation_of(request, before, most)
+    job = _in_parts(await acceptance.chat_of(lambda: chat_of(request, items), len(body), context))
+    name = f"resp_{naming.id(job)}"
+    keep = None
+    if store is not None and request.store is not False:
+
+        def keep(answer: bytes, said: list[Any]) -> None:
+            store.put(key, name, answer, [*items, *said])
+
+    return job, ResponseWriter(name, int(unix_s()), request, keep)
+
+
+async def _before(request: ResponseRequest, store: ResponseStore | None, key: str) -> list[Any]:
+    """The conversation that the request goes on with."""
+    name = request.previous_response_id
+    if name is None or store is None:
+        return []
+    try:
+        return (await store.find(key, name)).items
+    except HttpError as error:
+        raise InvalidRequest(str(error), param="previous_response_id") from None
 
 
 def _in_parts(job: AdmittedRequest) -> AdmittedRequest:

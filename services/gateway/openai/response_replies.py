@@ -1,6 +1,6 @@
 """Answers in the shapes of OpenAI's Responses API: one object of items, or its named and numbered events."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ class ResponseWriter:
     id: str
     created: int
     request: ResponseRequest
+    keep: Callable[[bytes, list[Any]], None] | None = None
+    """Stores a complete answer's body, and its items."""
     _number: int = 0
     _items: list[dict[str, Any]] = field(default_factory=list)
     """Those that are complete."""
@@ -51,7 +53,9 @@ class ResponseWriter:
 
     def end(self, usage: Usage, *, include_usage: bool) -> bytes:
         status = "incomplete" if self._reason == "length" else "completed"
-        return self._event(f"response.{status}", response=self._body(status, self._items, usage))
+        body = self._body(status, self._items, usage)
+        self._kept(body)
+        return self._event(f"response.{status}", response=body)
 
     def failed(self, error: KvasirError) -> bytes:
         body = {
@@ -72,7 +76,14 @@ class ResponseWriter:
             self._part(part, choice.logprobs)
         self._close()
         status = "incomplete" if choice.finish_reason == "length" else "completed"
-        return orjson.dumps(self._body(status, self._items, usage))
+        return self._kept(self._body(status, self._items, usage))
+
+    def _kept(self, body: dict[str, Any]) -> bytes:
+        """As bytes; stored, if it is to be."""
+        written = orjson.dumps(body)
+        if self.keep is not None:
+            self.keep(written, self._items)
+        return written
 
     def _part(self, part: Part, logprobs: Any) -> bytes:
         if isinstance(part, Content):
@@ -171,10 +182,10 @@ class ResponseWriter:
             "model": request.model,
             "output": items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
             "service_tier": "default",
-            "store": False,
+            "store": self.keep is not None,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API as chats. Stateless: nothing is stored or referred to."""
+"""Requests of OpenAI's Responses API as chats; the conversation before may be one that was stored."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,10 @@ from services.gateway.openai.schemas import MAX_ENTRIES, parse_object, validated
 from shared.errors import InvalidRequest
 
 _WITHOUT_EFFECT = frozenset(
-    {"store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "include"}
+    {"metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "include"}
     | {"safety_identifier", "max_tool_calls", "stream_options", "truncation", "moderation"}
 )
 _STATE = {
-    "previous_response_id": "send the whole conversation as input",
     "conversation": "send the whole conversation as input",
     "prompt": "send the text itself",
     "background": "leave it out, and stream",
@@ -40,13 +39,12 @@ class ResponseRequest(BaseModel):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    store: bool | None = None
+    previous_response_id: str | None = Field(None, min_length=1, max_length=128)
 
 
-def parse_response(body: bytes, max_messages: int) -> tuple[ResponseRequest, dict[str, Any]]:
-    """The request, and the chat that it asks for, as `/v1/chat/completions` takes it.
-
-    Raises InvalidRequest and UnsupportedFeature naming the field.
-    """
+def parse_response(body: bytes, max_messages: int, *, can_store: bool = False) -> ResponseRequest:
+    """Raises InvalidRequest and UnsupportedFeature naming the field."""
     content = parse_object(body, max(MAX_ENTRIES, 8 * max_messages))
     request = validated(ResponseRequest, content)
     for name, value in (request.model_extra or {}).items():
@@ -56,9 +54,38 @@ def parse_response(body: bytes, max_messages: int) -> tuple[ResponseRequest, dic
             raise UnsupportedFeature(
                 f"{shown(name, 64)} is not supported by this server", param=shown(name, 64)
             )
+    if not can_store:
+        _refuse_stored(request)
+    return request
+
+
+def _refuse_stored(request: ResponseRequest) -> None:
+    """Where nothing is stored: that is said, instead of an answer that nobody finds again."""
+    where = "gateway.stored_responses names no file"
+    if request.store:
+        text = f"store is not supported by this server ({where}): leave it out"
+        raise UnsupportedFeature(text, param="store")
+    if request.previous_response_id is not None:
+        text = f"previous_response_id is not supported by this server ({where})"
+        raise UnsupportedFeature(
+            f"{text}: send the whole conversation as input", param="previous_response_id"
+        )
+
+
+def conversation_of(request: ResponseRequest, before: list[Any], max_messages: int) -> list[Any]:
+    """The items before, and those that the request adds. Raises InvalidRequest."""
     items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    if not isinstance(items, list) or not items or len(items) > max_messages:
-        raise InvalidRequest(f"input should be a text or a list of 1 to {max_messages} items", param="input")
+    if not isinstance(items, list) or not items or len(before) + len(items) > max_messages:
+        text = f"input should be a text or a list of 1 to {max_messages} items, those before among them"
+        raise InvalidRequest(text, param="input")
+    return [*before, *items]
+
+
+def chat_of(request: ResponseRequest, items: list[Any]) -> dict[str, Any]:
+    """The chat that it asks for, as `/v1/chat/completions` takes it, about the whole conversation.
+
+    Raises InvalidRequest and UnsupportedFeature naming the field.
+    """
     chat = {
         "model": request.model,
         "messages": _messages(request, items),
@@ -74,7 +101,7 @@ def parse_response(body: bytes, max_messages: int) -> tuple[ResponseRequest, dic
     }
     if request.top_logprobs:
         chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return request, {name: value for name, value in chat.items() if value is not None}
+    return {name: value for name, value in chat.items() if value is not None}
 
 
 def _tool(tool: Mapping[str, Any], at: int) -> dict[str, Any]:
