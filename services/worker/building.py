@@ -10,11 +10,12 @@ import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.checkpoint import checkpoint_digest, stored_dtype
-from services.worker.engine.engine import TorchEngine, prefill_tokens_per_s, warm_up
+from services.worker.engine.engine import TorchEngine, decode_cost, prefill_tokens_per_s, warm_up
 from services.worker.engine.grammar_masks import GrammarMasks
 from services.worker.engine.loading import load
 from services.worker.peers.attention.staging import HALVES
 from services.worker.peers.lending.core.settings import LendingConfig
+from services.worker.pie.blocks import BlockPie
 from shared.errors import ConfigError
 from shared.grammars import Grammars
 from shared.tokenizer_files import load_tokenizer
@@ -63,6 +64,8 @@ def build(config: WorkerConfig) -> TorchEngine:
     engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
+    if isinstance(engine.pie, BlockPie):
+        engine.pie.growth.decode_cost = decode_cost(engine, kv_blocks)
     gc.collect()
     gc.freeze()  # What is there now stays: no collection during a step walks through it.
     return engine

@@ -9,7 +9,8 @@ import pytest
 from tests.patience import STACK_PATIENCE_S
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
-from tests.stack.running import running_stack
+from tests.stack.running import RunningStack, running_stack
+from tests.stack.small_workers import announced_tokens
 
 pytestmark = pytest.mark.stack
 LARGE = ("worker.kv_blocks=512",)
@@ -29,16 +30,19 @@ def asked() -> list[Question]:
 
 
 def texts_of(
-    folder: Path, questions: list[Question], *settings: str, workers: int = 1
+    folder: Path, questions: list[Question], *settings: str, workers: int = 1, reach_tokens: int = 0
 ) -> tuple[list[str], dict[str, Any], str]:
-    """Of two rounds; what the first worker says of itself; and what all have logged."""
+    """Of two rounds, asked once workers take so many tokens; what the first worker says of itself; and what
+    all have logged."""
 
-    async def ask(client: Any) -> list[Any]:
+    async def ask(stack: RunningStack) -> list[Any]:
         async with asyncio.timeout(STACK_PATIENCE_S):
-            return list(await client.ask_all(questions))
+            while await announced_tokens(stack) < reach_tokens:
+                await asyncio.sleep(0.1)
+            return [each for _ in range(2) for each in await stack.client().ask_all(questions)]
 
     with running_stack(folder, workers=workers, settings=settings) as stack:
-        answers = [each for _ in range(2) for each in asyncio.run(ask(stack.client()))]
+        answers = asyncio.run(ask(stack))
         assert all(each.complete for each in answers), [each.errors for each in answers]
         logged = "".join(path.read_text() for path in sorted(stack.run_dir.glob("logs/worker-*.log")))
         return [each.text for each in answers], stack.details("worker-0"), logged
@@ -56,6 +60,8 @@ def test_what_own_host_memory_cannot_hold_is_borrowed(tmp_path: Path) -> None:
     story = "Once upon a time there was a fox who wanted to see the sea. " * 68
     questions = [Question(story, {"temperature": 0, "ignore_eos": True, "max_tokens": 24})]
     expected, _, _ = texts_of(tmp_path / "large", questions, *LARGE)
-    texts, _, logged = texts_of(tmp_path / "small", questions, "worker.kv_blocks=24", workers=3)
+    texts, _, logged = texts_of(
+        tmp_path / "small", questions, "worker.kv_blocks=24", workers=3, reach_tokens=68 * 16
+    )
     assert texts == expected
     assert "blocks outside for a sequence" in logged and '"event":"borrowed"' in logged

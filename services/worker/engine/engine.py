@@ -24,6 +24,7 @@ from services.worker.kv.tiers.records import Records, records_of
 from services.worker.kv.tiers.resident import ResidentKv
 from services.worker.pie.assembly import LayerPie, assemble
 from services.worker.pie.blocks import BlockPie
+from services.worker.pie.core.forecast import DecodeCost
 from services.worker.pie.core.sizes import most_fifo_layers
 from services.worker.pie.memory import BlockShape
 from services.worker.pie.settings import PieSettings
@@ -313,9 +314,28 @@ CHUNK_TOKENS = 128
 LEAST_TOKENS = 16
 """Fewer say nothing."""
 _ROUNDS = 3
+_DECODE_ROWS = 8
 """The first sets up what this size needs, and does not count where another follows."""
 _LONG_S = 1.0
 """After so long no other follows."""
+
+
+def decode_cost(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> DecodeCost | None:
+    """From the fastest of some steps of one row and of several, in blocks that nobody may use yet; None where
+    there are too few of those."""
+    many = min(_DECODE_ROWS, blocks)
+    if many < 2:
+        return None
+    point = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
+    taken: list[tuple[int, float]] = []
+    for rows in (1, many):
+        fastest_s = float("inf")
+        for _ in range(_ROUNDS):
+            began_s = clock()
+            engine.step([Row([0], 0, [block], point) for block in range(rows)])
+            fastest_s = min(fastest_s, clock() - began_s)
+        taken.append((rows, fastest_s))
+    return DecodeCost.of(*taken)
 
 
 def prefill_tokens_per_s(engine: Engine, blocks: int, clock: Clock = monotonic_s) -> float:

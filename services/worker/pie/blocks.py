@@ -15,9 +15,10 @@ import torch
 
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.tiers.resident import OpenStream, ResidentKv, StreamFigures
-from services.worker.pie.core.expansion import ExpansionController
+from services.worker.pie.core.expansion import ExpansionController, Window
+from services.worker.pie.core.forecast import DecodeCost
 from services.worker.pie.core.meter import SwapMeter
-from services.worker.pie.core.sizes import higher, lower, slot_blocks, spare_blocks
+from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, higher, lower, slot_blocks, spare_blocks
 from services.worker.pie.core.swap import Direction
 from services.worker.pie.resize import Expansion
 from services.worker.pie.settings import PieSettings
@@ -25,6 +26,10 @@ from services.worker.pie.settings import PieSettings
 _log = logging.getLogger("kvasir.worker.pie")
 _DEMAND_S = 2.0
 """The scheduler repeats what it wants several times within this."""
+_LEAST_GAIN = 0.05
+"""Of throughput: what is foreseen has to be more than this."""
+_FULL = 0.9
+"""Of the blocks, in use: more of them would be used as well."""
 _WEIGHT = 0.2
 """Of the newest step in what bringing in a block takes."""
 
@@ -60,11 +65,13 @@ class BlockGrowth:
     ) -> None:
         """`notice_s`: between the announcement that blocks will go and their going, so that plans follow.
         `block_s`: what bringing in one layer's block takes, as first known. `on_demand`: a level is for a
-        sequence that is too long without it, and for nobody else.
+        sequence that is too long without it, and else only where `decode_cost` says before that it pays.
         """
         self.meter = SwapMeter(kv.layers)
         self._kv, self._controller, self._clock = kv, controller, clock
         self._on_demand = on_demand
+        self.decode_cost: DecodeCost | None = None
+        """None: not measured, so that nothing is foreseen."""
         self._device_blocks = device_blocks
         self._window_iterations = window_iterations
         self._wanted = self._granted = fifo_layers
@@ -153,9 +160,13 @@ class BlockGrowth:
         level = self._wanted
         while level < controller.most and self._blocks(level) < blocks:
             level = higher(level)
+        self._raise_to(level, controller, pool, f"for a sequence of {blocks}")
+
+    def _raise_to(self, level: int, controller: ExpansionController, pool: GrownPool, why: str) -> None:
+        """Now, unless it is as high; what is in the way of the buffers is copied out at once."""
         if level > self._wanted:
             controller.set_level(level)
-            _log.info("level %d of blocks outside for a sequence of %d, was %d", level, blocks, self._wanted)
+            _log.info("level %d of blocks outside %s, was %d", level, why, self._wanted)
             self._wanted = level
         if self.is_resizing and self._kv.set_buffers(self._spare(self._wanted), at_once=True):
             self._grant(pool)
@@ -207,13 +218,40 @@ class BlockGrowth:
         counts = FetchCounts(now.layers, now.early)
         window = self.meter.close_window(self._iterations, counts, self.capacity_blocks)
         self._iterations = 0
-        if self._on_demand:
-            self._return(controller)
-            return
+        if self._on_demand and not controller.is_holding:
+            paying = self._paying_level(controller)
+            if not paying:
+                self._return(controller)
+                return
+            may_rise = paying > self._wanted and self._is_full(window) and not self.is_resizing
+            if may_rise and self._pool is not None:
+                self._raise_to(paying, controller, self._pool, "as more rows pay")
+                return
         wanted = controller.on_window(window, is_resizing=self.is_resizing)
         if wanted > self._wanted and not controller.fits(self._swap_s(wanted), window.steps_s, 1.0):
             wanted = controller.refuse()
         self.want(wanted)
+
+    def _paying_level(self, controller: ExpansionController) -> int:
+        """The one under which most would be sampled, if that is so much more than without; else 0. With one
+        raise blocks double at most: who waits for them is not known here."""
+        cost = self.decode_cost
+        if cost is None:
+            return 0
+        rows = self.meter.decoding_rows * self._blocks(0) / self.capacity_blocks
+        best, gain = 0, _LEAST_GAIN
+        for level in range(LEAST_FIFO_LAYERS, controller.most + 1):
+            if self._blocks(level) > 2 * self.capacity_blocks:
+                break
+            outside = self._blocks(level) - self._device_blocks + self._spare(level)
+            copies_s = outside * self._kv.layers * self._block_s
+            foreseen = cost.gain(rows, self._blocks(level) / self._blocks(0), copies_s)
+            if foreseen > gain:
+                best, gain = level, foreseen
+        return best
+
+    def _is_full(self, window: Window) -> bool:
+        return window.used_blocks >= _FULL * window.capacity_blocks
 
     def _return(self, controller: ExpansionController) -> None:
         """To what is still needed."""

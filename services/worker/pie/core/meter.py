@@ -61,6 +61,11 @@ class SwapMeter:
         """Waiting over computing, since the start."""
         return sum(self.stall_s) / self.compute_s if self.compute_s else 0.0
 
+    @property
+    def decoding_rows(self) -> float:
+        """Of the latest iterations in which no prompt was; 0 before the first."""
+        return median(tokens for tokens, _ in self._decodes) if self._decodes else 0.0
+
     def on_stall(self, layer: int, waited_s: float) -> None:
         self.stall_s[layer] += waited_s
         self.stalls[layer] += 1
@@ -144,7 +149,7 @@ def fixed_share(steps: Iterable[tuple[int, float]]) -> float:
         (median(tokens for tokens, _ in part), median(took_s for _, took_s in part))
         for part in (ordered[:third], ordered[-third:])
     )
-    if many < _LEAST_RANGE * few:
+    if many <= few or many < _LEAST_RANGE * few:
         return 0.0
     middle, took_s = (few + many) / 2, (short_s + long_s) / 2
     per_token_s = max(0.0, (long_s - short_s) / (many - few))

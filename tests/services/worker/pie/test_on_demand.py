@@ -1,0 +1,119 @@
+"""Pie where nobody has asked for it: for a sequence that is too long, and where it is foreseen to pay."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.contract import Row
+from services.worker.engine.engine import TorchEngine, decode_cost
+from services.worker.engine.loading import describe
+from services.worker.kv.core.grown_pool import GrownPool
+from services.worker.pie.blocks import BlockGrowth, BlockPie
+from services.worker.pie.core.forecast import DecodeCost
+from services.worker.pie.settings import PieSettings
+from shared.messages.sequence import Sampling
+from tests.services.worker.engine.rig import BLOCK_TOKENS
+from tests.services.worker.pie.test_assembly import llama  # noqa: F401  the model of six layers
+
+KV_BLOCKS, WINDOW = 60, 4
+POINT = SamplePoint(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0)
+ROWS_ARE_CHEAP, ROWS_ARE_ALL = DecodeCost(0.1, 0.0001), DecodeCost(0.0, 0.01)
+
+
+class AtWork:
+    """A worker that decodes in all that it has, at whatever time it is said to be."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        assert isinstance(engine.pie, BlockPie)
+        self.engine = engine
+        self.growth: BlockGrowth = engine.pie.growth
+        self.now_s = 0.0
+        self.growth._clock = self.tick
+        pool = engine.make_pool()
+        assert isinstance(pool, GrownPool)
+        self.pool = pool
+        self.held: list[int] = []
+
+    def steps(self, windows: int) -> None:
+        """Each of eight rows, that have seen all blocks in use."""
+        each = -(-len(self.held) // 8)
+        tables = [self.held[first : first + each] for first in range(0, len(self.held), each or 1)]
+        rows = [Row([1], len(table) * BLOCK_TOKENS - 1, table, POINT) for table in tables]
+        for _ in range(windows * WINDOW):
+            if rows:
+                self.engine.step(rows)
+            else:
+                self.growth.before_step()
+                self.growth.after_step(0, is_decoding=True)
+
+    def tick(self) -> float:
+        """Each look at the clock takes a moment."""
+        self.now_s += 0.02
+        return self.now_s
+
+    def fill(self) -> None:
+        self.held += self.pool.allocate(self.pool.free_blocks)
+
+    def release(self) -> None:
+        self.pool.release(self.held)
+        self.held = []
+
+
+@pytest.fixture
+def worker(llama: Any) -> Iterator[AtWork]:  # noqa: F811
+    settings = PieSettings(enabled="auto", window_iterations=WINDOW, notice_s=0.0)
+    engine = TorchEngine(describe(llama), kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, pie=settings)
+    yield AtWork(engine)
+    assert engine.pie is not None and engine.pie.close(5.0)
+
+
+@pytest.mark.parametrize("cost", [None, ROWS_ARE_ALL])
+def test_it_never_rises_by_itself_where_more_rows_bring_nothing(
+    worker: AtWork, cost: DecodeCost | None
+) -> None:
+    worker.growth.decode_cost = cost
+    worker.fill()
+    worker.steps(50)
+    assert worker.growth.capacity_blocks == KV_BLOCKS
+
+
+def test_it_rises_where_more_rows_pay_and_memory_is_full_by_twice_as_much_at_most(worker: AtWork) -> None:
+    worker.growth.decode_cost = ROWS_ARE_CHEAP
+    worker.steps(20)
+    assert worker.growth.capacity_blocks == KV_BLOCKS, "nothing is in use"
+    worker.fill()
+    before, rises = KV_BLOCKS, 0
+    for _ in range(30):
+        worker.steps(1)
+        now = worker.growth.capacity_blocks
+        assert now <= 2 * before
+        rises, before = rises + (now > before), now
+        worker.release()
+        worker.fill()
+    assert rises and before > KV_BLOCKS
+    worker.release()
+    worker.steps(200)
+    assert worker.growth.capacity_blocks == KV_BLOCKS, "what nobody uses goes back"
+
+
+def test_it_rises_for_a_sequence_that_is_too_long_and_goes_back_after_it(worker: AtWork) -> None:
+    needed = worker.growth.most_blocks - 5
+    worker.growth.demand(needed)
+    worker.steps(1)
+    assert worker.growth.capacity_blocks >= needed
+    worker.fill()
+    worker.steps(40)
+    assert worker.growth.capacity_blocks >= needed, "it is in use"
+    worker.release()
+    worker.steps(40)
+    assert worker.growth.capacity_blocks == KV_BLOCKS
+
+
+def test_what_a_step_costs_is_measured(llama: Any) -> None:  # noqa: F811
+    engine = TorchEngine(describe(llama), kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS)
+    times = iter(range(100))
+    cost = decode_cost(engine, KV_BLOCKS, clock=lambda: float(next(times)))
+    assert cost == DecodeCost(1.0, 0.0), "each step took as long"
+    assert decode_cost(engine, 1) is None
