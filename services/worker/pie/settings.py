@@ -12,8 +12,8 @@ class PieSettings(BaseModel):
 
     enabled: bool | Literal["auto"] = Field(
         default="auto",
-        description="swap KV to the host; `auto`: where blocks can be swapped, for a sequence that is too long "
-        "for the device alone, and where more rows at once pay; true: as far as steps do not wait",
+        description="swap KV to the host; `auto`: where blocks can be swapped, for a sequence that is too "
+        "long for the device alone, and where more rows at once pay; true: as far as steps do not wait",
     )
     form: Literal["blocks", "layers"] = Field(
         default="blocks",
