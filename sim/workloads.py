@@ -58,13 +58,15 @@ class Workload:
     prompts_are_drawn: bool = False
 
 
+_CHAT_PROMPTS = Lengths((1, 2, 6, 9, 13, 17, 24, 33, 51, 89, 181, 542, 1056, 1748, 2048))
+"""Of ShareGPT; LMSYS's data has answers alone."""
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         Workload(
             "sharegpt",
             "sharegpt_lengths/sharegpt_val_10k_llama2.csv",
-            Lengths((1, 2, 6, 9, 13, 17, 24, 33, 51, 89, 181, 542, 1056, 1748, 2048)),
+            _CHAT_PROMPTS,
             Lengths((4, 10, 23, 44, 107, 168, 233, 286, 341, 403, 497, 665, 812, 962, 1024)),
             2048,
             1024,
@@ -123,7 +125,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             "lmsys",
             "lmsys_proxy/predictions_warmup_multi_cls_1000K.csv",
-            Lengths((1, 2, 6, 9, 13, 17, 24, 33, 51, 89, 181, 542, 1056, 1748, 2048)),
+            _CHAT_PROMPTS,
             Lengths((2, 2, 9, 13, 31, 57, 95, 140, 201, 263, 325, 397, 447, 502, 511)),
             2048,
             512,

@@ -101,8 +101,10 @@ class ExtendedPool:
 
     @property
     def cached_blocks(self) -> int:
-        """Borrowed, with a name, and used by no sequence."""
-        return 0 if self._cache is None else self._cache.idle_borrowed_blocks
+        """Borrowed, with a name, and used by no sequence, nor on the way home."""
+        if self._cache is None:
+            return 0
+        return self._cache.idle_borrowed_blocks - sum(self._cache.is_idle(block) for block in self._apart)
 
     @property
     def growable_blocks(self) -> int:
@@ -242,7 +244,7 @@ class ExtendedPool:
         """So many are free, if need be without the names that they had."""
         missing = blocks - len(self._free)
         if missing > 0 and self._cache is not None:
-            self._cache.forget_borrowed(missing)
+            self._cache.forget_borrowed(missing, self._apart)
 
     def _drop(self, blocks: Iterable[int]) -> None:
         for block in blocks:

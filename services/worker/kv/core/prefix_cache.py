@@ -9,7 +9,7 @@ Source: papers/002 §IV; `algorithms.md` §5.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.worker.kv.core.arrivals import Awaited, Hit
@@ -285,16 +285,23 @@ class PrefixCache(LowerTiers):
         """Named and used by nobody."""
         return self._books.borrowed_idle
 
-    def forget_borrowed(self, blocks: int) -> None:
-        """So many that nobody uses lose their names, and their own blocks what hangs on them."""
+    def is_idle(self, block: int) -> bool:
+        """Named and used by nobody."""
+        node = self._books.node_of(block)
+        return node is not None and not node.busy
+
+    def forget_borrowed(self, blocks: int, spared: Collection[int] = ()) -> None:
+        """So many that nobody uses, `spared` ones not counted, lose their names, and with them what hangs on
+        them."""
         for node in self._books.idle_borrowed():
             if blocks < 1:
                 return
-            if node.places[Tier.DEVICE] is not None:
-                for lost in [*reversed(self._books.tree.below(node)), node]:
-                    if lost.places[Tier.DEVICE] is not None:
-                        blocks -= not self._books.is_own(lost)
-                        self._take_off(lost)
+            if node.places[Tier.DEVICE] is None or _block_of(node) in spared:
+                continue
+            for lost in [*reversed(self._books.tree.below(node)), node]:
+                if lost.places[Tier.DEVICE] is not None:
+                    blocks -= not self._books.is_own(lost) and _block_of(lost) not in spared
+                    self._take_off(lost)
 
     def lose_borrowed(self, blocks: Iterable[int]) -> None:
         """Their creditor is gone. No sequence has them any more; a load may hang on them still."""

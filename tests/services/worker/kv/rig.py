@@ -112,6 +112,7 @@ class Rig:
         self.blocks = ExtendedPool(self.cache, device)
         self.blocks.on_moved = self.move
         self._borrowed = device
+        self._apart: list[int] = []
         self.held: list[list[int]] = []
         self.names: list[list[BlockHash]] = []
         """Of those in `held`."""
@@ -216,6 +217,14 @@ class Rig:
             if there in self.mover.device:
                 self.mover.device[here] = self.mover.device[there]
         own.readmit(self.blocks.come_home(zip(chosen, home, strict=True)))
+
+    def set_apart(self, most_blocks: int) -> None:
+        """Nobody gets these until `rejoin`."""
+        self._apart += self.blocks.set_apart(self._all_borrowed, most_blocks)
+
+    def rejoin(self) -> None:
+        self.blocks.rejoin(self._apart)
+        self._apart = []
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Blocks are called otherwise."""

@@ -30,6 +30,8 @@ STEP = st.one_of(
     st.tuples(st.just("lose"), st.integers(1, 4)),
     st.tuples(st.just("bring home"), st.integers(1, 4)),
     st.tuples(st.just("retire"), st.integers(1, 4)),
+    st.tuples(st.just("set apart"), st.integers(1, 4)),
+    st.tuples(st.just("rejoin"), st.just(0)),
 )
 
 
@@ -86,6 +88,10 @@ def test_hits_hold_their_bytes_and_blocks_are_conserved(
                 rig.lose(value)
             elif kind == "bring home":
                 rig.bring_home(value)
+            elif kind == "set apart":
+                rig.set_apart(value)
+            elif kind == "rejoin":
+                rig.rejoin()
             elif kind == "retire":
                 rig.blocks.retire(value)
             elif kind == "abandon":
