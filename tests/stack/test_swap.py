@@ -18,6 +18,7 @@ SMALL = (
     "scheduler.policy=vllm",
     "scheduler.relief=true",
     "worker.prefix_cache.host_blocks=256",
+    "worker.pie.enabled=false",  # which might make room instead
 )
 """About three of the answers fit to their end."""
 

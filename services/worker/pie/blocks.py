@@ -26,7 +26,7 @@ from services.worker.pie.settings import PieSettings
 _log = logging.getLogger("kvasir.worker.pie")
 _DEMAND_S = 2.0
 """The scheduler repeats what it wants several times within this."""
-_LEAST_GAIN = 0.05
+_LEAST_GAIN = 0.1
 """Of throughput: what is foreseen has to be more than this."""
 _FULL = 0.9
 """Of the blocks, in use: more of them would be used as well."""
