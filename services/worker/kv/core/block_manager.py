@@ -103,11 +103,8 @@ class Inventory:
     def drop_place(self, node: Node) -> None:
         """Its copy on the device, which was borrowed, is lost, and so is what hangs on it there and nobody
         uses. Who uses such a block has its own copy of this one; see `let_go`."""
-        for lost in reversed(self.tree.below(node)):
-            if lost.places[Tier.DEVICE] is not None and not lost.busy:
-                self._give(Tier.DEVICE, self._take(lost, Tier.DEVICE))
-        self._give(Tier.DEVICE, self._take(node, Tier.DEVICE))
-        self._drop_if_gone(node)
+        self._clear_below(node)
+        self.remove(node, Tier.DEVICE)
 
     def idle_borrowed(self) -> list[Node]:
         """Borrowed blocks that have a name and no user, the one wanted longest ago first, and of equals the
@@ -152,9 +149,8 @@ class Inventory:
             self._count(node, 1)
             self._rank(node)
             if _lacks_beginning(node):
-                for loose in [*reversed(self.tree.below(node)), node]:
-                    if loose.places[Tier.DEVICE] is not None:
-                        self._give(Tier.DEVICE, self._take(loose, Tier.DEVICE))
+                self._clear_below(node)
+                self._give(Tier.DEVICE, self._take(node, Tier.DEVICE))
             gone = gone if node.stored else node
             node = node.parent
         if gone is not None:
@@ -367,6 +363,12 @@ class Inventory:
         for node in spared:
             self._rank(node)
         return victim
+
+    def _clear_below(self, node: Node) -> None:
+        """What hangs on it, and nobody uses, leaves the device."""
+        for lost in reversed(self.tree.below(node)):
+            if lost.places[Tier.DEVICE] is not None and not lost.busy:
+                self.remove(lost, Tier.DEVICE)
 
     def _drop_if_gone(self, node: Node) -> None:
         """A block that is stored nowhere takes along what hangs on it."""

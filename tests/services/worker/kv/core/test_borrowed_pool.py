@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from services.worker.kv.core.radix_tree import Tier
 from tests.services.worker.kv.rig import Rig, names_of, tokens_of
 
 OWN = 6
@@ -184,3 +185,22 @@ def test_what_comes_home_keeps_its_name() -> None:
     rig.bring_home(2)
     assert rig.blocks.borrowed_blocks == 0
     assert rig.acquire(names_of(prompt), 4).loaded == (4, 0, 0)
+
+
+def test_what_hangs_on_a_lost_block_and_is_nowhere_else_is_forgotten() -> None:
+    """The lost one itself is on the host as well."""
+    rig = Rig(2, 2, 0, "lru")
+    cache, blocks = rig.cache, rig.blocks
+    first, second, third = names_of(tokens_of(0, 1, 2, 3, 4, 5))
+    rig.borrow(1)
+    own, there = blocks.allocate(2), blocks.allocate(1)
+    held = [*there, *own]
+    for block, name, parent in zip(held, (first, second, third), (None, first, second), strict=True):
+        cache.publish(block, name, parent)
+    blocks.release(held)
+    node = cache._books.node_of(there[0])
+    assert node is not None
+    cache._books.put(node, Tier.HOST, cache._books.slot(Tier.HOST) or 0)
+    blocks.lose(there)
+    blocks.check_integrity([])
+    assert cache.free_blocks == 2 and [one.name for one in cache._books.tree] == [first]
