@@ -216,9 +216,11 @@ class MixedWorld(World):
         """A borrowed block's content is in the own memory; here nobody keeps account of that."""
 
     def _give_back(self, loans: Loans, numbers: list[int]) -> None:
+        """Those whose creditor has died meanwhile are passed over, as `Debts.release` does."""
         for number in numbers:
-            creditor, block = loans.places.pop(number)
-            self.loans[creditor].pool.own.readmit([block])
+            if number in loans.places:
+                creditor, block = loans.places.pop(number)
+                self.loans[creditor].pool.own.readmit([block])
 
     def missing_blocks(self, name: str) -> int:
         """Neither free, nor evictable, nor a sequence's."""
