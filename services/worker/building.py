@@ -18,8 +18,10 @@ from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.pie.blocks import BlockPie
 from shared.errors import ConfigError
 from shared.grammars import Grammars
+from shared.log import canonical, get_logger
 from shared.tokenizer_files import load_tokenizer
 
+_log = get_logger("worker.building")
 _CPU_FRACTION, _GPU_FRACTION = 0.05, 0.85
 """Others live on a CPU's memory, too: further workers, and the page cache that their weights are in."""
 _STEP_BLOCKS = 64
@@ -64,8 +66,11 @@ def build(config: WorkerConfig) -> TorchEngine:
     engine.weights = checkpoint_digest(config.model, str(model.dtype))  # the same for other kinds of engines
     warm_up(engine)
     engine.prefill_tokens_per_s = prefill_tokens_per_s(engine, kv_blocks)
-    if isinstance(engine.pie, BlockPie):
-        engine.pie.growth.decode_cost = decode_cost(engine, kv_blocks)
+    if isinstance(engine.pie, BlockPie) and config.pie.enabled == "auto":
+        cost = engine.pie.growth.decode_cost = decode_cost(engine, kv_blocks)
+        if cost is not None:
+            told = {"fixed_ms": round(1e3 * cost.fixed_s, 3), "row_ms": round(1e3 * cost.row_s, 4)}
+            canonical(_log, "decoding step timed", **told)
     gc.collect()
     gc.freeze()  # What is there now stays: no collection during a step walks through it.
     return engine

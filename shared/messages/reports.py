@@ -36,7 +36,7 @@ class Capacity(Message, frozen=True, kw_only=True):
     doomed_blocks: Count = 0
     """About to vanish because the pool shrinks."""
     borrowed_free_blocks: Count = 0
-    """Of `free_blocks`: borrowed, so not to be lent on."""
+    """Of `free_blocks` and `evictable_blocks`: borrowed, so not to be lent on."""
     most_lent_blocks: Count = 0
     """It never lends more than this, whatever is free; host memory included."""
     lendable_blocks: Count | None = None

@@ -41,6 +41,9 @@ def test_a_long_prompt_that_comes_again_is_found_at_its_creditors(tmp_path: Path
     ((expected,),) = roomy_answers(tmp_path / "one", [[question]])
     with running_stack(tmp_path / "run", workers=2, settings=(*SETTINGS, *CACHED)) as two:
         first, again = asyncio.run(ask_twice(two, question))
+        told = [two.details(name) for name in ("worker-0", "worker-1")]
     assert [first.text, again.text] == [expected.text] * 2, two.logs()
     assert first.cached_tokens == 0
     assert again.cached_tokens >= OWN_TOKENS + BLOCK_TOKENS
+    at_creditors = sum(each["prefix_hits_borrowed"] for each in told)
+    assert at_creditors + sum(each["recalled_blocks"] for each in told) > 0, told

@@ -43,6 +43,8 @@ class CacheFigures:
     """What a prefix cache did since the start, over all tiers and tier by tier."""
 
     tiers: tuple[TierFigures, ...]
+    hits_borrowed: int
+    """Of the device's: blocks that lie at creditors."""
     misses: int
     loads_abandoned: int
     lost_unsaved: int
@@ -66,6 +68,7 @@ class CacheFigures:
             for tier in self.tiers
         ]
         return {
+            "prefix_hits_borrowed": self.hits_borrowed,
             "prefix_misses": self.misses,
             "prefetched_blocks": self.prefetched,
             "saved_late_blocks": self.saved_late,
@@ -97,6 +100,7 @@ def read_figures(store: KvStore) -> CacheFigures:
     )
     return CacheFigures(
         tiers=tiers,
+        hits_borrowed=counts["hits_borrowed"],
         misses=counts["misses"],
         loads_abandoned=counts["loads_abandoned"],
         lost_unsaved=counts["lost_unsaved"],
@@ -136,6 +140,7 @@ class CacheMetrics:
         self._overall = {
             name: gauge(f"kvasir_worker_prefix_{name}", text)
             for name, text in (
+                ("hits_borrowed", "Of the device's hits, blocks that lie at creditors."),
                 ("misses", "Blocks of prompts that were stored nowhere."),
                 ("loads_abandoned", "Loads given up because computing is faster."),
                 ("lost_unsaved", "Blocks that left the host before they were on disk."),

@@ -154,6 +154,7 @@ def test_a_tier_helped_by_what_it_saved_less_what_it_took() -> None:
     assert tier.helped_s == 1.5
     details = CacheFigures(
         (tier,),
+        hits_borrowed=0,
         misses=4,
         loads_abandoned=0,
         lost_unsaved=0,
