@@ -22,7 +22,13 @@ from services.worker.engine.backends import Backend, NativeBackend, PartialBacke
 from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.native import library as native
 from services.worker.engine.native.arena import Arena
-from services.worker.engine.partition import Homes, MeteredRemote, RemoteAttention, merge_into, split
+from services.worker.engine.partition import (
+    Homes,
+    MeteredRemote,
+    RemoteAttention,
+    merge_into,
+    split_by_window,
+)
 from services.worker.kv.tiers.resident import ResidentKv
 from services.worker.pie.store import LayerStore
 from shared.errors import ConfigError, InternalError
@@ -44,6 +50,8 @@ class LayerShape:
     kv_heads: int
     head_dim: int
     value_dim: int
+    window_tokens: int = 0
+    """A token sees itself and so many less one before it; 0: everything."""
 
 
 class LayerProbe:
@@ -68,7 +76,9 @@ class LayerProbe:
         if found or attention_mask is not None or module.layer_idx in self.layers:
             what = ", ".join(found) or "a mask of its own, or KV shared between layers"
             raise ConfigError(f"this model's attention uses {what}, which this engine does not compute")
-        self.layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        window_tokens = kwargs.get("sliding_window") or 0
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], window_tokens)
+        self.layers[module.layer_idx] = shape
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -108,7 +118,10 @@ class PagedAttention:
         self._dtype = dtype
         self.threads = threads
         self._remote: tuple[Homes, MeteredRemote] | None = None
-        self._own: PackedSpans | None = None
+        self._own: dict[int, PackedSpans] = {}
+        """By window: the engine's own part of the present step, where that is not all of it."""
+        self.windows = [shape.window_tokens for shape in layers]
+        """Of each layer."""
         self.store = store
         self.resident = resident
         if resident is not None:
@@ -133,7 +146,7 @@ class PagedAttention:
     @property
     def is_partitioned(self) -> bool:
         """Whether rows of the present step see keys that other workers hold."""
-        return self._own is not None
+        return bool(self._own)
 
     def partial_backend(self, pools: Sequence[Pools]) -> PartialBackend:
         """Attention over parts of keys in any pools of this shape, for one thread."""
@@ -157,7 +170,7 @@ class PagedAttention:
 
     def begin(self, spans: Sequence[Span], decodes: int) -> None:
         """Raises ValueError for a block that nobody holds, or a table without room for its span."""
-        self._own = None
+        self._own = {}
         resident = self.resident
         packed = pack(spans, self._block_tokens, None if resident is None else resident.locate)
         if self._remote is not None and not self._remote[0].are_own(packed.blocks):
@@ -171,22 +184,25 @@ class PagedAttention:
 
     def _begin_partitioned(self, packed: PackedSpans, homes: Homes, remote: RemoteAttention) -> PackedSpans:
         """The engine's own part. The step `is_partitioned` where that is not all of it."""
-        own, *others = split(packed, homes, self._block_tokens)
-        if others:
-            self._own = own.spans
-            remote.begin(others)
-        return own.spans
+        windows = sorted(set(self.windows))
+        kinds = split_by_window(packed, homes, self._block_tokens, windows)
+        others = [part for _, *parts in kinds for part in parts]
+        if not others:
+            return packed
+        self._own = {window: kind[0].spans for window, kind in zip(windows, kinds, strict=True)}
+        remote.begin(others)
+        return kinds[0][0].spans
 
     def end(self) -> None:
         """The step's last layer is through. Raises CreditorLost."""
-        if self._own is not None and self._remote is not None:
+        if self._own and self._remote is not None:
             self._remote[1].end()
         if self.resident is not None:
             self.resident.end(is_complete=True)
 
     def abandon(self) -> None:
         """The step failed. Whoever holds blocks elsewhere stays of use to the next."""
-        if self._own is not None and self._remote is not None:
+        if self._own and self._remote is not None:
             self._remote[1].abandon()
         if self.resident is not None:
             self.resident.end(is_complete=False)
@@ -235,11 +251,11 @@ class PagedAttention:
         """Write `keys`, `values` `[rows, kv_heads, …]` to their slots, then attend over what each row sees.
 
         `queries` `[rows, q_heads, head_dim]` → `[rows, q_heads, value_dim]`. In a step that `is_partitioned`
-        raises CreditorLost, and InternalError under a window.
+        raises CreditorLost.
         """
-        if self._own is not None and self._partial is not None:
-            given = queries, keys, values, shape, window_tokens
-            return self._attend_partitioned(layer, self._own, self._partial, *given)
+        if self._own and self._partial is not None:
+            own = self._own[self.windows[layer]]
+            return self._attend_partitioned(layer, own, self._partial, queries, keys, values, shape)
         self.enter(layer)
         self._backend.write(layer, keys, values, self.slots)
         attended = self._backend.attend(layer, queries, keys, values, shape, window_tokens)
@@ -290,10 +306,7 @@ class PagedAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         shape: paged.Shape,
-        window_tokens: int | None,
     ) -> torch.Tensor:
-        if window_tokens is not None:
-            raise InternalError("sequences with borrowed blocks need a model without sliding windows")
         backend.write(layer, keys, values, self.slots)
         self.send(layer, queries, keys, values, shape)
         self.enter(layer)

@@ -200,7 +200,14 @@ class TorchBackend:
             if tokens <= 0 or rows.start == rows.stop:
                 continue
             output[rows], lse[rows] = paged.attend_part(
-                queries[rows], k_pool, v_pool, table.long().to(k_pool.device), tokens, first, shape
+                queries[rows],
+                k_pool,
+                v_pool,
+                table.long().to(k_pool.device),
+                tokens,
+                first,
+                shape,
+                packed.window_tokens,
             )
         return output, lse
 

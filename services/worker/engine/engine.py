@@ -124,11 +124,8 @@ class TorchEngine:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether other workers may hold some of the keys: on the CPU, without sliding windows, and where
-        layers stay where they are."""
-        config = self._model.module.config.get_text_config()
-        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        return self.device_type == "cpu" and not has_window and not self.moves_layers
+        """Whether other workers may hold some of the keys: on the CPU, where layers stay where they are."""
+        return self.device_type == "cpu" and not self.moves_layers
 
     @property
     def moves_layers(self) -> bool:
@@ -247,7 +244,8 @@ def _is_swapped(pie: PieSettings, layers: Sequence[LayerShape], *, can_swap_bloc
     """Whether there is Pie: where nobody asked for it, only in blocks, and of a model that it can be of."""
     if pie.enabled != "auto":
         return pie.enabled
-    is_possible = len(set(layers)) == 1 and most_fifo_layers(len(layers)) > 0
+    sizes = {(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layers}
+    is_possible = len(sizes) == 1 and most_fifo_layers(len(layers)) > 0
     return pie.form == "blocks" and can_swap_blocks and is_possible
 
 

@@ -73,6 +73,8 @@ class PackedSpans:
     blocks: npt.NDArray[np.int32]
     slots: npt.NDArray[np.int64]
     """For every packed row the slot (block * block_tokens + offset) that its K and V are written to."""
+    window_tokens: int = 0
+    """A row sees itself and so many positions less one before it; 0: everything."""
 
 
 Locate = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], npt.NDArray[np.int32]]

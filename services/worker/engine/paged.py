@@ -199,11 +199,12 @@ def attend_part(
     tokens: int,
     first_position: int,
     shape: Shape,
+    window_tokens: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows at positions from `first_position` over the first `tokens` keys of `table` `[blocks]`, causally.
 
     `query` `[n, q_heads, head_dim]` → fp32 `[n, q_heads, value_dim]` and log-sum-exp `[n, q_heads]`; a row
-    that stands before position 0 sees nothing: zeros and −inf.
+    that stands before position 0, or sees none of them in its window (0: everything): zeros and −inf.
     """
     rows, q_heads, head_dim = query.shape
     kv_heads = k_pool.shape[1]
@@ -214,7 +215,11 @@ def attend_part(
     if shape.softcap is not None:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
     position = torch.arange(rows, device=query.device).unsqueeze(1) + first_position
-    scores = scores.masked_fill(torch.arange(tokens, device=query.device) > position, _NEGATIVE_INFINITY)
+    key_position = torch.arange(tokens, device=query.device)
+    hidden = key_position > position
+    if window_tokens:
+        hidden |= key_position <= position - window_tokens
+    scores = scores.masked_fill(hidden, _NEGATIVE_INFINITY)
     lse = scores.logsumexp(-1)
     reference = torch.where(lse == _NEGATIVE_INFINITY, torch.zeros_like(lse), lse)
     output = torch.einsum("hgnt,htd->nhgd", torch.exp(scores - reference.unsqueeze(-1)), value)

@@ -15,7 +15,7 @@ out. Knows no connection and no sequence.
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -120,10 +120,19 @@ class Part:
 
 
 def split(packed: PackedSpans, homes: Homes, block_tokens: int) -> list[Part]:
-    """The parts of a step, the engine's own first; that one has every row, seeing nothing where it must.
+    """`split_by_window` for a model whose layers see everything."""
+    return split_by_window(packed, homes, block_tokens, (0,))[0]
 
-    `packed`: from `layout.pack`. Spans whose blocks are all own cost no more than to look for others among
-    their ids; the own part sees their tables where they lie. Raises ValueError for a block that nobody holds.
+
+def split_by_window(
+    packed: PackedSpans, homes: Homes, block_tokens: int, windows: Sequence[int]
+) -> list[list[Part]]:
+    """The parts of a step, for each window that layers of the model have (0: everything), in this order.
+
+    The engine's own is the first of each, and has every row, seeing nothing where it must; `blocks` of these
+    are one array. `packed`: from `layout.pack`. Spans whose blocks are all own cost no more than to look for
+    others among their ids; the own parts see their tables where they lie. Raises ValueError for a block that
+    nobody holds.
     """
     rows = np.arange(packed.first_row[-1], dtype=np.int64)
     needed = -(-(packed.first_position + np.diff(packed.first_row)) // block_tokens)
@@ -131,11 +140,18 @@ def split(packed: PackedSpans, homes: Homes, block_tokens: int) -> list[Part]:
     start = packed.table_start[: len(needed)]
     found = np.searchsorted(elsewhere, start + needed) > np.searchsorted(elsewhere, start)
     if not found.any():
-        return [Part(OWN, rows, packed)]
-    divided = _Divided(packed, np.flatnonzero(found), needed, homes, block_tokens)
-    own = Part(OWN, rows, _with_pieces(packed, divided))
-    creditors = 1 + np.flatnonzero(np.bincount(divided.holder)[OWN + 1 :])
-    return [own, *(divided.part(holder) for holder in creditors.tolist())]
+        return [
+            [Part(OWN, rows, replace(packed, window_tokens=window) if window else packed)]
+            for window in windows
+        ]
+    spans = np.flatnonzero(found)
+    kinds = [_Divided(packed, spans, needed, homes, block_tokens, window) for window in windows]
+    tables = [packed.blocks, *(kind.blocks(OWN) for kind in kinds)]
+    joined, ends = np.concatenate(tables), np.cumsum([len(table) for table in tables]).tolist()
+    return [
+        [Part(OWN, rows, _with_pieces(packed, kind, joined, first)), *kind.others()]
+        for kind, first in zip(kinds, ends[:-1], strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +163,22 @@ class _Pieces:
     count: npt.NDArray[np.int32]
     """Of rows."""
     seen: npt.NDArray[np.int32]
-    """Keys at the holder before the first row's."""
+    """Where the first row stands among the holder's keys: behind so many."""
     table_start: npt.NDArray[np.int32]
     """In the tables of all divided spans at this holder."""
     key_end: npt.NDArray[np.int32]
 
 
 class _Divided:
-    """The spans of a step that see blocks of somebody else, as arrays over their blocks and rows."""
+    """The spans of a step that see blocks of somebody else, as arrays over their blocks and rows.
+
+    A holder's keys are numbered from 0 for each span, as if they lay one behind the other; rows are counted
+    on, so that what is causal stays so. Under a window each row is a piece of its own, and stands where its
+    window begins with the first key that it sees (`key_end` cuts off what comes after the row):
+
+        window of 4, blocks of 2, a row at position 6 sees 3 4 5 6; somebody holds blocks 1 (2 3) and 3 (6 7)
+        its table there: 1 3, keys 2 3 6 7 as 0 1 2 3; it sees 1 and 2: stands at 1 + 4 - 1 = 4, key_end is 3
+    """
 
     def __init__(
         self,
@@ -163,16 +187,22 @@ class _Divided:
         needed: npt.NDArray[np.int32],
         homes: Homes,
         block_tokens: int,
+        window_tokens: int,
     ) -> None:
-        """`spans`: which they are, ascending. `needed`: blocks that each span of the step sees."""
+        """`spans`: which they are, ascending. `needed`: blocks that each span of the step fills."""
         self.spans = spans
+        self.window_tokens = window_tokens
         self._block_tokens = block_tokens
         first = packed.first_position[spans]
         end = first + (packed.first_row[spans + 1] - packed.first_row[spans])
-        self._base = starts(needed[spans])
-        """`[spans + 1]`: where the blocks of each begin."""
-        self._span = np.repeat(np.arange(len(spans), dtype=np.int32), needed[spans])
-        index = _counted(needed[spans])
+        self._first, self._count = first, end - first
+        lowest_seen = np.maximum(0, first + 1 - window_tokens) // block_tokens if window_tokens else 0 * first
+        self._base = starts(needed[spans] - lowest_seen)
+        """`[spans + 1]`: where the blocks of each begin, with the first that any of its rows sees."""
+        self._origin = self._base[:-1] - lowest_seen
+        """Where block 0 of each would be."""
+        self._span = np.repeat(np.arange(len(spans), dtype=np.int32), np.diff(self._base))
+        index = np.arange(self._base[-1], dtype=np.int32) - self._origin[self._span]
         table = packed.table_start[spans][self._span] + index
         self.holder, self.block = homes.locate(packed.blocks[table])
         # From here on only blocks in which rows of the step stand.
@@ -192,6 +222,9 @@ class _Divided:
 
     def pieces(self, holder: int) -> _Pieces:
         """Of all rows, also of those that see nothing there."""
+        return self._rows_alone(holder) if self.window_tokens else self._runs(holder)
+
+    def _runs(self, holder: int) -> _Pieces:
         tail, is_there = self._tail, self.holder == holder
         before = starts(is_there)
         begins = np.flatnonzero(self._is_first | (is_there[tail] != is_there[tail - 1]))
@@ -202,6 +235,25 @@ class _Divided:
         seen = (before[at] - table_start) * self._block_tokens
         seen += position % self._block_tokens * is_there[at]
         return _Pieces(span, count, seen, table_start, seen + count * is_there[at])
+
+    def _rows_alone(self, holder: int) -> _Pieces:
+        is_there = self.holder == holder
+        before = starts(is_there)
+        span = np.repeat(np.arange(len(self.spans), dtype=np.int32), self._count)
+        position = self._first[span] + _counted(self._count)
+        lowest = np.maximum(0, position + 1 - self.window_tokens)
+        first = self._origin[span] + lowest // self._block_tokens
+        last = self._origin[span] + position // self._block_tokens
+        unseen = lowest % self._block_tokens * is_there[first]
+        behind = (self._block_tokens - 1 - position % self._block_tokens) * is_there[last]
+        key_end = (before[last + 1] - before[first]) * self._block_tokens - behind
+        seen = unseen + self.window_tokens - 1
+        return _Pieces(span, np.ones_like(span), seen, before[first], key_end)
+
+    def others(self) -> "list[Part]":
+        """One for each creditor that holds any of the blocks."""
+        creditors = 1 + np.flatnonzero(np.bincount(self.holder)[OWN + 1 :])
+        return [self.part(holder) for holder in creditors.tolist()]
 
     def blocks(self, holder: int) -> npt.NDArray[np.int32]:
         """The tables there, one after the other."""
@@ -225,12 +277,15 @@ class _Divided:
             key_end=pieces.key_end[is_seen],
             blocks=self.blocks(holder),
             slots=self.slots(holder)[is_sent],
+            window_tokens=self.window_tokens,
         )
         return Part(holder, self.rows[is_sent].astype(np.int64), spans)
 
 
-def _with_pieces(packed: PackedSpans, divided: _Divided) -> PackedSpans:
-    """The own part's: the divided spans' pieces in their places, and their tables behind all others."""
+def _with_pieces(
+    packed: PackedSpans, divided: _Divided, blocks: npt.NDArray[np.int32], first: int
+) -> PackedSpans:
+    """The own part's: divided spans' pieces in their places, and their tables from `first` on in `blocks`."""
     pieces = divided.pieces(OWN)
     many = np.ones(len(packed.first_position), dtype=np.int64)
     many[divided.spans] = np.bincount(pieces.span)
@@ -240,7 +295,7 @@ def _with_pieces(packed: PackedSpans, divided: _Divided) -> PackedSpans:
     count, first_position = np.diff(packed.first_row)[of], packed.first_position[of]
     table_start, key_end, slots = packed.table_start[of], packed.key_end[of], packed.slots.copy()
     count[at], first_position[at], key_end[at] = pieces.count, pieces.seen, pieces.key_end
-    table_start[at] = len(packed.blocks) + pieces.table_start
+    table_start[at] = first + pieces.table_start
     slots[divided.rows] = divided.slots(OWN)
     return PackedSpans(
         first_row=starts(count),
@@ -248,8 +303,9 @@ def _with_pieces(packed: PackedSpans, divided: _Divided) -> PackedSpans:
         table_start=table_start,
         table_position=np.zeros_like(first_position),
         key_end=key_end,
-        blocks=np.concatenate([packed.blocks, divided.blocks(OWN)]),
+        blocks=blocks,
         slots=slots,
+        window_tokens=divided.window_tokens,
     )
 
 
@@ -267,7 +323,7 @@ class RemoteAttention(Protocol):
     """The creditors' share of a step, layer by layer. Each call may raise `CreditorLost`."""
 
     def begin(self, parts: Sequence[Part]) -> None:
-        """A step of these parts follows."""
+        """A step of these parts follows: a layer asks for those of its own window."""
         ...
 
     def send(
@@ -308,8 +364,9 @@ class MeteredRemote:
     def begin(self, parts: Sequence[Part]) -> None:
         """See `RemoteAttention`."""
         began_s = self._clock()
-        is_decoding = all(len(part.rows) == len(part.spans.first_row) - 1 for part in parts)
-        self._blocks = sum(len(part.spans.blocks) for part in parts) if is_decoding else 0
+        of_a_layer = [part for part in parts if part.spans.window_tokens == parts[0].spans.window_tokens]
+        is_decoding = all(_is_decoding(part) for part in of_a_layer)
+        self._blocks = sum(len(part.spans.blocks) for part in of_a_layer) if is_decoding else 0
         self._remote.begin(parts)
         self._spent_s = self._clock() - began_s
 
@@ -344,6 +401,12 @@ class MeteredRemote:
     def abandon(self) -> None:
         """See `RemoteAttention`."""
         self._remote.abandon()
+
+
+def _is_decoding(part: Part) -> bool:
+    """One row of each sequence."""
+    one_each = len(part.rows) == len(part.spans.first_row) - 1
+    return one_each and bool((np.diff(part.spans.table_start) > 0).all())
 
 
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32

@@ -155,7 +155,7 @@ def describe_pool(k_pool: torch.Tensor, v_pool: torch.Tensor, before: int = 0, b
 
 
 def describe_spans(packed: PackedSpans, window_tokens: int | None = None) -> Spans:
-    """Valid as long as `packed` lives."""
+    """Valid as long as `packed` lives. `window_tokens`: another than its own."""
     return Spans(
         count=len(packed.first_position),
         first_row=packed.first_row.ctypes.data,
@@ -164,7 +164,7 @@ def describe_spans(packed: PackedSpans, window_tokens: int | None = None) -> Spa
         table_position=packed.table_position.ctypes.data,
         key_end=packed.key_end.ctypes.data,
         blocks=packed.blocks.ctypes.data,
-        window_tokens=window_tokens or 0,
+        window_tokens=window_tokens or packed.window_tokens,
     )
 
 

@@ -111,6 +111,8 @@ class Debtor:
         self._staging_blocks = staging_blocks
         self._attention = attention
         self._library = attention.library
+        self._has_windows = any(attention.windows)
+        """A step has a part for each window then: they go by messages."""
         self._q_heads = q_heads
         self._block_tokens = block_tokens
         self._most_creditors = most_creditors
@@ -168,7 +170,6 @@ class Debtor:
 
     def begin(self, parts: Sequence[Part]) -> None:
         """See `RemoteAttention`."""
-        self._step += 1
         self._active.clear()
         self._attended_s = None
         self.watch.on_step(parts)
@@ -180,7 +181,7 @@ class Debtor:
             self._active.append(active)
             if mode is ShipMode.FETCH:
                 active.fetched = self._fetched(share)
-            elif self._library is None or not share.lending.is_native:
+            elif self._library is None or self._has_windows or not share.lending.is_native:
                 active.shipped = ShippedShare(share)
             else:
                 self._guarded(active, partial(share.lending.announce, self._library, self._q_heads))
@@ -192,7 +193,7 @@ class Debtor:
     ) -> None:
         """See `RemoteAttention`."""
         now_s = self._clock()
-        for active in self._active:
+        for active in self._of_layer(layer):
             if self._attended_s is not None:
                 active.share.lending.speeds.on_layer(now_s - self._attended_s)
             if active.way is None:
@@ -204,7 +205,7 @@ class Debtor:
 
     def collect(self, layer: int) -> Iterator[Partial]:
         """See `RemoteAttention`. Queries that travelled come first: their answers wait for nobody."""
-        for active in sorted(self._active, key=lambda active: active.fetched is not None):
+        for active in sorted(self._of_layer(layer), key=lambda active: active.fetched is not None):
             yield from self._collected(active, layer)
         self._attended_s = self._clock()
 
@@ -265,7 +266,6 @@ class Debtor:
         where. Raises CreditorLost."""
         holders, there = self.homes.locate(blocks)
         for holder in np.unique(holders).tolist():
-            self._step += 1
             at = np.flatnonzero(holders == holder).tolist()
             share = self._share(_whole(holder, there[at], self._block_tokens))
             self._guarded(_Active(share), partial(self._visit_share, share, at, take))
@@ -338,12 +338,19 @@ class Debtor:
                 creditor_id=link.peer.worker_id,
             ) from error
 
+    def _of_layer(self, layer: int) -> list[_Active]:
+        """Those of the layer's window."""
+        window = self._attention.windows[layer]
+        return [active for active in self._active if active.share.part.spans.window_tokens == window]
+
     def _share(self, part: Part) -> StepShare:
+        self._step += 1
         return StepShare(self._lendings[part.holder], part, self._step, self._clock)
 
     def _fetched(self, share: StepShare) -> FetchedShare:
-        layers = len(self._attention.pools)
-        return FetchedShare(share, self._block_tokens, layers)
+        """A layer is fetched ahead where the next one has the same part."""
+        windows = self._attention.windows
+        return FetchedShare(share, self._block_tokens, len(windows) if len(set(windows)) == 1 else 0)
 
     def _mode(self, share: StepShare) -> ShipMode:
         if not share.lending.attends:

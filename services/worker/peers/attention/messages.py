@@ -33,7 +33,7 @@ class GrantRef(msgspec.Struct, frozen=True, array_like=True):
     generation: int
 
 
-class PartWire(msgspec.Struct, frozen=True, kw_only=True):
+class PartWire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A `Part` as it travels: little-endian arrays, int32 but for `slots` (int64)."""
 
     first_row: bytes
@@ -42,6 +42,7 @@ class PartWire(msgspec.Struct, frozen=True, kw_only=True):
     key_end: bytes
     blocks: bytes
     slots: bytes
+    window_tokens: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +99,7 @@ def to_wire(spans: PackedSpans) -> PartWire:
         key_end=spans.key_end.tobytes(),
         blocks=spans.blocks.tobytes(),
         slots=spans.slots.tobytes(),
+        window_tokens=spans.window_tokens,
     )
 
 
@@ -115,7 +117,11 @@ def from_wire(wire: PartWire, block_tokens: int) -> Described:
     sound = len(first_row) == count + 1 and len(start) == count and len(key_end) == count and count > 0
     sound = sound and first_row[0] == 0 and bool((np.diff(first_row) >= 0).all())
     sound = sound and len(slots) == first_row[-1] and 0 < len(slots) <= MAX_ROWS
-    sound = sound and bool((position >= 0).all() and (start >= 0).all() and (key_end >= 0).all())
+    sound = (
+        sound
+        and 0 <= wire.window_tokens < 1 << 31
+        and bool((position >= 0).all() and (start >= 0).all() and (key_end >= 0).all())
+    )
     sound = sound and bool((start.astype(np.int64) - (-key_end // block_tokens) <= len(blocks)).all())
     if not sound:
         raise InvalidMessage("a part whose arrays do not fit together")
@@ -124,7 +130,8 @@ def from_wire(wire: PartWire, block_tokens: int) -> Described:
     if not np.isin(kept_slots // block_tokens, blocks).all():
         raise InvalidMessage("slots outside the part's blocks")
     table = blocks.copy()  # torch wants memory that it could write to
-    spans = PackedSpans(first_row, position, start, np.zeros_like(position), key_end, table, slots)
+    at = np.zeros_like(position)
+    spans = PackedSpans(first_row, position, start, at, key_end, table, slots, wire.window_tokens)
     return Described(spans, kept, kept_slots)
 
 

@@ -228,6 +228,7 @@ class FetchedShare:
     """Blocks come here, a layer ahead where there is one, and the debtor attends to them in its staging."""
 
     def __init__(self, share: StepShare, block_tokens: int, layers: int) -> None:
+        """`layers`: of the model, where all have this part; 0 where others have another: nothing is ahead."""
         self._share = share
         self._staging = share.lending.staging
         self._block_tokens = block_tokens
@@ -257,6 +258,8 @@ class FetchedShare:
             self._write = self._share.begin(WRITE, self._share.request(layer), new)
         if layer + 1 < self._layers:
             self._fetch(self._segments, 0, layer + 1, new if fetches else ())
+        elif not self._layers:
+            self.end()  # The next layer's part may want the link.
 
     def attend_again(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: Shape

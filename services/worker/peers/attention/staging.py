@@ -85,6 +85,7 @@ def _segment(
             ),
             blocks=staged,
             slots=slots,
+            window_tokens=spans.window_tokens,
         ),
     )
 
@@ -93,6 +94,8 @@ def pairs(spans: PackedSpans) -> int:
     """Of a row and a key it sees."""
     rows = np.diff(spans.first_row).astype(np.int64)
     first, end = spans.first_position.astype(np.int64) + 1, spans.key_end.astype(np.int64)
+    if spans.window_tokens:  # Each row is a span.
+        return int((np.minimum(first, end) - np.maximum(0, first - spans.window_tokens)).clip(0).sum())
     rising = np.minimum(rows, np.maximum(0, end - first))
     return int((rising * first + rising * (rising - 1) // 2 + (rows - rising) * end).clip(0).sum())
 

@@ -1,6 +1,7 @@
 """Whatever worker a block lies at, each row sees each of its keys exactly once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from services.worker.engine import paged
 from services.worker.engine.backends import NativeBackend, PartialBackend, TorchBackend
 from services.worker.engine.layout import PackedSpans, Span, pack
 from services.worker.engine.native import library as native
-from services.worker.engine.partition import ELSEWHERE, OWN, Homes, merge_into, split
+from services.worker.engine.partition import ELSEWHERE, OWN, Homes, merge_into, split, split_by_window
 from tests.rounding import assert_within
 from tests.services.worker.engine.reference import step_bounds
 
@@ -41,8 +42,9 @@ def backend(pool: tuple[torch.Tensor, torch.Tensor], kind: str) -> PartialBacken
 
 @pytest.mark.parametrize("kind", ["native", "torch"])
 @settings(max_examples=50)
-@given(steps())
-def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> None:
+@given(steps(), st.sampled_from([0, 1, 3, BLOCK, 9, 40]))
+def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]], window: int) -> None:
+    """`window`: of the layer; others see everything."""
     spans, holders = step
     rows = sum(span.count for span in spans)
     generator = torch.Generator().manual_seed(rows)
@@ -61,9 +63,9 @@ def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> N
     whole = backend(pool, kind)
     packed = pack(spans, BLOCK)
     whole.write(0, keys, values, torch.from_numpy(packed.slots))
-    expected, expected_lse = whole.attend_part(0, packed, query, SHAPE)
+    expected, expected_lse = whole.attend_part(0, replace(packed, window_tokens=window), query, SHAPE)
     named = [Span(s.first_position, s.count, [ids[b] for b in s.blocks]) for s in spans]
-    parts = split(pack(named, BLOCK), homes, BLOCK)
+    _, parts = split_by_window(pack(named, BLOCK), homes, BLOCK, (0, window))
     assert parts[0].holder == OWN and parts[0].rows.tolist() == list(range(rows))
     output, lse = torch.zeros_like(expected), torch.full_like(expected_lse, float("-inf"))
     kept = torch.zeros(rows, dtype=torch.int64)
@@ -75,6 +77,7 @@ def test_parts_are_the_whole(kind: str, step: tuple[list[Span], list[int]]) -> N
         result, result_lse = here.attend_part(0, part.spans, query[index], SHAPE)
         merge_into(output, lse, result, result_lse, index)
     assert kept.tolist() == [1] * rows, "each row's K and V are kept once"
+    assert all(part.spans.window_tokens == window for part in parts)
     most_keys = max(span.first_position + span.count for span in spans)
     bounds = step_bounds(pool, (query, keys, values), SHAPE, most_keys=most_keys, parts=HOLDERS + 1)
     for mine, theirs, bound in zip((output, lse), (expected, expected_lse), bounds, strict=True):

@@ -49,7 +49,7 @@ def part(rows: int, blocks: int, sequences: int) -> Part:
     spans = PackedSpans(
         first_row=np.linspace(0, rows, sequences + 1).astype(np.int32),
         first_position=np.zeros(sequences, dtype=np.int32),
-        table_start=np.zeros(sequences, dtype=np.int32),
+        table_start=np.arange(sequences, dtype=np.int32),
         table_position=np.zeros(sequences, dtype=np.int32),
         key_end=np.zeros(sequences, dtype=np.int32),
         blocks=np.arange(blocks, dtype=np.int32),

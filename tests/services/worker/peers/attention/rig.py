@@ -148,14 +148,14 @@ def connect(
     debtor = Debtor(
         engine.attention,
         q_heads=q_heads,
-        own_blocks=engine.kv_blocks,
+        own_blocks=engine.own_ids,
         block_tokens=BLOCK_TOKENS,
         staging_blocks=staging_blocks,
         deadline_s=deadline_s,
         choose=choose,
     )
     for index, link in enumerate(links):
-        first = engine.kv_blocks + index * blocks_each
+        first = engine.own_ids + index * blocks_each
         holder = debtor.add(link, [GRANT])
         debtor.homes.place(range(first, first + blocks_each), holder, range(blocks_each))
     return debtor

@@ -79,7 +79,7 @@ def alone(
 
 @pytest.mark.parametrize("attention", ["native", "torch"])
 @pytest.mark.parametrize("way", CHOOSERS)
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "mistral_window", "gemma2"])
 def test_text_is_that_of_one_big_engine(
     architecture: str, way: str, attention: AttentionMode, make_model: ModelFactory
 ) -> None:

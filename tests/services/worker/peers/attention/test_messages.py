@@ -33,16 +33,19 @@ def part() -> PackedSpans:
 
 def wire(**changes: Any) -> PartWire:
     spans = part()
-    arrays = {name: np.array(value, dtype=getattr(spans, name).dtype) for name, value in changes.items()}
+    arrays: dict[str, Any] = {
+        name: np.array(value, dtype=getattr(spans, name).dtype) for name, value in changes.items()
+    }
     return to_wire(replace(spans, **arrays))
 
 
-def test_there_and_back() -> None:
-    spans = part()
+@pytest.mark.parametrize("window_tokens", [0, 5])
+def test_there_and_back(window_tokens: int) -> None:
+    spans = replace(part(), window_tokens=window_tokens)
     found = from_wire(to_wire(spans), 4)
     for name in ("first_row", "first_position", "table_start", "key_end", "blocks", "slots"):
         assert np.array_equal(getattr(found.spans, name), getattr(spans, name))
-    assert found.rows == len(spans.slots)
+    assert found.rows == len(spans.slots) and found.spans.window_tokens == window_tokens
     assert np.array_equal(found.kept_slots, spans.slots[spans.slots >= 0])
 
 
@@ -65,6 +68,12 @@ def test_there_and_back() -> None:
 def test_what_reaches_outside_is_refused(changes: dict[str, list[int]]) -> None:
     with pytest.raises(InvalidMessage):
         from_wire(wire(**changes), 4)
+
+
+@pytest.mark.parametrize("window_tokens", [-1, 1 << 31])
+def test_a_window_that_is_none_is_refused(window_tokens: int) -> None:
+    with pytest.raises(InvalidMessage):
+        from_wire(to_wire(replace(part(), window_tokens=window_tokens)), 4)
 
 
 def test_arrays_of_odd_length_are_refused() -> None:
