@@ -4,12 +4,13 @@ Labels are always of low cardinality (message kinds, error codes); never an id. 
 it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -56,6 +57,31 @@ def histogram(
         Histogram,
         lambda: Histogram(name, documentation, labels, buckets=buckets, registry=target),
     )
+
+
+class _Source:
+    """A collector that asks whoever named himself last."""
+
+    def __init__(self) -> None:
+        self.collect_now: Callable[[], Iterable[Metric]] = tuple
+
+    def collect(self) -> Iterable[Metric]:
+        return self.collect_now()
+
+
+_sources: WeakKeyDictionary[CollectorRegistry, dict[str, _Source]] = WeakKeyDictionary()
+
+
+def collected(
+    name: str, collect: Callable[[], Iterable[Metric]], *, registry: CollectorRegistry | None = None
+) -> None:
+    """Have `collect` make metrics whenever they are read. A later call under the same `name` takes over."""
+    target = registry or REGISTRY
+    known = _sources.setdefault(target, {})
+    if name not in known:
+        known[name] = _Source()
+        target.register(known[name])
+    known[name].collect_now = collect
 
 
 def render(registry: CollectorRegistry | None = None) -> bytes:

@@ -142,6 +142,18 @@ def instance_status(service: str, instance: str) -> str:
     return f"{status(service)}.{checked_id(instance)}"
 
 
+def recorded(service: str, instance: str) -> str:
+    """That instance says what it remembers of the last while (`shared.recorder`), to the operator and to
+    gateways."""
+    return f"{PREFIX}.cmd.{checked_id(service)}.recorded.{checked_id(instance)}"
+
+
+_SEEN = tuple(
+    f"{PREFIX}.cmd.{service}.{verb}" for service in SERVICES for verb in ("status", "status.*", "recorded.*")
+)
+"""What the live page and `services explain` ask."""
+
+
 def inbox_prefix(user: str) -> str:
     """Where the answers to a user's own questions arrive; nobody else may listen there."""
     return f"_INBOX_{checked_id(user)}"
@@ -186,6 +198,7 @@ def _gateway(me: str) -> Permissions:
             worker_acknowledge.by(me),
             gateway_reported(me),
             GATEWAY_FINISHED,
+            *_SEEN,
         ),
         subscribe=(
             tokens.to(me),
@@ -301,8 +314,7 @@ def permissions_of(user: str) -> Permissions:
     if user == OPERATOR:
         return Permissions(
             publish=(
-                *(status(service) for service in SERVICES),
-                *(f"{status(service)}.*" for service in SERVICES),
+                *_SEEN,
                 "$SRV.>",
             ),
             subscribe=(f"{inbox_prefix(OPERATOR)}.>", PLACEMENT_WANTED),
@@ -316,5 +328,5 @@ def permissions_of(user: str) -> Permissions:
         for whom in ("", f".{micro_name(service)}", f".{micro_name(service)}.*")
     )
     health = instance_status(service, user)
-    everybodys = (status(service), health, f"{inbox_prefix(user)}.>", *found)
+    everybodys = (status(service), health, recorded(service, user), f"{inbox_prefix(user)}.>", *found)
     return Permissions((*special.publish, health), (*special.subscribe, *everybodys))

@@ -30,6 +30,12 @@ class GatewayConfig(ModelServiceConfig):
         (), description="SHA-256 of each accepted API key, in hex; none means that every request is refused"
     )
 
+    admin_key_sha256: tuple[KeyHash, ...] = Field(
+        (),
+        description="SHA-256 of each key that may also see the live page at /ui, in hex; the operator's "
+        "listener shows it without a key",
+    )
+
     model: str = Field(
         "models/tiny_chat",
         description="folder or hub id (ORG/NAME@REVISION) whose tokenizer and chat template are used",

@@ -7,22 +7,27 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from services.gateway.config import GatewayConfig
+from services.gateway.fleet_metrics import FleetMetrics
 from services.gateway.http.browser import with_cors
-from services.gateway.http.middleware import OPERATOR_PATHS, Edge, KeyRing
+from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, Edge, KeyRing
 from services.gateway.http.routes import make_app, make_operator_app
 from services.gateway.http.server import Server, bind, make_operator_server, make_server, url_of
 from services.gateway.models import Models, ServedModel
 from services.gateway.openai.response_store import ResponseStore
 from services.gateway.sessions import Sessions
 from services.gateway.text.tokenizer import load_codec
-from shared import log, subjects
-from shared.bus import Bus, Listener, fenced, status_handlers
+from services.gateway.ui.colleagues import Colleagues
+from services.gateway.ui.routes import PAGE_PATHS, add_page
+from services.gateway.ui.watch import Watch
+from shared import log, metrics, subjects
+from shared.bus import Bus, Listener, fenced, recorder_handlers, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InternalError
 from shared.liveness import AwakeClock
@@ -165,12 +170,26 @@ async def run(config: GatewayConfig) -> None:
             sessions = Sessions(config, bus, tasks, now_s)
             gateway = Gateway(config, bus, sessions, now_s, url_of(listener), url_of(operator))
             await bus.attach(HANDLERS, gateway)
-            for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick()):
+            await bus.attach(recorder_handlers("gateway"), bus.recorder)
+            colleagues = Colleagues(bus, monotonic_s)
+            watch = Watch(sessions, colleagues, now_s)
+            metrics.collected("fleet", FleetMetrics(sessions.workers, sessions.scheduler, now_s).collect)
+            for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()):
                 tasks.create_task(loop)
-            keys = KeyRing(config.api_key_sha256)
-            app: ASGIApp = Edge(make_app(sessions, models, config, store), keys, sessions.counters)
+            admins = config.admin_key_sha256
+            keys = KeyRing((*config.api_key_sha256, *admins))
+            page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=admins)
+            main = make_app(sessions, models, config, store, page)
+            app: ASGIApp = Edge(main, keys, sessions.counters, OPEN_PATHS | PAGE_PATHS)
             app = with_cors(app, config.cors_origins)
-            operator_app = Edge(make_operator_app(sessions), keys, sessions.counters, OPERATOR_PATHS)
+            page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=None)
+            operator_app = Edge(
+                make_operator_app(sessions, page),
+                keys,
+                sessions.counters,
+                OPERATOR_PATHS | PAGE_PATHS,
+                open_below="/ui/",
+            )
             log.canonical(
                 _logger,
                 "listening",
@@ -180,7 +199,7 @@ async def run(config: GatewayConfig) -> None:
                 keys=len(config.api_key_sha256),
             )
             async with _beside(make_operator_server(operator_app, config), operator):
-                await _serve(make_server(app, config), listener, sessions, config)
+                await _serve(make_server(app, config), listener, sessions, config, watch)
 
 
 @asynccontextmanager
@@ -194,7 +213,9 @@ async def _beside(server: Server, listener: socket.socket) -> AsyncIterator[None
         serving.cancel()
 
 
-async def _serve(server: Server, listener: socket.socket, sessions: Sessions, config: GatewayConfig) -> None:
+async def _serve(
+    server: Server, listener: socket.socket, sessions: Sessions, config: GatewayConfig, watch: Watch
+) -> None:
     """Returns never; ends when cancelled, or raises when the server ends by itself."""
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     try:
@@ -203,6 +224,7 @@ async def _serve(server: Server, listener: socket.socket, sessions: Sessions, co
         raise InternalError("the HTTP server ended by itself")
     finally:
         sessions.drain()
+        watch.close()
         await _ending(server, serving, config.shutdown_grace_s)
         sessions.end()
         await _ending(server, serving, SHUTDOWN_MARGIN_S)

@@ -7,6 +7,7 @@ what streams ask for goes to `dispatch`.
 import asyncio
 from collections.abc import Mapping
 from contextvars import copy_context
+from itertools import islice
 from secrets import token_bytes
 
 from services.gateway.config import GatewayConfig
@@ -49,6 +50,8 @@ class Sessions:
         self._open: dict[SequenceKey, OpenChoice] = {}
         self._worker_seen = asyncio.Event()
         self._is_draining = self._is_ended = False
+        self.output_tokens = 0
+        """Received since the start."""
         self._secret = token_bytes(32)
         self._timing = StreamTiming(frame_timeout_s=config.frame_timeout_s, give_up_s=config.give_up_s)
         self.counters = Counters()
@@ -60,6 +63,10 @@ class Sessions:
     def active(self) -> int:
         """Sequences in progress."""
         return len(self._open)
+
+    def latest(self, count: int) -> list[OpenChoice]:
+        """Sequences in progress, those that came last; the newest first."""
+        return list(islice(reversed(self._open.values()), count))
 
     # --- for the HTTP side
 
@@ -164,6 +171,7 @@ class Sessions:
         if sequence is None or not sequence.stream.reads(delta.attempt):
             self.counters.stale_deltas.inc()
             return
+        self.output_tokens += len(delta.tokens)
         self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:

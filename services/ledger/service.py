@@ -12,7 +12,7 @@ from services.ledger.config import LedgerConfig
 from services.ledger.core.debt_ledger import DebtLedger, candidates
 from services.ledger.core.dgfm.coordinator import Coordinator, Leadership, SettlementAsk, SettleRules
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import KvasirError
 from shared.liveness import AwakeClock
@@ -231,6 +231,7 @@ async def run(config: LedgerConfig) -> None:
     try:
         ledger = Ledger(bus, config)
         await bus.attach(HANDLERS, ledger)
+        await bus.attach(recorder_handlers("ledger"), bus.recorder)
         canonical(_log, "ledger serving")
         try:
             await ledger.watch()

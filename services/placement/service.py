@@ -8,7 +8,7 @@ from services.placement.placing import Placement
 from services.placement.policy import LIVE_PACKINGS, create
 from services.placement.relocation import HANDLERS as MOVE_HANDLERS
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, recorder_handlers, status_handlers
 from shared.log import canonical, get_logger
 from shared.messages.commands import PlaceSequences
 from shared.messages.plans import WorkerStepped
@@ -39,6 +39,7 @@ async def run(config: PlacementConfig) -> None:
         async with asyncio.TaskGroup() as tasks:
             models = Models(bus, make, tasks)
             await bus.attach(HANDLERS, models)
+            await bus.attach(recorder_handlers("placement"), bus.recorder)
             if is_packing:
                 await bus.attach(MOVE_HANDLERS, models)
             canonical(_log, "placement serving", policy=config.policy)

@@ -16,7 +16,7 @@ from services.predictor.learning import Learner
 from services.predictor.models import create
 from services.predictor.revising import Reviser
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import InvalidRequest
 from shared.log import canonical, get_logger
@@ -148,6 +148,7 @@ async def run(config: PredictorConfig) -> None:
                 tasks.create_task(learner.run())
             predictor = Predictor(bus, batcher, learner, reviser=reviser)
             await bus.attach(HANDLERS, predictor)
+            await bus.attach(recorder_handlers("predictor"), bus.recorder)
             tasks.create_task(predictor.tell())
             canonical(_log, "predictor serving", model=config.model, version=batcher.model.version)
     finally:

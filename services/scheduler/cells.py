@@ -69,12 +69,12 @@ class Cells:
 
     def describe(self) -> dict[str, Any]:
         """For people: what the cores say, numbers added up, the workers of all; of one model as it is."""
-        found: dict[str, Any] = {"snapshots": 0, "standstill_s": 0.0, "workers": []}
+        found: dict[str, Any] = {"snapshots": 0, "standstill_s": 0.0, "workers": [], "queue": []}
         for cell in self:
             for name, value in cell.core.describe().items():
-                if name == "workers":
+                if name in ("workers", "queue"):
                     of_model = {} if len(self._cells) == 1 else {"model": cell.model}
-                    found["workers"] += [{**row, **of_model} for row in value]
+                    found[name] += [{**row, **of_model} for row in value]
                 elif name == "standstill_s":
                     found[name] = max(found[name], value)
                 else:

@@ -35,6 +35,7 @@ from services.scheduler.core.effects import (
     WantKvAtWorker,
 )
 from services.scheduler.policy.contract import PolicyFactory
+from services.scheduler.recording import TermRecord
 from services.scheduler.rpc import Questions
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
@@ -82,6 +83,11 @@ class PlanTally:
             self._counts[name] += amount
             self._counters[name].inc(amount)
 
+    @property
+    def preemptions(self) -> int:
+        """In this term."""
+        return self._counts["preemptions"]
+
     def describe(self) -> dict[str, Any]:
         """The counts of this term."""
         return dict(self._counts)
@@ -120,6 +126,7 @@ class Term:
         self.end_reason: str | None = None
         self.heard_epoch = 0
         self._tally = PlanTally()
+        self._record = TermRecord(bus.recorder)
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
         self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
         self._still = metrics.gauge(
@@ -141,7 +148,8 @@ class Term:
             self._most_epoch,
             self._began_s,
         )
-        return Cell(model, core, Questions(self._config, self._bus, core, partial(self._feed, model), model))
+        questions = Questions(self._config, self._bus, core, partial(self._feed, model), model, self._record)
+        return Cell(model, core, questions)
 
     @property
     def epoch(self) -> int:
@@ -184,6 +192,7 @@ class Term:
         except Exception:
             self._fail()
             raise
+        self._record.submitted(command.spec, known=admission.known, queued=cell.core.queued)
         self._carry_out(effects, cell)
         return SubmitReply(
             scheduler_id=self._bus.instance,
@@ -208,6 +217,7 @@ class Term:
         except Exception:
             self._fail()
             raise
+        self._record.move_begun(order)
         self._carry_out(effects, cell)
         return ""
 
@@ -257,6 +267,7 @@ class Term:
     def _carry_out(self, effects: list[Effect], cell: Cell) -> None:
         predictions = [effect for effect in effects if isinstance(effect, AskPrediction)]
         for effect in [effect for effect in effects if not isinstance(effect, AskPrediction)] + predictions:
+            self._record.carried_out(effect)
             match effect:
                 case SendPlan():
                     self._tally.count(effect.plan)
@@ -381,6 +392,7 @@ class Term:
                     policy=self._config.policy,
                     queued=self._queued,
                     running=self._running,
+                    preemptions=as_count(self._tally.preemptions),
                 ),
             )
             await asyncio.sleep(self._config.announce_s)

@@ -10,6 +10,8 @@ from typing import Any
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.effects import AskPlacement, AskPrediction, AskPull, AskSnapshot, AskTokens
+from services.scheduler.core.roster import NO_QUESTION
+from services.scheduler.recording import TermRecord
 from shared import metrics, subjects
 from shared.bus import Bus
 from shared.errors import InvalidMessage, KvasirError
@@ -35,8 +37,10 @@ class Questions:
         core: SchedulerCore,
         feed: Callable[..., None],
         model: str,
+        record: TermRecord,
     ) -> None:
         """`core` is that of workers that serve `model`."""
+        self._record = record
         self._config, self._bus, self._core, self._feed, self._model = config, bus, core, feed, model
         self._open: set[asyncio.Task[None]] = set()
         self._predictions = 0
@@ -82,6 +86,10 @@ class Questions:
                 subjects.PLACEMENT_PLACE, command, Placements, deadline_s=self._config.place_deadline_s
             )
             worker_ids = reply.worker_ids
+            if question.question != NO_QUESTION:
+                for item, worker_id in zip(question.items, worker_ids, strict=False):
+                    if worker_id is not None:
+                        self._record.placed(item.ref, worker_id)
         except KvasirError as error:
             _log.debug("placement did not answer: %s", error)
         self._feed(self._core.on_placed, question.question, worker_ids)
@@ -134,6 +142,7 @@ class Questions:
             return
         finally:
             self._predictions -= 1
+        self._record.predicted(question.ref, prediction)
         self._feed(self._core.on_predicted, question.ref, prediction)
 
     async def _snapshot(self, question: AskSnapshot) -> None:

@@ -12,7 +12,7 @@ from services.scheduler.leader_term import HANDLERS as TERM_HANDLERS
 from services.scheduler.leader_term import Term
 from services.scheduler.policy import find_policy
 from shared import subjects
-from shared.bus import Bus, Lease, Listener, status_handlers
+from shared.bus import Bus, Lease, Listener, recorder_handlers, status_handlers
 from shared.clock import monotonic_s
 from shared.errors import NotLeader, UnavailableError
 from shared.log import canonical, get_logger
@@ -63,6 +63,7 @@ class SchedulerService:
     async def serve(self) -> None:
         """For ever: wait for the lease, lead until it ends. Cancel to stop."""
         await self._bus.attach(HANDLERS, self)
+        await self._bus.attach(recorder_handlers("scheduler"), self._bus.recorder)
         while True:
             lease = await self._bus.acquire_lease(_ROLE, ttl_s=self._config.lease_ttl_s)
             try:

@@ -117,6 +117,7 @@ def access_text(url: str, key: str, model: str, run: RunDirectory) -> str:
     return f"""\
   URL  {url}
   key  {key}
+  page {url}/ui#key={key}
 
 {curl_line(url, key, model)}
 

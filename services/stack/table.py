@@ -69,6 +69,7 @@ def kvasir_table(
         f"{ENV_PREFIX}GATEWAY__PORT": str(port),
         f"{ENV_PREFIX}GATEWAY__OPERATOR_PORT": str(config.operator_port),
         f"{ENV_PREFIX}GATEWAY__API_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
+        f"{ENV_PREFIX}GATEWAY__ADMIN_KEY_SHA256": json.dumps([access.credentials.api_key_sha256]),
         **_model_env(config),
     }
     if config_file is not None:

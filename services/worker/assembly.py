@@ -87,11 +87,17 @@ def costs_of(engine: Engine) -> dict[str, Any]:
     if not isinstance(engine, AttendingEngine):
         return {}
     stall_s: float | None = None
+    swapped_layers = 0
     if engine.pie is not None:
         expansion, meter = engine.pie.expansion(), engine.pie.meter
+        swapped_layers = expansion.fifo_layers
         if expansion.fifo_layers and meter.step_s:
             stall_s = expansion.stall_share * meter.step_s / expansion.fifo_layers
-    return {"remote_block_s": engine.attention.remote_block_s, "expand_stall_s": stall_s}
+    return {
+        "remote_block_s": engine.attention.remote_block_s,
+        "expand_stall_s": stall_s,
+        "swapped_layers": swapped_layers,
+    }
 
 
 def transfers_of(

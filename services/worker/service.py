@@ -31,7 +31,7 @@ from services.worker.engine_thread import Runner
 from services.worker.kv.figures import CacheFigures, CacheMetrics, read_figures
 from services.worker.neighbourhood import Neighbourhood, extended
 from shared import subjects
-from shared.bus import Bus, Endpoint, Handler, Listener, fenced, status_handlers
+from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
 from shared.clock import Clock, monotonic_s
 from shared.errors import ForeignSequence, InvalidRequest, KvasirError, Overloaded
 from shared.log import canonical, get_logger
@@ -149,6 +149,7 @@ class Worker:
                 tasks.create_task(self._outbox.drain())
                 tasks.create_task(self._keep_express())
                 await self._bus.attach(HANDLERS, self)
+                await self._bus.attach(recorder_handlers("worker"), self._bus.recorder)
                 await self._bus.attach(self._others, self._registry)
                 await self._neighbours.listen()
                 tasks.create_task(self._beat())

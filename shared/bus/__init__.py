@@ -8,7 +8,7 @@ from shared.bus.connection import Bus
 from shared.bus.express import Express
 from shared.bus.lease import Lease
 from shared.bus.runtime import fenced, run_main, run_service
-from shared.bus.serving import Endpoint, Gatherable, Handler, Listener, status_handlers
+from shared.bus.serving import Endpoint, Gatherable, Handler, Listener, recorder_handlers, status_handlers
 
 __all__ = [
     "Bus",
@@ -19,6 +19,7 @@ __all__ = [
     "Lease",
     "Listener",
     "fenced",
+    "recorder_handlers",
     "run_main",
     "run_service",
     "status_handlers",

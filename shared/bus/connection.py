@@ -34,6 +34,7 @@ from shared.errors import (
 )
 from shared.liveness import new_incarnation
 from shared.messages.base import encode
+from shared.recorder import Recorder
 from shared.subjects import checked_id, inbox_prefix, micro_name
 
 _VERSION = "0.1.0"
@@ -56,6 +57,7 @@ class Bus:
         self.service = service
         self.instance = checked_id(instance)
         self.incarnation = new_incarnation()
+        self.recorder = Recorder(service, instance, self.incarnation)
         self._counters = BusCounters(registry)
         prefix = inbox_prefix(config.user or instance)
         self._link = Link(config, name=instance, inbox_prefix=prefix, counters=self._counters)

@@ -38,7 +38,8 @@ from shared.errors import (
     to_wire,
 )
 from shared.messages.base import Empty, Message, decode, encode
-from shared.subjects import checked_id, instance_status, status
+from shared.messages.recordings import TellRecorded
+from shared.subjects import checked_id, instance_status, recorded, status
 
 
 def handle_inline(subscription: Subscription, handle: Callable[[Msg], None]) -> None:
@@ -117,6 +118,12 @@ def status_handlers(service: str) -> tuple[Handler, ...]:
     instance's own health check."""
     own = Endpoint(partial(instance_status, service), Empty, "status")
     return (Gatherable(status(service), Empty, "status"), own)
+
+
+def recorder_handlers(service: str) -> tuple[Handler, ...]:
+    """For `Bus.recorder`: what this instance remembers, for the operator and for gateways."""
+    own = Endpoint(partial(recorded, service), TellRecorded, "tell", concurrency=2, pending_limit=32)
+    return (own,)
 
 
 def sender_check(field: str | None) -> Callable[[str, Any], None]:

@@ -91,6 +91,24 @@ class SequenceReport(Message, frozen=True, kw_only=True):
     """`proof_of` the attempt's capability."""
 
 
+class CacheReport(Message, frozen=True, kw_only=True):
+    """A worker's prefix cache: what lies below the device, and what was found since the worker started."""
+
+    host_blocks: Count = 0
+    """Of the host tier; `host_used_blocks` of them hold something, as for the disk."""
+    host_used_blocks: Count = 0
+    disk_blocks: Count = 0
+    disk_used_blocks: Count = 0
+    device_hits: Number = 0
+    """Blocks of prompts found there first, and used."""
+    host_hits: Number = 0
+    disk_hits: Number = 0
+    borrowed_hits: Number = 0
+    """Of `device_hits`, blocks that lie at creditors."""
+    misses: Number = 0
+    """Blocks of prompts that were stored nowhere."""
+
+
 class WorkerReported(Message, frozen=True, kw_only=True):
     """A worker's heartbeat, and its answer to a snapshot command."""
 
@@ -146,6 +164,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     expand_stall_s: Seconds | None = None
     """Measured: what a step waits for each layer of KV that Pie has on the host, and would for one more;
     None where there is no Pie, or no such layer yet."""
+    swapped_layers: Count = 0
+    """Of the model's, those whose KV Pie keeps on the host."""
+    cache: CacheReport | None = None
+    """None: there is no prefix cache."""
     busy_share: Share = 0.0
     """Of the last while, in which its engine computed."""
     bulk_addresses: dict[Id, Text] = msgspec.field(default_factory=dict)
@@ -161,6 +183,8 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     policy: Text
     queued: Count = 0
     running: Count = 0
+    preemptions: Count = 0
+    """In this term."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ class WorkerView:
     start: WorkerStart
     model: str
     max_context_tokens: int
+    report: WorkerReported
 
 
 class WorkerTable:
@@ -35,7 +36,7 @@ class WorkerTable:
         if not self._liveness.hear(report.worker_id, report.incarnation, now_s):
             return None
         known = self._workers.get(report.worker_id)
-        self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens)
+        self._workers[report.worker_id] = WorkerView(start, report.model, report.max_context_tokens, report)
         self._remember(report.model)
         return known.start if known is not None and known.start != start else None
 
@@ -72,6 +73,14 @@ class WorkerTable:
         """
         return self._most_context(model) or self._last_context_tokens.get(model)
 
+    def reports(self) -> list[WorkerReported]:
+        """The latest of each worker, in the order of their names' numbers."""
+        return sorted((view.report for view in self._workers.values()), key=_by_number)
+
+    def unheard_s(self, worker_id: str, now_s: float) -> float:
+        """Since a worker's latest heartbeat."""
+        return self._liveness.unheard_s(worker_id, now_s)
+
     def rows(self, now_s: float) -> list[dict[str, object]]:
         """For people to read."""
         return [
@@ -99,6 +108,11 @@ class WorkerTable:
         return max((view.max_context_tokens for view in views if view.model == model), default=0)
 
 
+def _by_number(report: WorkerReported) -> tuple[str, int, str]:
+    stem, _, number = report.worker_id.rpartition("-")
+    return (stem, int(number), "") if number.isdecimal() else (stem, -1, number)
+
+
 class SchedulerView:
     """The scheduler in charge, as far as is known here."""
 
@@ -108,6 +122,12 @@ class SchedulerView:
         self._epoch = -1
         self._heard_s: float | None = None
         self.scheduler_id: str | None = None
+        self.policy = ""
+        self.queued = 0
+        """Sequences without a worker, as it said last; and those that a worker has."""
+        self.running = 0
+        self.preemptions = 0
+        """In its term."""
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
         """True when this is another scheduler than before: what is running has to be submitted to it.
@@ -119,6 +139,8 @@ class SchedulerView:
         is_new = (event.scheduler_id, event.incarnation) != (self.scheduler_id, self._incarnation)
         self.scheduler_id, self._incarnation, self._epoch = event.scheduler_id, event.incarnation, event.epoch
         self._heard_s = now_s
+        self.policy, self.queued, self.running = event.policy, event.queued, event.running
+        self.preemptions = event.preemptions
         return is_new
 
     def is_present(self, now_s: float) -> bool:

@@ -154,12 +154,19 @@ class Edge:
     """Wraps the application."""
 
     def __init__(
-        self, app: ASGIApp, keys: KeyRing, counters: Counters, open_paths: frozenset[str] = OPEN_PATHS
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        counters: Counters,
+        open_paths: frozenset[str] = OPEN_PATHS,
+        open_below: str | None = None,
     ) -> None:
+        """No key is wanted for `open_paths`, and for what begins with `open_below`."""
         self._app = app
         self._keys = keys
         self._counters = counters
         self._open_paths = open_paths
+        self._open_below = open_below
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -176,7 +183,7 @@ class Edge:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope[RECORD]
         try:
-            if scope["path"] not in self._open_paths:
+            if not self._is_open(scope["path"]):
                 record.tenant = self._keys.check(_key(scope))
                 if ENGAGE in scope:
                     scope[ENGAGE]()
@@ -193,6 +200,10 @@ class Edge:
                 known = error if isinstance(error, KvasirError) else InternalError(str(error))
                 await refusal(known, scope["path"])(scope, receive, send)
 
+    def _is_open(self, path: str) -> bool:
+        below = self._open_below
+        return path in self._open_paths or (below is not None and path.startswith(below))
+
     def _log(self, record: RequestRecord) -> None:
         if record.is_gone:
             record.status = record.status or CLIENT_GONE_STATUS
@@ -203,7 +214,7 @@ class Edge:
             route = "/v1/models/{id}"
         self._count(record, route)
         # "Not ready yet" is an answer to a probe, which asks twenty times a second while a stack starts.
-        is_probed = record.path in self._open_paths
+        is_probed = self._is_open(record.path)
         if not is_probed or not isinstance(record.error, UnavailableError | None):
             log.canonical(_logger, "request", **record.fields(monotonic_s()))
 

@@ -98,10 +98,17 @@ class Shortcut:
 VERSION = "0.1.0"
 
 
+AddPage = Callable[[FastAPI], None]
+
+
 def make_app(
-    sessions: Sessions, models: Models, config: GatewayConfig, store: ResponseStore | None = None
+    sessions: Sessions,
+    models: Models,
+    config: GatewayConfig,
+    store: ResponseStore | None = None,
+    add_page: AddPage = lambda _: None,
 ) -> ASGIApp:
-    """The application behind `Edge`; without `store` no response is kept."""
+    """The application behind `Edge`; without `store` no response is kept. `add_page` adds the live page."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     completions = _completions(sessions, models, config, store)
     for path, handler in completions.items():
@@ -117,11 +124,12 @@ def make_app(
         return _json({"version": VERSION})
 
     _add_description(app, models)
+    add_page(app)
     _handle_errors(app)
     return HeadAsGet(Shortcut(app, completions))
 
 
-def make_operator_app(sessions: Sessions) -> ASGIApp:
+def make_operator_app(sessions: Sessions, add_page: AddPage = lambda _: None) -> ASGIApp:
     """What the operator's listener serves, behind an `Edge` of its own."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_probes(app, sessions)
@@ -130,6 +138,7 @@ def make_operator_app(sessions: Sessions) -> ASGIApp:
     async def show_metrics() -> Response:
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 
+    add_page(app)
     _handle_errors(app)
     return app
 

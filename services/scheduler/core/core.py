@@ -16,7 +16,7 @@ from services.scheduler.core.moves import Moves
 from services.scheduler.core.pressure import PressureWatch
 from services.scheduler.core.roster import Roster
 from services.scheduler.core.rules import Rules
-from services.scheduler.core.sequence import HELD, Sequence
+from services.scheduler.core.sequence import HELD, Phase, Sequence
 from services.scheduler.core.worker_pipeline import Sync
 from services.scheduler.policy.contract import PolicyFactory, queue_order
 from shared.errors import ContextOverflow, InvalidRequest, UnavailableError
@@ -30,6 +30,8 @@ from shared.messages.values import EPOCH_REACH
 
 _EXPIRE_INTERVAL_S = 1.0
 WANT_INTERVAL_S = 0.25
+_SHOWN = 40
+"""Of those that wait, to people."""
 LEAST_TERM_S = 10.0
 """For which a worker's word alone does not end a term."""
 
@@ -287,6 +289,26 @@ class SchedulerCore:
             **phases,
             **moves,
             "workers": workers,
+            "queue": [self._in_queue(sequence) for sequence in self._waiting(_SHOWN)],
+        }
+
+    def _waiting(self, count: int) -> list[Sequence]:
+        """Who goes next: those that have a worker and wait for it to begin with them, then the others."""
+        everybody = self._roster.sequences.values()
+        placed = sorted((one for one in everybody if one.phase is Phase.PLACED), key=lambda one: one.rank)
+        return [*placed, *self._roster.backlog.first(count)][:count]
+
+    def _in_queue(self, sequence: Sequence) -> dict[str, Any]:
+        """For people, in the order in which they would go."""
+        prediction = sequence.prediction
+        return {
+            "request": sequence.ref.request_id,
+            "choice": sequence.ref.choice,
+            "worker": sequence.worker_id or "",
+            "prompt_tokens": sequence.prompt_tokens,
+            "predicted_tokens": sequence.max_tokens if prediction is None else prediction.p50_tokens,
+            "waited_s": round(max(0.0, self._ticked_s - sequence.arrival_s), 2),
+            "priority": sequence.priority,
         }
 
     def check_integrity(self) -> None:

@@ -82,6 +82,10 @@ class Backlog:
         memory_tokens = report.capacity.total_blocks * report.block_tokens
         self._queue.on_measured(report.prefill_tokens_per_s, report.decode_step_s, memory_tokens)
 
+    def first(self, count: int) -> list[Sequence]:
+        """Who would go next, and after that, at most `count`."""
+        return [self._waiting[key] for key in self._queue.next(count)]
+
     def withdraw(self, ref: SequenceRef) -> None:
         """It was asked for and left before its start: the next question says so."""
         self._withdrawn[ref] = None
@@ -112,7 +116,7 @@ class Backlog:
         `feed` knows who waits at workers."""
         if not self.is_due(now_s):
             return None
-        batch = [self._waiting[key] for key in self._queue.next(self._rules.placement_batch)]
+        batch = self.first(self._rules.placement_batch)
         ahead = NOBODY_AHEAD if feed is None else feed.ahead(self._queue.rank(batch[0].key))
         if ahead is None:
             self._due_s = now_s + self._rules.placement_interval_s

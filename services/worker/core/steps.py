@@ -225,6 +225,7 @@ class StepCore:
             fingerprint=self._identity.fingerprint,
             caches_prefixes=prefixes is not None,
             host_block_s=0.0 if prefixes is None else prefixes.cache.gate.block_s(Tier.HOST),
+            cache=None if prefixes is None else prefixes.cache.report(),
             swap_room_blocks=0 if prefixes is None else prefixes.cache.keepable_blocks,
         )
 

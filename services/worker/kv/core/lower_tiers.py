@@ -12,6 +12,7 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.radix_tree import Node, Tier
 from services.worker.kv.core.tier_copier import BlockMover, StoredBlock
 from shared.blocks import BlockHash
+from shared.messages.reports import CacheReport
 
 Write = Callable[[StoredBlock, Tier, int], bool]
 """Copies a block from a place in a tier to its slot on disk; whether it is there now."""
@@ -99,6 +100,21 @@ class LowerTiers:
     def kept_blocks(self) -> int:
         """Kept for sequences that were taken off the device."""
         return self._books.kept
+
+    def report(self) -> CacheReport:
+        """For the heartbeat."""
+        host, disk, counts = self._books.host, self._books.disk, self.counts
+        return CacheReport(
+            host_blocks=host.total,
+            host_used_blocks=host.total - host.free,
+            disk_blocks=disk.total,
+            disk_used_blocks=disk.total - disk.free,
+            device_hits=counts["hits_device"],
+            host_hits=counts["hits_host"],
+            disk_hits=counts["hits_disk"],
+            borrowed_hits=counts["hits_borrowed"],
+            misses=counts["misses"],
+        )
 
     @property
     def keepable_blocks(self) -> int:

@@ -1,0 +1,101 @@
+"""The fleet as its heartbeats describe it, in rows for the live page and for metrics: one source for both.
+
+Pure. Blocks are each worker's own; tokens compare between workers.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shared.messages.reports import CacheReport, SequenceReport, SequenceState, WorkerReported
+
+NO_CACHE = CacheReport()
+
+
+def worker_row(report: WorkerReported, heard_s: float) -> dict[str, Any]:
+    """One worker. `blocks` are by place and add up: used + evictable + free are the device's, borrowed ones
+    among them; lent ones are outside."""
+    capacity, cache = report.capacity, report.cache or NO_CACHE
+    states = Counter(str(sequence.state) for sequence in report.sequences)
+    free, evictable = capacity.free_blocks, capacity.evictable_blocks
+    return {
+        "id": report.worker_id,
+        "model": report.model,
+        "heard_s": round(heard_s, 2),
+        "block_tokens": report.block_tokens,
+        "blocks": {
+            "total": capacity.total_blocks,
+            "used": max(0, capacity.total_blocks - free - evictable),
+            "evictable": evictable,
+            "free": free,
+            "borrowed": capacity.borrowed_blocks,
+            "lent": capacity.lent_blocks,
+            "host_lent": capacity.host_lent_blocks,
+            "host": cache.host_blocks,
+            "host_used": cache.host_used_blocks,
+            "disk": cache.disk_blocks,
+            "disk_used": cache.disk_used_blocks,
+        },
+        "sequences": {str(state): states.get(str(state), 0) for state in SequenceState},
+        "hits": {
+            "device": cache.device_hits,
+            "host": cache.host_hits,
+            "disk": cache.disk_hits,
+            "borrowed": cache.borrowed_hits,
+            "misses": cache.misses,
+        },
+        "decode_ms": round(report.decode_step_s * 1e3, 3),
+        "prefill_tokens_per_s": round(report.prefill_tokens_per_s, 1),
+        "busy": round(report.busy_share, 3),
+        "swapped_layers": report.swapped_layers,
+    }
+
+
+def debt_rows(reports: Iterable[WorkerReported]) -> list[dict[str, Any]]:
+    """Who holds whose blocks, as the creditors say it; host memory included."""
+    rows = []
+    for report in reports:
+        debtors = {**report.lent_to_blocks, **report.host_lent_to_blocks}
+        for debtor in debtors:
+            host = report.host_lent_to_blocks.get(debtor, 0)
+            device = report.lent_to_blocks.get(debtor, 0)
+            row = {"creditor": report.worker_id, "debtor": debtor, "blocks": device, "host_blocks": host}
+            rows.append(row)
+    return rows
+
+
+def totals_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All workers together, in tokens where blocks may differ in size."""
+
+    def tokens(place: str) -> int:
+        return sum(row["blocks"][place] * row["block_tokens"] for row in rows)
+
+    def every(group: str, name: str) -> int:
+        return sum(row[group][name] for row in rows)
+
+    return {
+        "workers": len(rows),
+        "tokens": {place: tokens(place) for place in ("total", "used", "evictable", "free", "lent")},
+        "sequences": {str(state): every("sequences", str(state)) for state in SequenceState},
+        "hits": {name: every("hits", name) for name in ("device", "host", "disk", "borrowed", "misses")},
+    }
+
+
+def batch_rows(sequences: Iterable[SequenceReport]) -> list[dict[str, Any]]:
+    """What one worker holds, the longest in memory first."""
+    rows = [
+        {
+            "request": sequence.ref.request_id,
+            "choice": sequence.ref.choice,
+            "attempt": sequence.ref.attempt,
+            "state": str(sequence.state),
+            "prompt_tokens": sequence.prompt_tokens,
+            "generated_tokens": sequence.generated_tokens,
+            "computed_tokens": sequence.computed_tokens,
+            "max_tokens": sequence.max_tokens,
+            "blocks": sequence.allocated_blocks,
+            "waited_s": round(sequence.waited_s, 2),
+        }
+        for sequence in sequences
+    ]
+    return sorted(rows, key=lambda row: (-row["blocks"], row["request"]))

@@ -1,0 +1,63 @@
+"""What the fleet's heartbeats say, as metrics of the gateway: computed when somebody reads them.
+
+From the same rows as the live page, so that both agree. Labels are workers' names, which operators choose."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from services.gateway.core.fleet_picture import debt_rows, worker_row
+from services.gateway.core.peers import SchedulerView, WorkerTable
+from shared.clock import Clock
+
+
+class FleetMetrics:
+    """`collect` is for `shared.metrics.collected`."""
+
+    def __init__(self, workers: WorkerTable, scheduler: SchedulerView, now_s: Clock) -> None:
+        self._workers = workers
+        self._scheduler = scheduler
+        self._now_s = now_s
+
+    def collect(self) -> Iterator[Metric]:
+        now_s, reports = self._now_s(), self._workers.reports()
+        rows = [worker_row(report, self._workers.unheard_s(report.worker_id, now_s)) for report in reports]
+        yield _by(rows, "blocks", "place", "kvasir_worker_kv_blocks", "KV of a worker, in its blocks")
+        yield _by(rows, "sequences", "state", "kvasir_worker_sequences", "Sequences that a worker holds")
+        yield _by(rows, "hits", "tier", "kvasir_worker_prefix_blocks", "Blocks of prompts, by where found")
+        yield _plain(rows, "busy", "kvasir_worker_busy_share", "Of the last while, in which it computed")
+        yield _plain(rows, "swapped_layers", "kvasir_worker_swapped_layers", "Layers whose KV is on the host")
+        owed = GaugeMetricFamily(
+            "kvasir_ledger_debt_blocks",
+            "Blocks that a worker has lent",
+            labels=["creditor", "debtor", "memory"],
+        )
+        for debt in debt_rows(reports):
+            pair = [debt["creditor"], debt["debtor"]]
+            owed.add_metric([*pair, "device"], debt["blocks"])
+            owed.add_metric([*pair, "host"], debt["host_blocks"])
+        yield owed
+        scheduler = self._scheduler
+        for name, value, text in (
+            ("queued", scheduler.queued, "Sequences that no worker has yet"),
+            ("running", scheduler.running, "Sequences that a worker has"),
+            ("preemptions", scheduler.preemptions, "Preemptions in the present scheduler's term"),
+        ):
+            yield GaugeMetricFamily(f"kvasir_fleet_{name}", text, value=value)
+
+
+def _by(rows: list[dict[str, Any]], group: str, label: str, name: str, text: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["worker", label])
+    for row in rows:
+        for key, value in row[group].items():
+            family.add_metric([row["id"], key], value)
+    return family
+
+
+def _plain(rows: list[dict[str, Any]], field: str, name: str, text: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["worker"])
+    for row in rows:
+        family.add_metric([row["id"]], row[field])
+    return family

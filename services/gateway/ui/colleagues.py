@@ -1,0 +1,132 @@
+"""Questions to the other services on behalf of people: how each is (`status`), and what it remembers.
+
+Who there is, is found by a scatter now and then; what each says of itself it is asked under its own subject,
+where no other instance can answer for it. Nothing is asked unless somebody wants to know.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.errors import KvasirError
+from shared.messages.base import Empty
+from shared.messages.recordings import Recorded, RecordedEvent, TellRecorded
+from shared.messages.reports import ServiceStatus
+
+_FIND_S = 5.0
+_DEADLINE_S = 1.0
+_AT_ONCE = 16
+_MOST_EVENTS = 500
+
+
+class Colleagues:
+    """Every instance on the bus, this one included."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._found_s = float("-inf")
+        self._names: dict[str, str] = {}
+        """Instance to service."""
+        self._told: dict[str, ServiceStatus] = {}
+        self._heard: dict[str, tuple[int, int]] = {}
+        """Of a recorder: incarnation, and the event heard last."""
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask(self) -> None:
+        """How everybody is. Who does not answer is left as it was, and forgotten when it is found no more."""
+        await self.find()
+        answers = await asyncio.gather(
+            *(self._status(service, name) for name, service in self._names.items())
+        )
+        for answer in answers:
+            if answer is not None:
+                self._told[answer.instance] = answer
+
+    async def find(self) -> None:
+        """Who is there, every few seconds."""
+        if self._clock() - self._found_s < _FIND_S:
+            return
+        self._found_s = self._clock()
+        groups = await asyncio.gather(*(self._scatter(service) for service in subjects.SERVICES))
+        self._names = {name: service for group in groups for name, service in group}
+        self._told = {name: told for name, told in self._told.items() if name in self._names}
+        self._heard = {name: heard for name, heard in self._heard.items() if name in self._names}
+
+    def details(self, instance: str) -> dict[str, Any]:
+        """All that it said last; empty where it has said nothing yet."""
+        told = self._told.get(instance)
+        return {} if told is None else told.details
+
+    def picture(self) -> dict[str, Any]:
+        """What the page shows of those that send no heartbeats here."""
+        shown: dict[str, Any] = {"services": []}
+        for name, told in sorted(self._told.items()):
+            if told.service != "worker":
+                row = {"instance": name, "service": told.service, "uptime_s": round(told.uptime_s)}
+                shown["services"].append({**row, "details": _scalars(told.details)})
+            if told.service == "scheduler" and told.details.get("role") == "leader":
+                shown["queue"] = told.details.get("queue", [])
+        return shown
+
+    async def news(self, kinds: Sequence[str]) -> list[RecordedEvent]:
+        """Events of schedulers since the last call, by the wall clock; at the first, the latest there are."""
+        found: list[RecordedEvent] = []
+        for name, service in self._names.items():
+            if service != "scheduler":
+                continue
+            incarnation, seq = self._heard.get(name, (0, 0))
+            question = TellRecorded(since_seq=seq, kinds=tuple(kinds), most=_MOST_EVENTS)
+            told = await self._recorded(service, name, question)
+            if told is None:
+                continue
+            is_other = incarnation not in (0, told.incarnation)
+            self._heard[name] = (told.incarnation, 0 if is_other else told.next_seq)
+            found += [] if is_other else by_wall_clock(told)
+        return sorted(found, key=lambda event: event.at_s)
+
+    async def remembered(self, request_id: str) -> list[Recorded]:
+        """What every instance knows of a request; those that do not answer are left out."""
+        await self.find()
+        question = TellRecorded(request_id=request_id)
+        told = await asyncio.gather(
+            *(self._recorded(service, name, question) for name, service in self._names.items())
+        )
+        return [each for each in told if each is not None]
+
+    async def _scatter(self, service: str) -> Iterable[tuple[str, str]]:
+        answers = await self._bus.gather(
+            subjects.status(service), Empty(), ServiceStatus, deadline_s=_DEADLINE_S / 2
+        )
+        return sorted({(answer.instance, service) for answer in answers})
+
+    async def _status(self, service: str, name: str) -> ServiceStatus | None:
+        subject = subjects.instance_status(service, name)
+        async with self._at_once:
+            try:
+                return await self._bus.request(subject, Empty(), ServiceStatus, deadline_s=_DEADLINE_S)
+            except KvasirError:
+                return None
+
+    async def _recorded(self, service: str, name: str, question: TellRecorded) -> Recorded | None:
+        subject = subjects.recorded(service, name)
+        async with self._at_once:
+            try:
+                return await self._bus.request(subject, question, Recorded, deadline_s=2 * _DEADLINE_S)
+            except KvasirError:
+                return None
+
+
+def by_wall_clock(told: Recorded) -> list[RecordedEvent]:
+    """The events, `at_s` in seconds since 1970."""
+    ahead_s = told.unix_s - told.now_s
+    return [structs.replace(event, at_s=event.at_s + ahead_s) for event in told.events]
+
+
+def _scalars(details: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in details.items() if not isinstance(value, list | dict)}

@@ -1,0 +1,67 @@
+// A card for each worker: its KV as a bar, what it lent and borrowed, what lies below the device, its batch.
+
+import { count, element, percent, say, seconds } from "/ui/dom.js";
+
+const DENSE_FROM = 13, LATE_S = 2;
+const PARTS = ["used", "borrowed", "evictable"];
+
+function makeCard(id, onOpen) {
+  const bar = element("span", { className: "bar" }, ...PARTS.map((part) => element("i", { className: part })));
+  const thin = element("span", { className: "bar thin" }, element("i", { className: "below" }));
+  const card = element("button", { className: "worker", onClick: () => onOpen(id) },
+    element("span", { className: "top" }, element("b", { text: id }), element("span")), bar, thin, element("span", { className: "extra" }));
+  card.dataset.worker = id;
+  return card;
+}
+
+function width(node, share) {
+  const text = `${(Math.max(0, Math.min(1, share)) * 100).toFixed(1)}%`;
+  if (node.style.width !== text) node.style.width = text;
+}
+
+function showCard(card, row, isDense) {
+  const blocks = row.blocks, all = Math.max(1, blocks.total);
+  const borrowed = Math.min(blocks.borrowed, blocks.used), running = row.sequences.decoding + row.sequences.prefilling;
+  const [used, lent, cached] = card.querySelectorAll(".bar:not(.thin) i");
+  width(used, (blocks.used - borrowed) / all);
+  width(lent, borrowed / all);
+  width(cached, blocks.evictable / all);
+  const below = blocks.host + blocks.disk;
+  const thin = card.querySelector(".bar.thin");
+  thin.hidden = !below;
+  width(thin.firstElementChild, below ? (blocks.host_used + blocks.disk_used) / below : 0);
+  say(card.querySelector(".top span"), isDense ? percent(blocks.used / all) : `${percent(blocks.used / all)} of ${count(blocks.total)}`);
+  const extra = card.querySelector(".extra");
+  const parts = [`${running} running`];
+  if (row.sequences.waiting) parts.push(`${row.sequences.waiting} waiting`);
+  if (row.decode_ms) parts.push(`${row.decode_ms.toFixed(1)} ms${isDense ? "" : " a step"}`);
+  if (row.swapped_layers) parts.push(`${row.swapped_layers} layers swapped`);
+  const lentBlocks = blocks.lent + blocks.host_lent;
+  const marks = [];
+  if (lentBlocks) marks.push(element("b", { className: "lent", text: ` ${lentBlocks} lent` }));
+  if (blocks.borrowed) marks.push(element("b", { className: "borrowed", text: ` ${blocks.borrowed} borrowed` }));
+  extra.replaceChildren(parts.join(", "), ...marks);
+  card.classList.toggle("late", row.heard_s > LATE_S);
+  card.setAttribute("aria-label", `${row.id}: ${percent(blocks.used / all)} of KV in use, ${parts.join(", ")}`
+    + (row.heard_s > LATE_S ? `, not heard for ${seconds(row.heard_s)}` : ""));
+  card.title = `${blocks.used} in use, ${blocks.evictable} cached, ${blocks.free} free of ${blocks.total} blocks; host `
+    + `${blocks.host_used}/${blocks.host}, disk ${blocks.disk_used}/${blocks.disk}; lent ${lentBlocks}, borrowed ${blocks.borrowed}`;
+}
+
+/** Keeps cards that stay, so that focus and hover do; one card a worker. */
+export class WorkerGrid {
+  constructor(root, onOpen) { this.root = root; this.onOpen = onOpen; this.cards = new Map(); }
+
+  show(workers) {
+    const isDense = workers.length >= DENSE_FROM;
+    this.root.classList.toggle("dense", isDense);
+    const present = new Set(workers.map((row) => row.id));
+    for (const [id, card] of this.cards) if (!present.has(id)) { card.remove(); this.cards.delete(id); }
+    workers.forEach((row, index) => {
+      let card = this.cards.get(row.id);
+      if (!card) { card = makeCard(row.id, this.onOpen); this.cards.set(row.id, card); }
+      if (this.root.children[index] !== card) this.root.insertBefore(card, this.root.children[index] ?? null);
+      showCard(card, row, isDense);
+    });
+  }
+}

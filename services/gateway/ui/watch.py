@@ -1,0 +1,233 @@
+"""What the live page is told: one picture of everything, a few times a second, for as long as somebody looks.
+
+Workers' heartbeats are here anyway; other services are asked only while there is a viewer. Each viewer has a
+queue of a few pictures: one who does not keep up misses some and is then told everything anew (`whole`), so
+nobody's slowness costs memory, or anybody else's time. History is kept always: a point a second, ten minutes.
+"""
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import orjson
+
+from services.gateway.core.fleet_picture import batch_rows, debt_rows, totals_of, worker_row
+from services.gateway.sessions import Sessions
+from services.gateway.ui.colleagues import Colleagues
+from shared.bus import fenced
+from shared.clock import Clock, unix_s
+from shared.errors import Overloaded
+from shared.messages.recordings import RecordedEvent
+
+PICTURE_S = 0.3
+ASK_S = 1.0
+SAMPLE_S = 1.0
+HISTORY = 600
+"""Points."""
+MOST_VIEWERS = 32
+QUEUED_PICTURES = 4
+RECENT = 200
+"""Events that a fresh viewer is shown."""
+SHOWN_REQUESTS = 60
+EVENT_KINDS = ("relief", "move begun", "moved", "worker lost", "preempted")
+
+
+class Viewer:
+    """One page's queue. `next` waits for a picture; None: there will be no more."""
+
+    def __init__(self) -> None:
+        self._pictures: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_PICTURES)
+        self.needs_whole = True
+        self.missed = 0
+
+    def offer(self, picture: bytes, *, is_whole: bool = False) -> None:
+        """Never waits. Where the queue is full, what is in it is dropped, and so are parts until a whole."""
+        if self._pictures.full():
+            self._drop()
+        if is_whole or not self.needs_whole:
+            self.needs_whole = False
+            self._pictures.put_nowait(picture)
+
+    def end(self) -> None:
+        """There will be no more."""
+        if self._pictures.full():
+            self._drop()
+        self._pictures.put_nowait(None)
+
+    def _drop(self) -> None:
+        while not self._pictures.empty():
+            self._pictures.get_nowait()
+            self.missed += 1
+        self.needs_whole = True
+
+    async def next(self) -> bytes | None:
+        return await self._pictures.get()
+
+
+class Watch:
+    """Of one gateway. `run` until cancelled; viewers come and go."""
+
+    def __init__(self, sessions: Sessions, colleagues: Colleagues, now_s: Clock) -> None:
+        self._sessions = sessions
+        self._colleagues = colleagues
+        self._now_s = now_s
+        self._viewers: set[Viewer] = set()
+        self._arrived = asyncio.Event()
+        self._is_closed = False
+        self._history: deque[dict[str, float]] = deque(maxlen=HISTORY)
+        self._events: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._fresh: list[dict[str, Any]] = []
+        """Events since the last picture."""
+        self._sampled: tuple[float, float, float, float] | None = None
+
+    def join(self) -> Viewer:
+        """Raises Overloaded when too many look already."""
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise Overloaded(f"{MOST_VIEWERS} pages look already: close one", retry_after_s=10.0)
+        viewer = Viewer()
+        self._viewers.add(viewer)
+        self._arrived.set()
+        if self._is_closed:
+            viewer.end()
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+
+    def close(self) -> None:
+        """The process is about to end, and so do all streams."""
+        self._is_closed = True
+        for viewer in self._viewers:
+            viewer.end()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._sample())
+            tasks.create_task(self._ask())
+            tasks.create_task(self._show())
+
+    async def _sample(self) -> None:
+        while True:
+            with fenced("history of the live page"):
+                self._history.append(self._point())
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _ask(self) -> None:
+        while True:
+            await self._somebody()
+            with fenced("questions of the live page"):
+                await self._colleagues.ask()
+                for event in await self._colleagues.news(EVENT_KINDS):
+                    shown = _shown(event)
+                    self._events.append(shown)
+                    self._fresh.append(shown)
+            await asyncio.sleep(ASK_S)
+
+    async def _show(self) -> None:
+        while True:
+            await self._somebody()
+            with fenced("the live page"):
+                self._show_now()
+            await asyncio.sleep(PICTURE_S)
+
+    async def _somebody(self) -> None:
+        while not self._viewers:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def _show_now(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        picture = self.picture()
+        part = whole = b""
+        for viewer in list(self._viewers):
+            if viewer.needs_whole:
+                whole = whole or _event(
+                    "whole", {**picture, "history": list(self._history), "events": list(self._events)}
+                )
+                viewer.offer(whole, is_whole=True)
+            else:
+                part = part or _event("part", {**picture, "events": fresh, "point": self._latest()})
+                viewer.offer(part)
+
+    def _latest(self) -> dict[str, float] | None:
+        return self._history[-1] if self._history else None
+
+    def picture(self) -> dict[str, Any]:
+        """Everything as of now, but history and events."""
+        sessions, now_s = self._sessions, self._now_s()
+        reports = sessions.workers.reports()
+        rows = [worker_row(each, sessions.workers.unheard_s(each.worker_id, now_s)) for each in reports]
+        scheduler = sessions.scheduler
+        return {
+            "unix_s": unix_s(),
+            "totals": totals_of(rows),
+            "workers": rows,
+            "debts": debt_rows(reports),
+            "fleet": {
+                "queued": scheduler.queued,
+                "running": scheduler.running,
+                "preemptions": scheduler.preemptions,
+                "policy": scheduler.policy,
+                "scheduler": scheduler.scheduler_id if scheduler.is_present(now_s) else None,
+                "unready": sessions.unready_reasons(),
+            },
+            "requests": self._requests(now_s),
+            "open_requests": sessions.active,
+            **self._colleagues.picture(),
+        }
+
+    def worker(self, worker_id: str) -> dict[str, Any] | None:
+        """One worker with its batch and all that it says of itself; None for one that is not heard of."""
+        for report in self._sessions.workers.reports():
+            if report.worker_id == worker_id:
+                row = worker_row(report, self._sessions.workers.unheard_s(worker_id, self._now_s()))
+                told = self._colleagues.details(worker_id)
+                return {**row, "batch": batch_rows(report.sequences), "details": told}
+        return None
+
+    def _requests(self, now_s: float) -> list[dict[str, Any]]:
+        rows = []
+        for sequence in self._sessions.latest(SHOWN_REQUESTS):
+            stream = sequence.stream
+            rows.append(
+                {
+                    "id": stream.key[0],
+                    "choice": stream.key[1],
+                    "worker": stream.server[0] if stream.server else None,
+                    "tokens": len(stream.tokens),
+                    "prompt_tokens": len(sequence.prompt) // 4,
+                    "max_tokens": sequence.sampling.max_tokens,
+                    "age_s": round(now_s - sequence.accepted_s, 2),
+                    "attempt": stream.attempt,
+                }
+            )
+        return rows
+
+    def _point(self) -> dict[str, float]:
+        sessions = self._sessions
+        reports = sessions.workers.reports()
+        totals = totals_of([worker_row(each, 0.0) for each in reports])
+        tokens, hits = totals["tokens"], totals["hits"]
+        found = float(hits["device"] + hits["host"] + hits["disk"])
+        now = (unix_s(), float(sessions.output_tokens), found, found + hits["misses"])
+        before, self._sampled = self._sampled or now, now
+        elapsed_s = max(now[0] - before[0], 1e-3)
+        asked = now[3] - before[3]
+        return {
+            "unix_s": round(now[0], 2),
+            "kv": round(tokens["used"] / tokens["total"], 4) if tokens["total"] else 0.0,
+            "cached": round(tokens["evictable"] / tokens["total"], 4) if tokens["total"] else 0.0,
+            "running": sessions.scheduler.running,
+            "queued": sessions.scheduler.queued,
+            "tokens_per_s": round(max(0.0, now[1] - before[1]) / elapsed_s, 1),
+            "hit_share": round((now[2] - before[2]) / asked, 4) if asked > 0 else 0.0,
+        }
+
+
+def _shown(event: RecordedEvent) -> dict[str, Any]:
+    return {"unix_s": event.at_s, "kind": event.kind, "request": event.request_id, **event.fields}
+
+
+def _event(kind: str, content: object) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"

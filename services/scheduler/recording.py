@@ -1,0 +1,140 @@
+"""What a term of the scheduler leaves with its flight recorder: who came, what was decided, who left.
+
+Reads commands and effects on their way; changes nothing. The kinds of events are in docs/explain.md.
+"""
+
+from services.scheduler.core.effects import (
+    Effect,
+    NoteRelief,
+    PublishMoved,
+    PublishPrepared,
+    PublishWorkerLost,
+    SendPlan,
+    SequenceLeft,
+)
+from services.scheduler.policy.relief import Relief
+from shared.clock import monotonic_s
+from shared.messages.commands import LengthPrediction
+from shared.messages.moves import SequenceMove, SequenceMoved
+from shared.messages.plans import BatchPlan
+from shared.messages.sequence import SequenceRef, SequenceSpec
+from shared.recorder import Batch, Recorder
+
+
+class TermRecord:
+    """Writes into the instance's recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def submitted(self, spec: SequenceSpec, *, known: bool, queued: int) -> None:
+        """A gateway's sequence was taken; `queued` of its model have no worker yet, itself included."""
+        self._recorder.note(
+            "submitted",
+            spec.ref.request_id,
+            **_ref(spec.ref),
+            known=known,
+            queued=queued,
+            prompt_tokens=spec.prompt_tokens,
+            max_tokens=spec.sampling.max_tokens,
+            resumed_tokens=spec.generated_tokens,
+            waited_s=spec.waited_s,
+            priority=spec.priority,
+        )
+
+    def predicted(self, ref: SequenceRef, prediction: LengthPrediction) -> None:
+        self._recorder.note(
+            "predicted",
+            ref.request_id,
+            **_ref(ref),
+            tokens=prediction.rl_tokens,
+            p50_tokens=prediction.p50_tokens,
+            p90_tokens=prediction.p90_tokens,
+            model=prediction.model_version,
+        )
+
+    def placed(self, ref: SequenceRef, worker_id: str) -> None:
+        self._recorder.note("placed", ref.request_id, **_ref(ref), worker=worker_id)
+
+    def move_begun(self, order: SequenceMove) -> None:
+        self._recorder.note(
+            "move begun", order.ref.request_id, **_ref(order.ref), target=order.target, mode=str(order.mode)
+        )
+
+    def carried_out(self, effect: Effect) -> None:
+        """One of the core's effects, on its way out."""
+        match effect:
+            case SendPlan(worker_id, plan):
+                self._plan(worker_id, plan)
+            case PublishWorkerLost(lost):
+                self._recorder.note("worker lost", worker=lost.worker_id, sequences=len(lost.refs))
+                for ref in lost.refs:
+                    self._recorder.note("lost", ref.request_id, **_ref(ref), worker=lost.worker_id)
+            case PublishPrepared(prepared):
+                ref = prepared.ref
+                self._recorder.note("move prepared", ref.request_id, **_ref(ref), target=prepared.target)
+            case PublishMoved(moved):
+                self._moved(moved)
+            case NoteRelief(worker_id, relief):
+                self._relief(worker_id, relief)
+            case SequenceLeft():
+                self._left(effect)
+
+    def _plan(self, worker_id: str, plan: BatchPlan) -> None:
+        now_s = monotonic_s()
+        fields = {"worker": worker_id, "plan": plan.seq, "epoch": plan.epoch, "steps": plan.steps}
+        chunks = tuple((chunk.ref, chunk.first_token, chunk.end_token) for chunk in plan.prefills)
+        decodes = tuple(decode.ref for decode in plan.decodes)
+        self._recorder.file(now_s, "plan", Batch(chunks, decodes, fields))
+        for spec in plan.starts:
+            self._recorder.note_at(
+                now_s, "started", spec.ref.request_id, **_ref(spec.ref), worker=worker_id, plan=plan.seq
+            )
+        for each in plan.preemptions:
+            self._recorder.note_at(
+                now_s,
+                "preempted",
+                each.ref.request_id,
+                **_ref(each.ref),
+                worker=worker_id,
+                mode=str(each.mode),
+            )
+
+    def _moved(self, moved: SequenceMoved) -> None:
+        self._recorder.note(
+            "moved",
+            moved.ref.request_id,
+            **_ref(moved.ref),
+            source=moved.source,
+            target=moved.target,
+            mode=str(moved.mode),
+            failed=moved.reason,
+            moved_bytes=moved.moved_bytes,
+            prepare_s=moved.prepare_s,
+            switch_s=moved.switch_s,
+        )
+
+    def _relief(self, worker_id: str, relief: Relief) -> None:
+        chosen = relief.chosen
+        offers = [[str(offer.rung), offer.blocks, offer.cost_s, offer.reason] for offer in relief.offers]
+        self._recorder.note(
+            "relief", worker=worker_id, chosen="wait" if chosen is None else str(chosen.rung), offers=offers
+        )
+
+    def _left(self, left: SequenceLeft) -> None:
+        self._recorder.note(
+            "left",
+            left.ref.request_id,
+            **_ref(left.ref),
+            became=str(left.phase),
+            reason="" if left.finish_reason is None else str(left.finish_reason),
+            worker=left.worker_id or "",
+            prompt_tokens=left.prompt_tokens,
+            generated_tokens=left.generated_tokens,
+            queued_s=left.queued_s,
+            total_s=left.total_s,
+        )
+
+
+def _ref(ref: SequenceRef) -> dict[str, int]:
+    return {"choice": ref.choice, "attempt": ref.attempt}
