@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from shared.messages.base import Message
-from shared.messages.values import Count, Id, Number, SignedSeconds, Text
+from shared.messages.values import Count, Id, Number, SignedSeconds, Text, UnixSeconds
 
 
 class TellRecorded(Message, frozen=True, kw_only=True):
@@ -23,12 +23,12 @@ class TellRecorded(Message, frozen=True, kw_only=True):
 
 class RecordedEvent(Message, frozen=True, kw_only=True):
     seq: Number
-    at_s: float
+    at_s: SignedSeconds
     """On the monotonic clock of the machine that recorded it."""
     kind: Text
     request_id: Text = ""
     """Empty: it concerns none, or many, which `fields` name."""
-    fields: dict[str, Any] = msgspec.field(default_factory=dict)
+    fields: dict[Text, Any] = msgspec.field(default_factory=dict)
 
 
 class Recorded(Message, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Recorded(Message, frozen=True, kw_only=True):
     incarnation: Number
     now_s: SignedSeconds
     """This moment on the clock of `at_s`, and by the wall clock: so events of several machines compare."""
-    unix_s: float
+    unix_s: UnixSeconds
     oldest_seq: Number
     """What came before is forgotten."""
     next_seq: Number

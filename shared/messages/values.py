@@ -52,6 +52,8 @@ def as_seconds(length_s: float) -> float:
     return max(-MOST_SECONDS, min(length_s, MOST_SECONDS))
 
 
+UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
+"""By the wall clock, since 1970."""
 Rate = Annotated[float, Meta(ge=0, le=1e15)]
 """Tokens or bytes per second."""
 Share = Annotated[float, Meta(ge=0, le=1)]

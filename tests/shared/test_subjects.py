@@ -55,6 +55,7 @@ def test_every_builder_is_tested() -> None:
         subjects.permissions_of,
         subjects.status,
         subjects.instance_status,
+        subjects.recorded,
         subjects.inbox_prefix,
         subjects.micro_name,
     }
