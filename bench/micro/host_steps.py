@@ -28,6 +28,7 @@ from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_table import block_table
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
+from services.worker.transfers import TransferEngine
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 
@@ -100,7 +101,7 @@ def _decoding(model: Any, batch: int, context_tokens: int, block_tokens: int, st
     """`batch` sequences whose prompts are there, and a plan of `steps` steps for them."""
     each = -(-(context_tokens + block_tokens + steps + 1) // block_tokens)
     engine = WithoutModel(model, kv_blocks=batch * each, block_tokens=block_tokens, rows=batch)
-    store = open_store(PrefixCacheConfig(host_mb=0), engine, "bench", lambda: None)
+    store = open_store(PrefixCacheConfig(host_mb=0), engine, "bench", TransferEngine(lambda: None))
     longest = context_tokens + 2 * block_tokens + steps
     table = SequenceTable(
         store.cache,

@@ -31,6 +31,7 @@ from services.worker.engine.loading import load
 from services.worker.engine_thread import row_of
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import open_store
+from services.worker.transfers import TransferEngine
 from shared.blocks import BlockHash, chain, root
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk
 from shared.messages.sequence import FinishReason, Sampling, SequenceRef, SequenceSpec, pack_tokens
@@ -125,7 +126,7 @@ class BusyWorker:
         self.engine = TorchEngine(model, kv_blocks=blocks, block_tokens=block_tokens)
         warm_up(self.engine)
         config = PrefixCacheConfig(host_mb=0, host_blocks=2 * blocks)
-        self.store = open_store(config, self.engine, "bench", lambda: None)
+        self.store = open_store(config, self.engine, "bench", TransferEngine(lambda: None))
         self._prefixes = Prefixes(self.store.cache, self.store.fingerprint)
         limits = SequenceLimits(self.engine.max_positions, self.engine.vocabulary, _EVER_S, _EVER_S)
         self._table = SequenceTable(self.store.cache, limits, self._prefixes)
@@ -180,7 +181,7 @@ class BusyWorker:
             valid_for_s=_EVER_S,
         )
         self._core.on_plan(plan, 0.0)
-        self.store.settle()
+        self.store.transfers.settle()
         self._prefixes.work_ahead()
         work, _ = self._core.begin_step(0.0)
         if work is not None:
@@ -232,7 +233,7 @@ class BusyWorker:
         """Nothing is stored on the device that nobody uses, and nothing is being copied."""
         cache = self.store.cache
         cache.release(cache.allocate(cache.free_blocks + cache.evictable_blocks))
-        self.store.settle()
+        self.store.transfers.settle()
 
     def _fill(self) -> None:
         """All of the device that nobody uses is taken by prefixes that the host has not."""

@@ -26,6 +26,7 @@ from services.worker.peers.engine_calls import BorrowedReader
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
+from services.worker.transfers import TransferEngine
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.log import canonical, get_logger
@@ -38,7 +39,7 @@ _SIMULATED_KV_BLOCKS = 1024
 
 
 def open_cache(
-    config: WorkerConfig, engine: Engine, instance: str, wake: Callable[[], None]
+    config: WorkerConfig, engine: Engine, instance: str, transfers: TransferEngine
 ) -> KvStore | None:
     """None where it is switched off, the engine's KV cannot be copied, or Pie moves whole layers about."""
     attending = engine if isinstance(engine, AttendingEngine) else None
@@ -53,7 +54,7 @@ def open_cache(
         host_blocks = settings.host_blocks or (most if settings.host_mb else 0)
         settings = settings.model_copy(update={"host_blocks": host_blocks})
     sums = CRC if config.engine == "simulated" else checksums()
-    store = open_store(settings, engine, instance, wake, sums)
+    store = open_store(settings, engine, instance, transfers, sums)
     if attending is not None and attending.pie is not None:
         cache = store.cache
         attending.pie.watch(
@@ -116,12 +117,20 @@ def transfers_of(
     return Transfers(bus, config.transfer, engine, store, registry, runner, clock, reader)
 
 
-def work_ahead(engine: Engine, store: KvStore | None, prefixes: Prefixes | None) -> None:
+def transfer_engine_of(engine: Engine, wake: Callable[[], None]) -> TransferEngine:
+    """What carries all copies of one worker's KV; `wake` as there."""
+    if not isinstance(engine, AttendingEngine):
+        return TransferEngine(wake)
+    attention = engine.attention
+    return TransferEngine(wake, is_reading=lambda: attention.is_reading)
+
+
+def work_ahead(engine: Engine, transfers: TransferEngine, prefixes: Prefixes | None) -> None:
     """Between two steps, and while there are none."""
+    transfers.settle()
     if isinstance(engine, AttendingEngine) and engine.pie is not None:
         engine.pie.rest()
-    if store is not None and prefixes is not None:
-        store.settle()
+    if prefixes is not None:
         prefixes.work_ahead()
 
 

@@ -18,6 +18,7 @@ from services.worker.assembly import (
     pool_of,
     prefixes_of,
     registry_of,
+    transfer_engine_of,
     transfers_of,
     work_ahead,
 )
@@ -91,7 +92,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._outbox = Outbox(bus, drop_final_frames=config.fault_drop_final_frames)
-        self._store = open_cache(config, engine, bus.instance, self._wake)
+        self._transfer_engine = transfer_engine_of(engine, self._wake)
+        self._store = open_cache(config, engine, bus.instance, self._transfer_engine)
         self._cache_metrics = CacheMetrics()
         prefixes = self._prefixes = prefixes_of(self._store, config)
         self._news = None if self._store is None else self._store.cache.tell(bus.instance, bus.incarnation)
@@ -119,7 +121,7 @@ class Worker:
             on_tick=self._courier.attend,
             on_broken=self._on_broken,
             cores=config.engine_cores,
-            between=lambda: work_ahead(engine, self._store, prefixes),
+            between=lambda: work_ahead(engine, self._transfer_engine, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
         )
         self._transfers = transfers_of(
@@ -174,6 +176,8 @@ class Worker:
             if self._store is not None:
                 flush_s = self._config.prefix_cache.flush_s if has_stopped else 0.0
                 await asyncio.to_thread(self._store.close, _STOP_DEADLINE_S, flush_s)
+            else:
+                await asyncio.to_thread(self._transfer_engine.halt, _STOP_DEADLINE_S)
 
     def on_plan(self, plan: BatchPlan) -> None:
         received_s = self._clock()
@@ -260,6 +264,7 @@ class Worker:
                 "foreign_commands": self._foreign_commands,
                 **self._neighbours.details(),
                 **({} if self._transfers is None else self._transfers.details()),
+                **self._transfer_engine.details(),
                 **({} if figures is None else figures.details()),
                 **({} if self._prefixes is None else {"swaps": self._prefixes.swaps}),
                 **expansion_of(self._engine),

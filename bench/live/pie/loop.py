@@ -161,7 +161,7 @@ class Loop:
 
     def _step(self) -> None:
         if self._store is not None:
-            self._store.settle()
+            self._store.transfers.settle()
         work, effects = self._core.begin_step(self.now_s)
         self._deliver(effects)
         if work is None:

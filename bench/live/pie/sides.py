@@ -27,6 +27,7 @@ from services.worker.engine.loading import load
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
 from services.worker.pie.settings import PieSettings
+from services.worker.transfers import TransferEngine
 from shared.errors import ConfigError
 
 _STORY_SHARE = 0.6
@@ -232,4 +233,4 @@ def _engine(kind: Kind, ground: Ground) -> TorchEngine:
 
 def _store(engine: TorchEngine, ground: Ground) -> KvStore:
     cache = PrefixCacheConfig(host_mb=HOST_MB, host_bytes_per_s=ground.bandwidth)
-    return open_store(cache, engine, "bench", lambda: None)
+    return open_store(cache, engine, "bench", TransferEngine(lambda: None))

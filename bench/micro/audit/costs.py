@@ -38,6 +38,7 @@ from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.digest import digest
+from services.worker.transfers import TransferEngine
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 
@@ -175,7 +176,8 @@ def stored_prefixes(
     disk = open_disk(folder / f"costs-{tier.name}.kv", geometry, checksums())
     if disk is None:
         raise InternalError(f"no disk tier in {folder}: see the log")
-    mover = TierMover(records, host, disk, lambda _: None)
+    transfers = TransferEngine(lambda: None)
+    mover = TierMover(transfers, records, host, disk, lambda _: None)
     table = list(range(blocks + -(-answer // BLOCK_TOKENS)))
     tokens = [5] * (blocks * BLOCK_TOKENS + answer)
 
@@ -196,7 +198,8 @@ def stored_prefixes(
 
     work()
     costs = [Cost(timed(work), usual(check)) for _ in range(turns)]
-    mover.close(10.0)
+    transfers.halt(10.0)
+    mover.close()
     return costs
 
 

@@ -43,6 +43,7 @@ from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, Reception, Reply, bytes_of
 from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport, split_address
+from services.worker.transfers import TransferEngine
 from shared.errors import CorruptedKv, InternalError, KvasirError
 from shared.messages.lending import BorrowBlocks, KvTier
 
@@ -75,7 +76,8 @@ class Tiers:
         self._geometry = geometry
         self._file = (folder / "audit.kv").open("r+b", buffering=0)
         self._host = HostTier(1, records.record_bytes, _FINGERPRINT, checksums())
-        self._mover = TierMover(records, self._host, self._disk, lambda _: None)
+        self._transfers = TransferEngine(lambda: None)
+        self._mover = TierMover(self._transfers, records, self._host, self._disk, lambda _: None)
         self._name = b"n" * 16
 
     def caught(self, rng: Random) -> bool:
@@ -101,7 +103,8 @@ class Tiers:
 
     def close(self) -> None:
         self._file.close()
-        self._mover.close(10.0)
+        self._transfers.halt(10.0)
+        self._mover.close()
 
 
 class Lent:

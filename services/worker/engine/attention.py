@@ -118,6 +118,7 @@ class PagedAttention:
         self._dtype = dtype
         self.threads = threads
         self._remote: tuple[Homes, MeteredRemote] | None = None
+        self._is_reading = False
         self._own: dict[int, PackedSpans] = {}
         """By window: the engine's own part of the present step, where that is not all of it."""
         self.windows = [shape.window_tokens for shape in layers]
@@ -142,6 +143,11 @@ class PagedAttention:
         self.begin((), 0)
         self._partial = self.partial_backend(self.pools) if self.triton is None and store is None else None
         AttentionInterface.register(self.name, self)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a step is under way that brings in KV from elsewhere. Any thread may ask."""
+        return self._is_reading
 
     @property
     def is_partitioned(self) -> bool:
@@ -177,6 +183,7 @@ class PagedAttention:
             packed = self._begin_partitioned(packed, *self._remote)
         if resident is not None:
             resident.point(packed.blocks)
+        self._is_reading = self.is_partitioned or (resident is not None and resident.is_streaming)
         self.slots = torch.from_numpy(packed.slots).to(self._device)
         self._backend.begin(spans, decodes, packed)
         if self._native is not None:
@@ -199,9 +206,11 @@ class PagedAttention:
             self._remote[1].end()
         if self.resident is not None:
             self.resident.end(is_complete=True)
+        self._is_reading = False
 
     def abandon(self) -> None:
         """The step failed. Whoever holds blocks elsewhere stays of use to the next."""
+        self._is_reading = False
         if self._own and self._remote is not None:
             self._remote[1].abandon()
         if self.resident is not None:

@@ -1,11 +1,9 @@
 """The prefix cache of one worker with its real tiers: opened, worked on between steps, measured, closed.
 
-Owned by the engine's thread; copies that end on their threads wait in a queue until `settle` applies them.
-Decides nothing about blocks: that is `cache`.
+Owned by the engine's thread, as is `TransferEngine.settle`, where copies that have ended are applied. Decides
+nothing about blocks: that is `cache`.
 """
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -19,11 +17,11 @@ from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.copier import Throttles, TierMover
-from services.worker.kv.tiers.copy_thread import Ended
 from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.transfers import TransferEngine
 from shared.log import canonical, get_logger
 
 _log = get_logger("worker.kv")
@@ -60,7 +58,7 @@ class CacheableEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvStore:
-    """`cache` is the engine thread's; `wake` is called on a thread that copies when a copy has ended."""
+    """`cache` is the engine thread's."""
 
     cache: PrefixCache
     fingerprint: bytes
@@ -71,25 +69,23 @@ class KvStore:
     sums: Checksums
     auditor: SampledAudit | None
     """None where nothing is audited."""
-    _done: deque[Ended]
-
-    def settle(self) -> None:
-        """Apply the copies that have ended since the last call."""
-        while self._done:
-            self._done.popleft().apply(self.cache)
+    transfers: TransferEngine
 
     def close(self, deadline_s: float, flush_s: float = 0.0) -> bool:
-        """End the threads that copy; False when they did not end in time. What is on disk stays; for
-        `flush_s` what is only in memory joins it. To be called when the engine's thread, which owns the
-        cache, has ended."""
-        if self.disk is not None and flush_s > 0 and self.mover.halt(deadline_s):
+        """End the threads that copy; False when they did not end in time: the file is then left open, since
+        it may still be written. What is on disk stays; for `flush_s` what is only in memory joins it. To be
+        called when the engine's thread, which owns the cache, has ended."""
+        if not self.transfers.halt(deadline_s):
+            return False
+        if self.disk is not None and flush_s > 0:
             self._flush(flush_s)
-        return self.mover.close(deadline_s)
+        self.mover.close()
+        return True
 
     def _flush(self, flush_s: float) -> None:
         disk, began_s = self.disk, monotonic()
         assert disk is not None
-        self.settle()
+        self.transfers.settle()
         until_s, faults = began_s + flush_s, disk.counts["write_errors"]
         written, left = self.cache.flush(
             lambda node, tier, source: self.mover.write_now(node, tier, source, until_s),
@@ -103,7 +99,7 @@ def open_store(
     config: PrefixCacheConfig,
     engine: CacheableEngine,
     instance: str,
-    wake: Callable[[], None],
+    transfers: TransferEngine,
     sums: Checksums = CRC,
 ) -> KvStore:
     """The cache of `engine`'s blocks, with what an earlier run of `instance` left on disk.
@@ -118,15 +114,9 @@ def open_store(
     if disk_blocks:
         path = Path(config.disk_path) / f"{instance}.kv"
         disk = open_disk(path, Geometry(engine.fingerprint, size, disk_blocks), sums)
-    done: deque[Ended] = deque()
-
-    def on_done(one: Ended) -> None:
-        done.append(one)
-        wake()
-
     throttles = Throttles.of(config.host_bytes_per_s, config.disk_bytes_per_s)
     host = HostTier(host_blocks, size, engine.fingerprint, sums)
-    mover = TierMover(records, host, disk, on_done, throttles)
+    mover = TierMover(transfers, records, host, disk, lambda ended: ended.apply(cache), throttles)
     kept_blocks = int(host_blocks * config.swap_share)
     tiers = Tiers(host_blocks, disk_blocks if disk else 0, config.eviction, config.seed, kept_blocks)
     gate = CostGate()
@@ -144,4 +134,4 @@ def open_store(
     )
     rate = config.audit_rate
     auditor = SampledAudit(engine.records(), engine.pools, rate) if rate else None
-    return KvStore(cache, engine.fingerprint, size, mover, host, disk, sums, auditor, done)
+    return KvStore(cache, engine.fingerprint, size, mover, host, disk, sums, auditor, transfers)

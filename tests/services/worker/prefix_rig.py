@@ -19,6 +19,7 @@ from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
+from services.worker.transfers import TransferEngine
 from shared.messages.plans import (
     BatchPlan,
     Decode,
@@ -54,7 +55,7 @@ class PrefixRig:
         prefixes = None
         pool = BlockPool(engine.kv_blocks, engine.block_tokens)
         if config is not None:
-            self.store = open_store(config, engine, "worker-0", lambda: None)
+            self.store = open_store(config, engine, "worker-0", TransferEngine(lambda: None))
             prefixes = Prefixes(self.store.cache, self.store.fingerprint, auditor=self.store.auditor)
         self.prefixes = prefixes
         self.table = SequenceTable(pool if self.store is None else self.store.cache, LIMITS, prefixes)
@@ -116,10 +117,10 @@ class PrefixRig:
             return
         deadline_s = time.monotonic() + within_s
         while True:
-            self.store.settle()
+            self.store.transfers.settle()
             self.prefixes.work_ahead()
-            if not self.store.mover._open.total() and not self.store.cache._books.unsaved:
-                self.store.settle()
+            if not self.store.transfers.open_copies and not self.store.cache._books.unsaved:
+                self.store.transfers.settle()
                 return
             assert time.monotonic() < deadline_s, "copies do not end"
             time.sleep(0.001)
@@ -135,7 +136,7 @@ class PrefixRig:
     def _run(self, message: BatchPlan, now_s: float) -> None:
         self.core.on_plan(message, now_s)
         if self.store is not None and self.prefixes is not None:
-            self.store.settle()
+            self.store.transfers.settle()
             self.prefixes.work_ahead()
         work, effects = self.begin_step(now_s)
         while work is not None:
@@ -158,7 +159,7 @@ class PrefixRig:
             self._note(effects.stepped)
             assert self.store is not None and time.monotonic() < deadline_s, "loads do not end"
             time.sleep(0.0005)
-            self.store.settle()
+            self.store.transfers.settle()
 
     def _note(self, stepped: Sequence[WorkerStepped]) -> None:
         for report in stepped:

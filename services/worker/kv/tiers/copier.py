@@ -1,34 +1,40 @@
 """Moves blocks between device, host and disk: what the cache decides, carried out and verified.
 
-One thread brings what is waited for (loads before what is read ahead), another takes away what can wait
-(stores to the host before writes to disk) and is polite to the engine's. How a copy ended is handed to
-`on_done` on its thread, and whoever owns the cache applies it (`Ended.apply`) between two steps. Knows no
-order of eviction and no sequence.
+Each copy goes through the worker's `TransferEngine`. How it ended is handed to `on_done` on the thread that
+owns the cache, which applies it (`Ended.apply`) between two steps. Knows no order of eviction and no
+sequence.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from math import inf
 from time import monotonic, perf_counter
+from typing import Protocol
 
 import numpy as np
 
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Loaded, Store, StoredBlock
-from services.worker.kv.tiers.copy_thread import CopyJob, CopyThread, Ended
 from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.throttle import Throttle
+from services.worker.transfers import Route, Ticket, TransferEngine
 from shared.blocks import BlockHash
-from shared.errors import InternalError
 
-_NICENESS = 10
-_FINISH_S = 30.0
+
+class Ended(Protocol):
+    """A copy is over; how it ended is for the cache to know."""
+
+    def apply(self, cache: PrefixCache) -> None:
+        """On the cache's own thread, once."""
+        ...
+
+
+_MOST_STORES = 256
+"""Remembered: far more than can be waiting for their answer."""
 _BATCH_BLOCKS = 16
 """So many are brought to the device in one copy."""
 _PROFILED_BLOCKS, _PROFILES, _PROFILE_S = 4, 3, 0.05
@@ -77,15 +83,6 @@ class StoreDone:
         cache.on_stored(self.ticket, ok=self.ok)
 
 
-class Lane(IntEnum):
-    """What copies are for, the most urgent of each thread first."""
-
-    LOAD = 0
-    READ = 1
-    STORE = 2
-    WRITE = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Throttles:
     """Speeds that the tiers' copies may not exceed."""
@@ -100,34 +97,29 @@ class Throttles:
 
 
 class TierMover:
-    """A `BlockMover` over real memory and a real file. `on_done` is called on either of its threads."""
+    """A `BlockMover` over real memory and a real file. `on_done` is called when `transfers` are settled."""
 
     def __init__(
         self,
+        transfers: TransferEngine,
         records: Records,
         host: HostTier,
         disk: DiskTier | None,
         on_done: Callable[[Ended], None],
         throttles: Throttles | None = None,
-        most_open: int = 64,
     ) -> None:
+        self._transfers = transfers
         self._records = records
         self._host = host
         self._disk = disk
         self._on_done = on_done
         self._throttles = throttles or Throttles.of()
-        self._most_open = most_open
-        self._open: Counter[Lane] = Counter()
-        self._lock = threading.Lock()
-        self._closing = False
         self._staged = np.empty((_BATCH_BLOCKS, records.record_bytes), dtype=np.uint8)
         self.counts: Counter[str] = Counter()
-        self._stores: dict[int, CopyJob] = {}
+        self._stores: dict[int, Ticket[Ended]] = {}
         """By ticket: the last ones."""
         self._incoming, self._outgoing = records.twin(), records.twin()
         """Of the two threads."""
-        self._urgent = CopyThread("kv-loads", on_done)
-        self._polite = CopyThread("kv-stores", on_done, niceness=_NICENESS)
 
     def start_load(self, ticket: int, loads: Sequence[Load], most_s: float) -> bool:
         """See `BlockMover`."""
@@ -135,7 +127,7 @@ class TierMover:
         def copy() -> LoadDone:
             return LoadDone(ticket, self.load(loads, most_s))
 
-        return self._start(Lane.LOAD, copy, LoadDone(ticket, Loaded(0))) is not None
+        return self._start(Route.LOAD, copy, LoadDone(ticket, Loaded(0)), len(loads)) is not None
 
     def start_store(self, ticket: int, store: Store) -> bool:
         """See `BlockMover`."""
@@ -144,22 +136,18 @@ class TierMover:
             self._store([store], self._outgoing)
             return StoreDone(ticket, ok=True)
 
-        job = self._start(Lane.STORE, copy, StoreDone(ticket, ok=False))
+        job = self._start(Route.STORE, copy, StoreDone(ticket, ok=False))
         if job is None:
             return False
         self._stores[ticket] = job
-        while len(self._stores) > 4 * self._most_open:  # far more than can be waiting for their answer
+        while len(self._stores) > _MOST_STORES:
             del self._stores[next(iter(self._stores))]
         return True
 
     def finish_store(self, ticket: int) -> bool:
         """See `BlockMover`. Raises InternalError when a copy in memory does not end."""
-        job = self._stores.pop(ticket)
-        if job.claim():
-            job.run()
-        elif not job.wait(_FINISH_S):
-            raise InternalError(f"a block was not copied to the host within {_FINISH_S:g} s")
-        return isinstance(job.answer, StoreDone) and job.answer.ok
+        answer = self._transfers.finish(self._stores.pop(ticket))
+        return isinstance(answer, StoreDone) and answer.ok
 
     def load(self, loads: Sequence[Load], most_s: float) -> Loaded:
         """In order, each verified. What is past its time is given up between two blocks, or while throttled.
@@ -209,7 +197,7 @@ class TierMover:
             return self._host.is_intact(source, node.name) and disk.write(node, row, sum_)
 
         return self._start_on_disk(
-            Lane.WRITE, DiskCopyDone(node.name, node.place, ok=True, written=True), write
+            Route.WRITE, DiskCopyDone(node.name, node.place, ok=True, written=True), write
         )
 
     def start_read(self, place: int, target: int, name: BlockHash) -> bool:
@@ -226,7 +214,7 @@ class TierMover:
             self._host.seal(target, name)
             return True
 
-        return self._start_on_disk(Lane.READ, DiskCopyDone(name, target, ok=True, written=False), read)
+        return self._start_on_disk(Route.READ, DiskCopyDone(name, target, ok=True, written=False), read)
 
     def write_now(self, node: StoredBlock, tier: Tier, source: int, until_s: float) -> bool:
         """Device block or host slot → the node's disk slot, in this thread, once the others have ended.
@@ -244,27 +232,11 @@ class TierMover:
             sum_ = self._host.sums.of(row, node.name, disk.geometry.fingerprint)
         return is_intact and self._throttles.disk.wait(row.nbytes, until_s) and disk.write(node, row, sum_)
 
-    def halt(self, deadline_s: float) -> bool:
-        """End both threads after the copies they are at; what is queued is answered as failed. False when
-        one did not end in time."""
-        with self._lock:
-            self._closing = True
-        until_s = monotonic() + deadline_s
-        threads = (self._urgent, self._polite)
-        for thread in threads:
-            thread.halt()
-        ended = [thread.join(max(0.0, until_s - monotonic())) for thread in threads]
-        return all(ended)
-
-    def close(self, deadline_s: float) -> bool:
-        """`halt`, and give the file back. False when a thread did not end in time: the file is then left
-        open, since it may still be written."""
-        if not self.halt(deadline_s):
-            return False
+    def close(self) -> None:
+        """Gives the file back, when nothing is copied any more."""
         if self._disk is not None:
             self._disk.close()
             self._disk = None
-        return True
 
     def _load_batch(self, batch: Sequence[Load], until_s: float) -> Loaded:
         """Loads from one tier, brought to the device together."""
@@ -313,26 +285,18 @@ class TierMover:
             self._host.seal(place, store.name)
         self._throttles.host.wait(len(rows) * records.record_bytes)
 
-    def _start_on_disk(self, lane: Lane, done: DiskCopyDone, copy: Callable[[], bool]) -> bool:
+    def _start_on_disk(self, route: Route, done: DiskCopyDone, copy: Callable[[], bool]) -> bool:
         def run() -> DiskCopyDone:
             return replace(done, ok=copy())
 
-        return self._start(lane, run, replace(done, ok=False)) is not None
+        return self._start(route, run, replace(done, ok=False)) is not None
 
-    def _start(self, lane: Lane, copy: Callable[[], Ended], failed: Ended) -> CopyJob | None:
+    def _start(
+        self, route: Route, copy: Callable[[], Ended], failed: Ended, blocks: int = 1
+    ) -> Ticket[Ended] | None:
         """None when too many are open."""
-        with self._lock:
-            if self._closing or self._open[lane] >= self._most_open:
-                return None
-            self._open[lane] += 1
-
-        def ended() -> None:
-            with self._lock:
-                self._open[lane] -= 1
-
-        job = CopyJob(copy, failed, ended)
-        (self._urgent if lane in (Lane.LOAD, Lane.READ) else self._polite).put(lane, job)
-        return job
+        size_bytes = blocks * self._records.record_bytes
+        return self._transfers.start(route, copy, failed, size_bytes=size_bytes, on_ended=self._on_done)
 
 
 def _three(elapsed_s: Sequence[float]) -> tuple[float, float, float]:

@@ -145,8 +145,8 @@ class ResidentKv:
         self._stream = open_stream(keys, values, self.rows, layers)
         self._plan: StepPlan | None = None
         """Of the present step, where it has one."""
-        self._is_streaming = False
-        """Anything of it lies outside, or is saved meanwhile."""
+        self.is_streaming = False
+        """A step is under way of which anything lies outside, or is saved meanwhile."""
         self._has_pool = False
         self._unpooled: tuple[int, ...] = ()
         """Blocks that steps used before there was a pool, to warm up."""
@@ -155,7 +155,7 @@ class ResidentKv:
     def stream_of_step(self) -> tuple[int | None, float]:
         """The address of what native code waits for in the present step, None where there is nothing, and the
         time that a layer may wait."""
-        return (self._stream.address if self._is_streaming else None), self._timeout_s
+        return (self._stream.address if self.is_streaming else None), self._timeout_s
 
     def pace(self, bytes_s: float, background_bytes_s: float = 0.0) -> None:
         """What the link carries in each direction, 0: as fast as memory, and what others send over it."""
@@ -212,27 +212,27 @@ class ResidentKv:
                 plan.fetched, plan.kept, plan.place, even, odd, at, which, tables, plan.save_from, plan.saves
             )
         )
-        self._is_streaming = True
+        self.is_streaming = True
 
     def enter(self, layer: int) -> None:
         """The layer is to attend: the tables say where its blocks are. Raises InternalError."""
-        if self._is_streaming and not self._stream.enter(layer, self._timeout_s):
+        if self.is_streaming and not self._stream.enter(layer, self._timeout_s):
             raise InternalError(
                 f"KV of layer {layer} did not arrive from the host within {self._timeout_s:g} s"
             )
 
     def leave(self, layer: int) -> None:
         """The layer has attended."""
-        if self._is_streaming:
+        if self.is_streaming:
             self._stream.leave(layer)
 
     def end(self, *, is_complete: bool) -> None:
         """The step is over; unless it `is_complete` it has failed, wherever that was."""
         if self._plan is None:
             return
-        saved = self._stream.end() if self._is_streaming else 0
+        saved = self._stream.end() if self.is_streaming else 0
         self.residency.end(saved, is_complete=is_complete)
-        self._plan, self._is_streaming = None, False
+        self._plan, self.is_streaming = None, False
 
     def figures(self) -> StreamFigures:
         return self._stream.figures()

@@ -48,10 +48,11 @@ class Transfers:
         self._fingerprint = store.fingerprint
         self._block_bytes = store.record_bytes
         cache = CacheDoor(runner.door, store.cache, reader)
-        self._source = BlockSource(cache, engine.records(), store.fingerprint, store.sums)
+        self._source = BlockSource(cache, store.transfers, engine.records(), store.fingerprint, store.sums)
         self._target = Target(
             registry,
             cache,
+            store.transfers,
             engine.records(),
             store.fingerprint,
             engine.block_tokens,

@@ -6,7 +6,6 @@ held while it is read. What this worker has borrowed it fetches from its credito
 time, between two steps. Nothing is taken from the sequence whose blocks they are.
 """
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.records import Records
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
+from services.worker.transfers import Route, TransferEngine
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import InvalidMessage, ModelMismatch
 from shared.messages.base import decode
@@ -65,12 +65,20 @@ _HOLD_S = 5.0
 class BlockSource:
     """One worker's. `receivers` are for its bulk desk."""
 
-    def __init__(self, cache: CacheDoor, records: Records, fingerprint: bytes, sums: Checksums = CRC) -> None:
+    def __init__(
+        self,
+        cache: CacheDoor,
+        transfers: TransferEngine,
+        records: Records,
+        fingerprint: bytes,
+        sums: Checksums = CRC,
+    ) -> None:
+        """`records`: read by `transfers` alone."""
         self.cache = cache
+        self.transfers = transfers
         self.sums = sums
         self.records = records
         self.fingerprint = fingerprint
-        self.reading = threading.Lock()
         self.given_blocks = 0
         self.receivers: dict[str, Receiver] = {BLOCKS: _Blocks(self)}
 
@@ -112,12 +120,21 @@ class _Giving:
     def _read_own(self) -> npt.NDArray[np.uint8]:
         blocks = self.source.cache.hold(self.wanted.names, _HOLD_S)
         try:
-            rows = np.empty((len(blocks), self.source.records.record_bytes), dtype=np.uint8)
-            with self.source.reading:
-                self.source.records.read(blocks, list(rows))
+            return self._copied(blocks)
         finally:
             self.source.cache.let_go(blocks)
-        return rows
+
+    def _copied(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        records = self.source.records
+        rows = np.empty((len(blocks), records.record_bytes), dtype=np.uint8)
+
+        def copy() -> bool:
+            records.read(blocks, list(rows))
+            return True
+
+        transfers = self.source.transfers
+        is_read = transfers.run(Route.GIVE, copy, failed=False, size_bytes=rows.nbytes, within_s=_HOLD_S)
+        return rows if is_read else rows[:0]
 
     def abandon(self) -> None:
         """Nothing is held yet."""

@@ -6,7 +6,6 @@ One question at a time for each source. Decides nothing about sequences.
 """
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.source import BLOCKS, Wanted, read_given
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink, bytes_of
+from services.worker.transfers import Route, TransferEngine
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError
@@ -49,6 +49,7 @@ class Target:
         self,
         registry: Registry,
         cache: CacheDoor,
+        transfers: TransferEngine,
         records: Records,
         fingerprint: bytes,
         block_tokens: int,
@@ -59,9 +60,9 @@ class Target:
         self._sums = sums
         self._registry = registry
         self._cache = cache
+        self._transfers = transfers
         self._records = records
-        self._writing = threading.Lock()
-        """Held by the one thread, of those that receive, that writes records."""
+        """Written by `transfers` alone."""
         self._fingerprint = fingerprint
         self._block_tokens = block_tokens
         self._config = config
@@ -194,6 +195,12 @@ class Target:
                 self.refused_blocks += answer.buffers - good
                 break
             good += 1
-        with self._writing:
+
+        def write() -> int:
             self._records.write(list(rows[:good]), list(blocks[:good]))
-        return good
+            return good
+
+        size_bytes = good * self._records.record_bytes
+        return self._transfers.run(
+            Route.PULL, write, 0, size_bytes=size_bytes, within_s=self._config.answer_s
+        )

@@ -1,9 +1,9 @@
 """The cache over real memory and a real file, both damaged: no hit holds wrong bytes, a slow tier is left."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from time import monotonic
 
 import numpy as np
@@ -18,13 +18,13 @@ from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.radix_tree import Tier
 from services.worker.kv.core.tier_copier import Load, Store, StoredBlock
 from services.worker.kv.tiers.checksums import CRC
-from services.worker.kv.tiers.copier import DiskCopyDone, Throttles, TierMover
-from services.worker.kv.tiers.copy_thread import Ended
+from services.worker.kv.tiers.copier import DiskCopyDone, Ended, Throttles, TierMover
 from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records, records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.tiers.throttle import Throttle
+from services.worker.transfers import TransferEngine
 from shared.blocks import BlockHash, chain, root
 from tests.services.worker.kv.rig import flip_byte
 
@@ -45,11 +45,21 @@ class Machine:
         self.geometry = Geometry(FINGERPRINT, self.records.record_bytes, disk)
         self.disk = open_disk(path, self.geometry)
         assert self.disk is not None
-        self.done: SimpleQueue[Ended] = SimpleQueue()
+        self._done: deque[Ended] = deque()
+        self._woken = threading.Semaphore(0)
         self.open = 0
-        self.mover = TierMover(self.records, self.host, self.disk, self.done.put, throttles, most_open=8)
+        self.transfers = TransferEngine(self._woken.release, most_open=8)
+        self.mover = TierMover(
+            self.transfers, self.records, self.host, self.disk, self._done.append, throttles
+        )
         self.cache = PrefixCache(BlockPool(device, 2), Tiers(host, disk, "lru"), self.mover, CostGate())
         self.restored = self.cache.restore(self.disk.stored())
+
+    def ended(self) -> Ended:
+        """The next copy that is over."""
+        assert self._woken.acquire(timeout=WAIT_S)
+        self.transfers.settle()
+        return self._done.popleft()
 
     def fill(self, block: int, name: BlockHash) -> None:
         """What the engine would compute."""
@@ -70,7 +80,7 @@ class Machine:
         blocks, tiers = list(hit.blocks), hit.loaded
         if hit.awaited is not None:
             while not hit.awaited.is_over:
-                self.done.get(timeout=WAIT_S).apply(self.cache)
+                self.ended().apply(self.cache)
             came = self.cache.collect(hit.awaited)
             blocks += came.blocks
             tiers = (tiers[0] + came.loaded[0], tiers[1] + came.loaded[1], tiers[2] + came.loaded[2])
@@ -88,11 +98,12 @@ class Machine:
         """Wait for every copy in flight, and tell the cache."""
         self.open += started
         while self.open:
-            self.done.get(timeout=WAIT_S).apply(self.cache)
+            self.ended().apply(self.cache)
             self.open -= 1
 
     def close(self) -> None:
-        assert self.mover.close(WAIT_S)
+        assert self.transfers.halt(WAIT_S)
+        self.mover.close()
 
 
 @pytest.fixture
@@ -240,10 +251,10 @@ def test_the_queue_has_a_bound_and_closing_answers_everything(tmp_path: Path) ->
     started = sum(machine.mover.start_write(0, node) for node in nodes)
     assert started == 8
     machine.close()
-    answers = [machine.done.get(timeout=WAIT_S) for _ in range(started)]
+    answers = [machine.ended() for _ in range(started)]
     assert not has_written(answers[-1])
-    with pytest.raises(Empty):
-        machine.done.get_nowait()
+    machine.transfers.settle()
+    assert not machine._done
     assert not machine.mover.start_write(0, nodes[0])
     assert machine.mover.load([Load(NAMES[0], Tier.DISK, 0, 0)], 0.01).done == 0
 
@@ -254,7 +265,7 @@ def test_a_slot_that_is_reused_while_it_waits_to_be_written_is_not_written(tmp_p
     assert machine.mover.start_write(0, StoredBlock(NAMES[0], b"", 0, 0))
     machine.fill(1, NAMES[1])
     machine.mover.store([Store(NAMES[1], 1, 0)])
-    assert not has_written(machine.done.get(timeout=WAIT_S))
+    assert not has_written(machine.ended())
     machine.close()
 
 
@@ -263,7 +274,7 @@ def test_an_io_thread_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> Non
     _stored(machine, 1)
     machine.mover.start_write(0, StoredBlock(NAMES[0], b"", 0, 0))
     threading.Event().wait(0.05)  # the thread has begun
-    assert not machine.mover.close(0.05)
+    assert not machine.transfers.halt(0.05)
     machine.close()
 
 

@@ -30,6 +30,7 @@ from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.lending.core.table import GrantKey
 from services.worker.peers.migration.source import BLOCKS, BlockSource, Wanted, read_given
 from services.worker.peers.transport.base import Peer, PeerLink
+from services.worker.transfers import TransferEngine
 from shared.blocks import chain, root
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost, NoResponder, Overloaded
@@ -267,9 +268,11 @@ def test_what_is_borrowed_is_given_to_who_takes_the_sequence(here: World) -> Non
         assert cache.publish(block, name, parent)
 
     records = Records(here.engine.pools)
-    source = BlockSource(CacheDoor(here.door, cache, here.borrower), records, b"f")
+    transfers = TransferEngine(lambda: None)
+    source = BlockSource(CacheDoor(here.door, cache, here.borrower), transfers, records, b"f")
     wanted = msgspec.msgpack.encode(Wanted(b"f", tuple(names)))
     reply = source.receivers[BLOCKS].admit(Peer("another", 1), wanted, []).commit()
+    assert transfers.halt(5.0)
 
     assert here.owner.host is not None
     own, lent, host = records, Records(here.owner.engine.pools), Records(here.owner.host.pools)

@@ -111,11 +111,11 @@ def workers(*names: str, config: TransferConfig = _SMALL) -> Iterator[list[Side]
         door = EngineDoor()
         cache = CacheDoor(door, store.cache)
         records = Records(rig.engine.pools)
-        source = BlockSource(cache, records, store.fingerprint)
+        source = BlockSource(cache, store.transfers, records, store.fingerprint)
         for kind, receiver in source.receivers.items():
             plane.desk.serve(kind, receiver)
         dialler = cast(Registry, Dialler(plane, planes))
-        target = Target(dialler, cache, records, store.fingerprint, BLOCK_TOKENS, config)
+        target = Target(dialler, cache, store.transfers, records, store.fingerprint, BLOCK_TOKENS, config)
         sides.append(Side(rig, source, target, plane, door))
     try:
         yield sides
