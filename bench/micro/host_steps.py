@@ -28,7 +28,7 @@ from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_table import block_table
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
-from services.worker.transfers import TransferEngine
+from services.worker.kv.transfers import TransferEngine
 from shared.messages.plans import BatchPlan, Decode, PrefillChunk
 from shared.messages.sequence import Sampling, SequenceRef, SequenceSpec, pack_tokens
 

@@ -22,11 +22,11 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool, Pool
 from services.worker.kv.core.prefix_cache import PrefixCache
 from services.worker.kv.store import CacheableEngine, KvStore, open_store
 from services.worker.kv.tiers.checksums import CRC
+from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.engine_calls import BorrowedReader
 from services.worker.peers.migration.service import Transfers
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.settings import make_transports
-from services.worker.transfers import TransferEngine
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.log import canonical, get_logger

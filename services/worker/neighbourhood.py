@@ -16,6 +16,7 @@ from services.worker.core.steps import StepEffects
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine, Engine
 from services.worker.kv.core.borrowed_pool import ExtendedPool, OwnPool, Pool
+from services.worker.kv.transfers import TransferEngine
 from services.worker.peers import registry as peers
 from services.worker.peers.engine_calls import PoolDoor
 from services.worker.peers.lending.core.grants import Freed
@@ -99,6 +100,7 @@ class Neighbourhood:
         pool: Pool,
         door: Door,
         registry: Registry,
+        transfers: TransferEngine,
         *,
         fingerprint: bytes,
         is_busy: Callable[[], bool],
@@ -131,7 +133,9 @@ class Neighbourhood:
             host = assembly.lent_host_memory(settings, engine)
             if isinstance(pool, ExtendedPool):
                 failed = self._on_failed
-                self.borrower = assembly.make_borrower(engine, pool, door, registry, settings, failed, clock)
+                self.borrower = assembly.make_borrower(
+                    engine, pool, door, registry, settings, transfers, failed, clock
+                )
         owner = Owner(
             worker_id=bus.instance,
             incarnation=bus.incarnation,

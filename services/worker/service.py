@@ -111,6 +111,7 @@ class Worker:
             pool,
             self._door,
             self._registry,
+            self._transfer_engine,
             fingerprint=fingerprint_of(engine),
             is_busy=lambda: core.has_plans,
             clock=clock,

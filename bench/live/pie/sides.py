@@ -26,8 +26,8 @@ from services.worker.engine.engine import TorchEngine, warm_up
 from services.worker.engine.loading import load
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
+from services.worker.kv.transfers import TransferEngine
 from services.worker.pie.settings import PieSettings
-from services.worker.transfers import TransferEngine
 from shared.errors import ConfigError
 
 _STORY_SHARE = 0.6

@@ -33,12 +33,12 @@ from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import records_of
 from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.core.cost import ShipMode
 from services.worker.peers.attention.debtor import Debtor
 from services.worker.peers.attention.seals import NativeSeals
 from services.worker.peers.transport.base import bytes_of
 from services.worker.peers.transport.digest import digest
-from services.worker.transfers import TransferEngine
 from shared.errors import InternalError
 from shared.messages.sequence import Sampling
 

@@ -28,6 +28,7 @@ from services.worker.kv.tiers.disk import open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import records_of
 from services.worker.kv.tiers.slotfile import Geometry
+from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.messages import (
@@ -43,7 +44,6 @@ from services.worker.peers.lending.core.table import RBlockTable
 from services.worker.peers.transport.base import Peer, Reception, Reply, bytes_of
 from services.worker.peers.transport.plane import WorkerDesk
 from services.worker.peers.transport.tcp import TcpTransport, split_address
-from services.worker.transfers import TransferEngine
 from shared.errors import CorruptedKv, InternalError, KvasirError
 from shared.messages.lending import BorrowBlocks, KvTier
 

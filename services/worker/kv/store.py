@@ -21,7 +21,7 @@ from services.worker.kv.tiers.disk import DiskTier, open_disk
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import LayerPools, Records
 from services.worker.kv.tiers.slotfile import Geometry
-from services.worker.transfers import TransferEngine
+from services.worker.kv.transfers import TransferEngine
 from shared.log import canonical, get_logger
 
 _log = get_logger("worker.kv")

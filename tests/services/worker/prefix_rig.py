@@ -19,7 +19,7 @@ from services.worker.engine_thread import row_of
 from services.worker.kv.core.block_pool import BlockPool
 from services.worker.kv.core.settings import PrefixCacheConfig
 from services.worker.kv.store import KvStore, open_store
-from services.worker.transfers import TransferEngine
+from services.worker.kv.transfers import TransferEngine
 from shared.messages.plans import (
     BatchPlan,
     Decode,

@@ -9,6 +9,7 @@ from services.worker.building import staged_blocks
 from services.worker.config import WorkerConfig
 from services.worker.core.steps import StepCore
 from services.worker.door import Door
+from services.worker.kv.transfers import TransferEngine
 from services.worker.neighbourhood import Neighbourhood, Reach
 from services.worker.peers.lending.core.settings import LendingConfig
 from services.worker.peers.transport.base import Peer
@@ -34,6 +35,7 @@ async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_nex
     bus = await connect_bus("worker", "w")
     engine = make_engine(llama, 8)
     config, pool = WorkerConfig(model="m"), engine.make_pool()
+    transfers = TransferEngine(lambda: None)
     here = Neighbourhood(
         bus,
         config,
@@ -42,6 +44,7 @@ async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_nex
         pool,
         Door(cast(StepCore, None), monotonic_s, lambda effects: None),
         registry_of(bus, config, monotonic_s),
+        transfers,
         fingerprint=engine.fingerprint,
         is_busy=lambda: False,
         clock=monotonic_s,
@@ -51,6 +54,7 @@ async def test_what_a_debtor_without_a_grant_described_is_forgotten_with_the_nex
     creditor._described[Peer("gone", 1), KvTier.DEVICE] = OrderedDict()
     here.section(worker_report("w").capacity)
     assert not creditor._described
+    assert transfers.halt(5.0)
 
 
 def test_what_others_lend_counts_and_the_model_has_the_last_word() -> None:

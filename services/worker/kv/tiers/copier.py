@@ -21,7 +21,7 @@ from services.worker.kv.tiers.disk import DiskTier
 from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records
 from services.worker.kv.tiers.throttle import Throttle
-from services.worker.transfers import Route, Ticket, TransferEngine
+from services.worker.kv.transfers import Route, Ticket, TransferEngine
 from shared.blocks import BlockHash
 
 

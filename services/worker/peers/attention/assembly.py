@@ -5,10 +5,12 @@ from collections.abc import Callable
 from services.worker.door import Door
 from services.worker.engine.contract import AttendingEngine
 from services.worker.kv.core.borrowed_pool import ExtendedPool
+from services.worker.kv.transfers import TransferEngine
 from services.worker.peers.attention.borrower import Borrower
 from services.worker.peers.attention.core.cost import ComputeBudget
 from services.worker.peers.attention.creditor import Creditor, LentGrants
 from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.homeward import Homeward
 from services.worker.peers.attention.memory import LentMemory, host_blocks, host_memory
 from services.worker.peers.lending.core.grants import Freed
 from services.worker.peers.lending.core.settings import LendingConfig
@@ -23,6 +25,7 @@ def make_borrower(
     door: Door,
     registry: Registry,
     settings: LendingConfig,
+    transfers: TransferEngine,
     on_failed: Callable[[str], None],
     clock: Clock,
 ) -> Borrower:
@@ -39,7 +42,8 @@ def make_borrower(
         rates=registry.rates,
         clock=clock,
     )
-    return Borrower(debtor, pool, door, registry, on_failed)
+    homeward = Homeward(engine.attention, debtor, registry, transfers, clock)
+    return Borrower(debtor, pool, door, registry, homeward, on_failed)
 
 
 def make_creditor(

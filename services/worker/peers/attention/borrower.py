@@ -7,6 +7,7 @@ blocks and the links. Decides nothing about how much is borrowed.
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -16,13 +17,14 @@ from services.worker.core.steps import StepCore
 from services.worker.door import Door, EngineQuestion
 from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.peers.attention.debtor import Debtor, Place
+from services.worker.peers.attention.homeward import HomeFetch, Homeward, Lender
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.lending.core.table import GrantKey
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink
-from shared.errors import CreditorLost, KvasirError, Overloaded
+from shared.errors import CreditorLost, KvasirError, NoResponder, Overloaded
 from shared.log import get_logger
-from shared.messages.lending import Grant, KvTier
+from shared.messages.lending import Grant
 
 Pair = tuple[int, int]
 """A borrowed block, and where in the own memory its KV goes: withdrawn, nobody else's."""
@@ -36,13 +38,13 @@ class Homecoming:
         self._pool = pool
         self._forget = forget
 
-    def copy(self, pairs: Sequence[Pair]) -> int:
-        """Of those that a sequence uses; how many. Raises CreditorLost."""
+    def plan(self, pairs: Sequence[Pair]) -> list[tuple[Pair, Place]]:
+        """What is to be copied now: of those that a sequence uses, and where they lie. What is written there
+        from now on is noticed."""
         used = self._used(pairs)
-        placed = zip(self._places(used), used, strict=True)
-        self._debtor.watch.restart({place: own for place, (_, own) in placed})
-        self._debtor.bring_home(used)
-        return len(used)
+        planned = list(zip(used, self._places(used), strict=True))
+        self._debtor.watch.restart({place: own for (_, own), place in planned})
+        return planned
 
     def swap(self, pairs: Sequence[Pair]) -> list[int]:
         """Returns own places that nobody needs: still withdrawn. Raises CreditorLost, and swaps nothing."""
@@ -54,24 +56,26 @@ class Homecoming:
         self._forget([there for there, _ in pairs])
         return spare
 
-    def recall(self, blocks: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
-        """Brings up to so many of these, in order, that a sequence uses into free own blocks, and leaves
-        `keep_blocks` of those. Returns which. Raises CreditorLost: then all are whose they were."""
+    def begin_recall(self, blocks: Sequence[int], most_blocks: int, keep_blocks: int) -> list[Pair]:
+        """Up to so many of these, in order, that a sequence uses are set apart, each with an own block that
+        was free; `keep_blocks` of those are left. To be ended by `end_recall`."""
         own = self._pool.own
         room = min(own.free_blocks + own.evictable_blocks - keep_blocks, own.lendable_blocks)
         chosen = self._pool.set_apart(self._pool.are_used(blocks), min(most_blocks, room))
-        if not chosen:
-            return []
-        home = own.withdraw(own.allocate(len(chosen)))
-        self._debtor.watch.restart({})
+        return list(zip(chosen, own.withdraw(own.allocate(len(chosen))), strict=True)) if chosen else []
+
+    def end_recall(self, pairs: Sequence[Pair]) -> list[int]:
+        """Which are at home now. Raises CreditorLost: then all are whose they were."""
+        own = self._pool.own
         try:
-            spare = self.swap(list(zip(chosen, home, strict=True)))
+            spare = self.swap(pairs)
         except BaseException:
-            own.readmit(home)
-            self._pool.rejoin(chosen)  # Also those of creditors that live: nobody else would ever do it.
+            own.readmit([place for _, place in pairs])
+            # Also those of creditors that live: nobody else would ever do it.
+            self._pool.rejoin([there for there, _ in pairs])
             raise
         own.readmit(spare)
-        return chosen
+        return [there for there, _ in pairs]
 
     def _used(self, pairs: Sequence[Pair]) -> list[Pair]:
         used = set(self._pool.are_used([there for there, _ in pairs]))
@@ -81,9 +85,6 @@ class Homecoming:
         holders, blocks = self._debtor.homes.locate([there for there, _ in pairs])
         return list(zip(holders.tolist(), blocks.tolist(), strict=True))
 
-
-Lender = tuple[str, int, KvTier]
-"""A creditor's worker id and incarnation, and which memory of its."""
 
 T = TypeVar("T")
 _log = get_logger("worker.borrower")
@@ -108,8 +109,11 @@ class Borrower:
         pool: ExtendedPool,
         door: Door,
         registry: Registry,
+        homeward: Homeward,
         on_failed: Callable[[str], None],
     ) -> None:
+        self._homeward = homeward
+        self._homecomings: set[asyncio.Task[list[int]]] = set()
         self._debtor = debtor
         self._pool = pool
         self._door = door
@@ -164,19 +168,50 @@ class Borrower:
         self._door.give(lambda core, _: self._pool.rejoin(logical))
 
     async def copy_home(self, pairs: Sequence[Pair]) -> bool:
-        """Into own, withdrawn blocks; the originals count on. False when a creditor failed. Raises
-        Overloaded."""
-        copy = self._home(lambda: self._homecoming.copy(pairs))
-        return await asyncio.wrap_future(self._door.ask(copy)) is not None
+        """Into own, withdrawn blocks, while the engine goes on; the originals count on. False when a creditor
+        failed. Raises Overloaded."""
+        planned = await asyncio.wrap_future(
+            self._door.ask(lambda core, _: self._fetches(self._homecoming.plan(pairs)))
+        )
+        return await self._fetch(planned)
 
     async def swap_home(self, pairs: Sequence[Pair]) -> list[int] | None:
         """Sequences use the copies from now on. Own blocks that nobody needs; None when a creditor failed."""
         return await self._give(self._home(lambda: self._homecoming.swap(pairs)))
 
     async def recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
-        """Which of these, of up to so many in use, are at home now, in own blocks that were free."""
-        recall = self._homecoming.recall
-        return await self._give(self._home(lambda: recall(logical, most_blocks, keep_blocks))) or []
+        """Which of these, of up to so many in use, are at home now, in own blocks that were free. Goes on to
+        its end, whoever stops waiting."""
+        task = asyncio.ensure_future(self._recall(logical, most_blocks, keep_blocks))
+        self._homecomings.add(task)
+        task.add_done_callback(self._homecomings.discard)
+        return await asyncio.shield(task)
+
+    async def _recall(self, logical: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
+        homecoming = self._homecoming
+
+        def begin(core: StepCore, now_s: float) -> tuple[list[Pair], list[HomeFetch]]:
+            pairs = homecoming.begin_recall(logical, most_blocks, keep_blocks)
+            return pairs, self._fetches(homecoming.plan(pairs))
+
+        pairs, planned = await self._give(begin)
+        if not pairs:
+            return []
+        await self._fetch(planned)  # What has not come is fetched between two steps.
+        return await self._give(self._home(lambda: homecoming.end_recall(pairs))) or []
+
+    async def _fetch(self, planned: Sequence[HomeFetch]) -> bool:
+        """Whether everything has come. A creditor that cannot be reached for it is as it was; one that fails
+        in the middle is lost."""
+        is_whole = True
+        for work in planned:
+            try:
+                await asyncio.shield(asyncio.ensure_future(self._homeward.fetch(work)))
+            except KvasirError as error:
+                _log.warning("blocks of %s were not copied: %s", work.lender[0], error)
+                await self._give(partial(self._on_missed, work, error))
+                is_whole = False
+        return is_whole
 
     def lose(self, logical: Sequence[int]) -> None:
         """Their leases are over, or their creditor forgot them."""
@@ -189,6 +224,7 @@ class Borrower:
 
     def close(self) -> None:
         """Every link, when the engine's thread has ended."""
+        self._homeward.close()
         self._debtor.close()
 
     async def _give(self, question: EngineQuestion[T]) -> T:
@@ -222,6 +258,25 @@ class Borrower:
         self._forget(gone)
         self._on_failed(error.creditor_id)
         return gone
+
+    def _fetches(self, planned: Iterable[tuple[Pair, Place]]) -> list[HomeFetch]:
+        """By lender."""
+        found: dict[Lender, list[tuple[int, int, int]]] = {}
+        for (there, own), (_, block) in planned:
+            found.setdefault(self._of_block[there][0], []).append((block, own, there))
+        return [
+            HomeFetch(lender, self._refs(lender), *(tuple(column) for column in zip(*each, strict=True)))
+            for lender, each in found.items()
+        ]
+
+    def _on_missed(self, work: HomeFetch, error: KvasirError, core: StepCore, now_s: float) -> None:
+        """Who fails in the middle is lost; not where nothing of it is borrowed any more: its link was closed
+        here then."""
+        self._debtor.watch.discard(work.places)
+        is_borrowed = any(there in self._of_block for there in work.ids)
+        if is_borrowed and not isinstance(error, NoResponder):
+            lost = CreditorLost(error.message, creditor_id=work.lender[0])
+            core.on_kv_lost(self.lose_creditor(lost), now_s)
 
     def _enter(self, lender: Lender, link: PeerLink | None, grant: Grant, logical: Sequence[int]) -> bool:
         holder = self._holders.get(lender)
@@ -267,9 +322,14 @@ class Borrower:
 
     def _name_grants(self, lender: Lender) -> None:
         """A grant without blocks here may end there, and must not be named any more."""
-        refs = [GrantRef(grant_id, held.generation) for grant_id, held in self._grants[lender].items()]
+        refs = self._refs(lender)
         if refs:
             self._debtor.set_grants(self._holders[lender], refs)
         else:
             del self._grants[lender]
             self._debtor.remove(self._holders.pop(lender))
+            self._homeward.forget(lender)
+
+    def _refs(self, lender: Lender) -> tuple[GrantRef, ...]:
+        named = self._grants[lender].items()
+        return tuple(GrantRef(grant_id, held.generation) for grant_id, held in named)

@@ -7,9 +7,10 @@ engine's thread only. Knows neither sequences nor who grants what. Source: Infin
 (papers/001), algorithms.md §4.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 
 from services.worker.engine.attention import PagedAttention
 from services.worker.engine.backends import Pools
-from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
 from services.worker.engine.partition import ELSEWHERE, Homes, Part, Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, ShipMode, Work, choose_mode
@@ -29,7 +29,10 @@ from services.worker.peers.attention.shares import (
     NativeShare,
     ShippedShare,
     StepShare,
-    fetch_blocks,
+    TakeBlocks,
+    into_rows,
+    visit_blocks,
+    whole,
     work_of,
 )
 from services.worker.peers.attention.staging import Staging
@@ -53,6 +56,11 @@ class WriteWatch:
     def restart(self, copies: Mapping[Place, int]) -> None:
         """Own blocks into which these are copied now; earlier copies count no more."""
         self._copies = dict(copies)
+
+    def discard(self, own: Iterable[int]) -> None:
+        """Into these nothing was copied after all."""
+        missed = set(own)
+        self._copies = {place: block for place, block in self._copies.items() if block not in missed}
 
     def is_copy(self, place: Place, own: int) -> bool:
         """Whether the own block holds what the place does."""
@@ -108,21 +116,21 @@ class Debtor:
         worker's table of links. Raises ConfigError where parts cannot be joined."""
         self.homes = Homes(own_blocks)
         self.watch = WriteWatch(block_tokens)
-        self._staging_blocks = staging_blocks
+        self.staging_blocks = staging_blocks
         self._attention = attention
         self._library = attention.library
         self._has_windows = any(attention.windows)
         """A step has a part for each window then: they go by messages."""
         self._q_heads = q_heads
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._most_creditors = most_creditors
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._choose = choose
         self._rates = rates or LinkRates()
         self._clock = clock
         self._lendings: dict[int, CreditorMemory] = {}
         self._holders = 0
-        self._step = 0
+        self._numbers = count(1)
         self._active: list[_Active] = []
         self._given: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shape] | None = None
         self._attended_s: float | None = None
@@ -145,10 +153,10 @@ class Debtor:
         if len(self._lendings) >= self._most_creditors:
             raise Overloaded(f"{self._most_creditors} lend already")
         self._holders += 1
-        staging = Staging(self._attention, self._staging_blocks)
+        staging = Staging(self._attention, self.staging_blocks)
         speeds = CreditorSpeeds(self._rates.link(link.peer.worker_id, link.transport))
         self._lendings[self._holders] = CreditorMemory(
-            link, tuple(grants), speeds, staging, self._deadline_s, tier, attends
+            link, tuple(grants), speeds, staging, self.deadline_s, tier, attends
         )
         return self._holders
 
@@ -251,35 +259,21 @@ class Debtor:
 
         Between two steps. Raises CreditorLost.
         """
-        sizes = [pool[0].nbytes for layer in self._attention.pools for pool in layer]
-        ends = np.cumsum(sizes).tolist()
+        self._visit(blocks, into_rows(rows, self._attention.pools))
 
-        def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
-            for number, part in enumerate(staged, 2 * layer):
-                found = part[: len(at)].reshape(len(at), -1).view(torch.uint8).numpy()
-                rows[np.array(at), ends[number] - sizes[number] : ends[number]] = found
+    def next_number(self) -> int:
+        """Of a part, to tell a creditor. Any thread may call this."""
+        return next(self._numbers)
 
-        self._visit(blocks, copy)
-
-    def _visit(self, blocks: Sequence[int], take: Callable[[int, Sequence[int], Pools], None]) -> None:
+    def _visit(self, blocks: Sequence[int], take: TakeBlocks) -> None:
         """Each layer of these comes into a staging: `take` gets the layer, which of the blocks they are, and
         where. Raises CreditorLost."""
         holders, there = self.homes.locate(blocks)
         for holder in np.unique(holders).tolist():
             at = np.flatnonzero(holders == holder).tolist()
-            share = self._share(_whole(holder, there[at], self._block_tokens))
-            self._guarded(_Active(share), partial(self._visit_share, share, at, take))
-
-    def _visit_share(
-        self, share: StepShare, at: Sequence[int], take: Callable[[int, Sequence[int], Pools], None]
-    ) -> None:
-        staging = share.lending.staging
-        for layer in range(len(self._attention.pools)):
-            staged = staging.pools[0][layer]
-            for first in range(0, len(at), staging.blocks):
-                some = at[first : first + staging.blocks]
-                fetch_blocks(share, layer, range(first, first + len(some)), staged)
-                take(layer, some, staged)
+            share = self._share(whole(holder, there[at], self.block_tokens))
+            layers = len(self._attention.pools)
+            self._guarded(_Active(share), partial(visit_blocks, partial(_same, share), at, layers, take))
 
     def close(self) -> None:
         """Closes every link."""
@@ -344,13 +338,12 @@ class Debtor:
         return [active for active in self._active if active.share.part.spans.window_tokens == window]
 
     def _share(self, part: Part) -> StepShare:
-        self._step += 1
-        return StepShare(self._lendings[part.holder], part, self._step, self._clock)
+        return StepShare(self._lendings[part.holder], part, self.next_number(), self._clock)
 
     def _fetched(self, share: StepShare) -> FetchedShare:
         """A layer is fetched ahead where the next one has the same part."""
         windows = self._attention.windows
-        return FetchedShare(share, self._block_tokens, len(windows) if len(set(windows)) == 1 else 0)
+        return FetchedShare(share, self.block_tokens, len(windows) if len(set(windows)) == 1 else 0)
 
     def _mode(self, share: StepShare) -> ShipMode:
         if not share.lending.attends:
@@ -359,20 +352,8 @@ class Debtor:
 
     def _work(self, share: StepShare) -> Work:
         pools = self._attention.pools[0]
-        return work_of(share, q_heads=self._q_heads, pools=pools, block_tokens=self._block_tokens)
+        return work_of(share, q_heads=self._q_heads, pools=pools, block_tokens=self.block_tokens)
 
 
-def _whole(holder: int, found: npt.NDArray[np.int32], block_tokens: int) -> Part:
-    """A part of nothing but these blocks, as one row after them would see them."""
-    tokens = len(found) * block_tokens
-    one = np.zeros(1, dtype=np.int32)
-    spans = PackedSpans(
-        first_row=np.array([0, 1], dtype=np.int32),
-        first_position=one + tokens,
-        table_start=one,
-        table_position=one,
-        key_end=one + tokens,
-        blocks=found.astype(np.int32),
-        slots=np.array([ELSEWHERE], dtype=np.int64),
-    )
-    return Part(holder, np.zeros(1, dtype=np.int64), spans)
+def _same(share: StepShare) -> StepShare:
+    return share

@@ -5,16 +5,18 @@ one part; which way is chosen in `debtor`. Source: Infinite-LLM §4.6 (papers/00
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.worker.engine.backends import Pools
+from services.worker.engine.layout import PackedSpans
 from services.worker.engine.paged import Shape
-from services.worker.engine.partition import Part, Partial
+from services.worker.engine.partition import ELSEWHERE, Part, Partial
 from services.worker.peers.attention.core.cost import CreditorSpeeds, Work
 from services.worker.peers.attention.exchange import Asker
 from services.worker.peers.attention.messages import (
@@ -351,6 +353,52 @@ def fetch_blocks(share: StepShare, layer: int, indices: Sequence[int], into: Poo
     buffers, began_s = _front(into, len(wanted)), share.clock()
     share.begin(FETCH, request, into=buffers).finish()
     share.lending.speeds.on_fetched(sum(each.nbytes for each in buffers), share.clock() - began_s)
+
+
+TakeBlocks = Callable[[int, Sequence[int], Pools], None]
+"""Gets a layer, which of the blocks these are, and where they lie."""
+
+
+def visit_blocks(share_of: Callable[[], StepShare], at: Sequence[int], layers: int, take: TakeBlocks) -> None:
+    """Each layer of a part's blocks comes into a staging; `share_of` is asked for each layer, `at` is what
+    `take` is told that they are. Raises KvasirError."""
+    for layer in range(layers):
+        share = share_of()
+        staging = share.lending.staging
+        staged = staging.pools[0][layer]
+        for first in range(0, len(at), staging.blocks):
+            some = at[first : first + staging.blocks]
+            fetch_blocks(share, layer, range(first, first + len(some)), staged)
+            take(layer, some, staged)
+
+
+def into_rows(rows: npt.NDArray[np.uint8], pools: Sequence[Pools]) -> TakeBlocks:
+    """Copies what is visited into `rows` `[n, record_bytes]`, as `Records` has it."""
+    sizes = [pool[0].nbytes for layer in pools for pool in layer]
+    ends = np.cumsum(sizes).tolist()
+
+    def copy(layer: int, at: Sequence[int], staged: Pools) -> None:
+        for number, part in enumerate(staged, 2 * layer):
+            found = part[: len(at)].reshape(len(at), -1).view(torch.uint8).numpy()
+            rows[np.array(at), ends[number] - sizes[number] : ends[number]] = found
+
+    return copy
+
+
+def whole(holder: int, blocks: npt.NDArray[np.int32], block_tokens: int) -> Part:
+    """A part of nothing but these blocks, as one row after them would see them."""
+    tokens = len(blocks) * block_tokens
+    one = np.zeros(1, dtype=np.int32)
+    spans = PackedSpans(
+        first_row=np.array([0, 1], dtype=np.int32),
+        first_position=one + tokens,
+        table_start=one,
+        table_position=one,
+        key_end=one + tokens,
+        blocks=blocks.astype(np.int32),
+        slots=np.array([ELSEWHERE], dtype=np.int64),
+    )
+    return Part(holder, np.zeros(1, dtype=np.int64), spans)
 
 
 def _front(pools: Pools, blocks: int) -> list[Buffer]:

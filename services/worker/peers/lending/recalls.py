@@ -27,7 +27,7 @@ _BOUNCE_S = 1.0
 _READY_S = 0.5
 """For a recall's end, or for the last settlement's blocks, before a settlement begins."""
 MOST_RECALLED_BLOCKS = 16
-"""At a time: the engine computes nothing meanwhile."""
+"""At a time: what is written meanwhile is fetched again between two steps."""
 
 _log = get_logger("worker.recalls")
 
@@ -57,6 +57,8 @@ class Recalls:
         self._apart: frozenset[int] = frozenset()
         self._spare: list[int] = []
         self._filled = asyncio.Event()
+        self._copying: asyncio.Future[bool] | None = None
+        """Into what is kept to copy into: nobody else gets that meanwhile."""
         self._recall_over = asyncio.Event()
         self._recall_over.set()
         self.is_swapping = False
@@ -104,7 +106,7 @@ class Recalls:
         self._core.tick(self._clock())
         self._rejoin()
         missing = self._bounce_blocks - len(self._core.bounce)
-        if missing < 0 and not self._core.is_on:
+        if missing < 0 and not self._core.is_on and self._copying is None:
             self._spare += self._core.bounce
             self._core.bounce = []
         if missing > 0:
@@ -122,18 +124,30 @@ class Recalls:
 
     async def settle(self, asked: Settle) -> Settled:
         """One step of one. Raises CreditorLost and Overloaded: it was not done."""
+        if self._copying is not None:
+            await asyncio.shield(self._copying)
         if asked.phase is SettlePhase.FREEZE:
             return await self._freeze(asked)
         if asked.phase is SettlePhase.COPY:
             await self._await_bounce(asked.blocks)
         outcome = self._core.on_settle(asked, self._clock())
         if isinstance(outcome, Copy):
-            whole = await self._borrower.copy_home(outcome.pairs)
+            whole = await asyncio.shield(self._begin_copy(outcome))
             return self._core.on_copied(asked, outcome, whole=whole)
         if isinstance(outcome, Swap):
             return await self._swap(outcome)
         self._rejoin()
         return outcome
+
+    def _begin_copy(self, copy: Copy) -> "asyncio.Future[bool]":
+        """Goes on to its end, whoever stops waiting."""
+        self._copying = copying = asyncio.ensure_future(self._borrower.copy_home(copy.pairs))
+
+        def over(done: "asyncio.Future[bool]") -> None:
+            self._copying = None
+
+        copying.add_done_callback(over)
+        return copying
 
     async def _freeze(self, asked: Settle) -> Settled:
         chosen: list[int] = []

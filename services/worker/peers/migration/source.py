@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.records import Records
+from services.worker.kv.transfers import Route, TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.transport.base import Buffer, Peer, Receiver, Reply, bytes_of
-from services.worker.transfers import Route, TransferEngine
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.errors import InvalidMessage, ModelMismatch
 from shared.messages.base import decode

@@ -15,12 +15,12 @@ import numpy as np
 from services.worker.kv.tiers.checksums import CRC, Checksums
 from services.worker.kv.tiers.records import Records
 from services.worker.kv.tiers.throttle import Throttle
+from services.worker.kv.transfers import Route, TransferEngine
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.migration.settings import TransferConfig
 from services.worker.peers.migration.source import BLOCKS, Wanted, read_given
 from services.worker.peers.registry import Registry
 from services.worker.peers.transport.base import PeerLink, bytes_of
-from services.worker.transfers import Route, TransferEngine
 from shared.blocks import BlockHash, chain, root
 from shared.clock import Clock, monotonic_s
 from shared.errors import DeadlineExceeded, InvalidMessage, KvasirError

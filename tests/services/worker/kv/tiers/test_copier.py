@@ -24,7 +24,7 @@ from services.worker.kv.tiers.host import HostTier
 from services.worker.kv.tiers.records import RecordRow, Records, records_of
 from services.worker.kv.tiers.slotfile import Geometry
 from services.worker.kv.tiers.throttle import Throttle
-from services.worker.transfers import TransferEngine
+from services.worker.kv.transfers import TransferEngine
 from shared.blocks import BlockHash, chain, root
 from tests.services.worker.kv.rig import flip_byte
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -23,14 +23,15 @@ from services.worker.kv.core.load_policy import CostGate
 from services.worker.kv.core.prefix_cache import PrefixCache, Tiers
 from services.worker.kv.core.tier_copier import BlockMover
 from services.worker.kv.tiers.records import Records
-from services.worker.peers.attention.borrower import Borrower, Homecoming
+from services.worker.kv.transfers import TransferEngine
+from services.worker.peers.attention.borrower import Borrower, Homecoming, Pair
 from services.worker.peers.attention.debtor import Debtor
+from services.worker.peers.attention.homeward import Homeward
 from services.worker.peers.attention.messages import GrantRef
 from services.worker.peers.engine_calls import CacheDoor
 from services.worker.peers.lending.core.table import GrantKey
 from services.worker.peers.migration.source import BLOCKS, BlockSource, Wanted, read_given
 from services.worker.peers.transport.base import Peer, PeerLink
-from services.worker.transfers import TransferEngine
 from shared.blocks import chain, root
 from shared.clock import monotonic_s
 from shared.errors import CreditorLost, NoResponder, Overloaded
@@ -83,7 +84,9 @@ class World:
         core = StepCore(Identity("w", 1, "m", 64, "h"), SequenceTable(self.pool, LIMITS))
         self.door = Door(core, monotonic_s, lambda _: None)
         registry: Any = self.plane
-        self.borrower = Borrower(self.debtor, self.pool, self.door, registry, self.failed.append)
+        self.transfers = TransferEngine(lambda: None)
+        homeward = Homeward(engine.attention, self.debtor, registry, self.transfers, monotonic_s)
+        self.borrower = Borrower(self.debtor, self.pool, self.door, registry, homeward, self.failed.append)
         self.runner = Runner(self.door, engine, on_broken=lambda _: None)
 
     def grant(self, blocks: tuple[int, ...], ref: GrantRef = GRANT) -> Grant:
@@ -118,7 +121,8 @@ def here(llama: Any) -> Iterator[World]:
         made.runner.start()
         yield made
         assert made.runner.stop(5.0)
-        made.debtor.close()
+        assert made.transfers.halt(5.0)
+        made.borrower.close()
 
 
 def test_borrowed_blocks_are_used_and_given_up(here: World) -> None:
@@ -190,11 +194,59 @@ def test_blocks_come_home_from_the_event_loop(here: World) -> None:
 def test_a_creditor_that_fails_while_blocks_come_home(here: World) -> None:
     assert here.admit((4, 1), [10, 11])
     home = here.place_at_home()
-    assert here.owner.listener.close(5.0)
+    here.owner.book.grant(DEBTOR.worker_id, GrantRef(GRANT.grant_id, 2), range(6))  # This one was revoked.
     assert not asyncio.run(here.borrower.copy_home([(10, home)]))
     assert here.failed == [here.name]
     assert here.pool.borrowed_blocks == 0, "all of that creditor is lost"
     assert asyncio.run(here.borrower.swap_home([(10, home)])) == [home], "nobody needs it"
+
+
+def test_a_creditor_that_no_link_leads_to_is_not_lost_and_its_blocks_come_home_between_steps(
+    here: World,
+) -> None:
+    """What was not copied is known not to be: the swap brings it, over the link that steps use."""
+    assert here.admit((4,), [10])
+    blocks = here.pool.allocate(OWN + 1)
+    here.engine.step([Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)])
+    kept = np.zeros((2, Records(here.engine.pools).record_bytes), dtype=np.uint8)
+    Records(here.owner.engine.pools).read([4], [kept[0]])
+    here.pool.release(blocks[:OWN])
+    here.plane.is_away = True
+    assert asyncio.run(here.borrower.recall([10], 1, keep_blocks=0)) == [10]
+    assert here.failed == [] and here.pool.borrowed_blocks == 0
+    free = here.pool.own.allocate(here.pool.own.free_blocks)
+    (home,) = {0, 1} - set(free)
+    Records(here.engine.pools).read([home], [kept[1]])
+    assert kept[0].any() and np.array_equal(kept[0], kept[1])
+
+
+def test_steps_go_on_while_blocks_come_home(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step writes meanwhile is fetched once more: the copy is what the creditor has in the end."""
+    assert here.admit((4,), [10])
+    blocks = here.pool.allocate(OWN + 1)
+    row = Row(list(range(3 * BLOCK_TOKENS)), 0, blocks, None)
+    here.engine.step([row])
+    here.pool.release(blocks[:OWN])
+    homeward, steps = here.borrower._homeward, 0
+    read = homeward._read
+
+    def read_and_step(*given: Any) -> Any:
+        nonlocal steps
+        rows = read(*given)
+        other = Row([token + 1 for token in row.tokens], 0, blocks, None)
+        here.door.ask(lambda core, now_s: here.engine.step([other])).result(5.0)
+        steps += 1
+        return rows
+
+    monkeypatch.setattr(homeward, "_read", read_and_step)
+    assert asyncio.run(here.borrower.recall([10], 1, keep_blocks=0)) == [10]
+    assert steps == 1
+    kept = np.zeros((2, Records(here.engine.pools).record_bytes), dtype=np.uint8)
+    Records(here.owner.engine.pools).read([4], [kept[0]])
+    free = here.pool.own.allocate(here.pool.own.free_blocks)
+    (home,) = {0, 1} - set(free)
+    Records(here.engine.pools).read([home], [kept[1]])
+    assert np.array_equal(kept[0], kept[1])
 
 
 def test_messages_name_the_generation_that_is_known(here: World) -> None:
@@ -268,11 +320,9 @@ def test_what_is_borrowed_is_given_to_who_takes_the_sequence(here: World) -> Non
         assert cache.publish(block, name, parent)
 
     records = Records(here.engine.pools)
-    transfers = TransferEngine(lambda: None)
-    source = BlockSource(CacheDoor(here.door, cache, here.borrower), transfers, records, b"f")
+    source = BlockSource(CacheDoor(here.door, cache, here.borrower), here.transfers, records, b"f")
     wanted = msgspec.msgpack.encode(Wanted(b"f", tuple(names)))
     reply = source.receivers[BLOCKS].admit(Peer("another", 1), wanted, []).commit()
-    assert transfers.halt(5.0)
 
     assert here.owner.host is not None
     own, lent, host = records, Records(here.owner.engine.pools), Records(here.owner.host.pools)
@@ -344,6 +394,16 @@ class AtWork:
     def check(self) -> None:
         self.pool.check_integrity([*self.blocks, *self.rest])
 
+    def copy(self, pairs: Sequence[Pair]) -> int:
+        """Those of them that are used, there and then."""
+        used = [pair for pair, _ in self.homecoming.plan(pairs)]
+        self.debtor.bring_home(used)
+        return len(used)
+
+    def recall(self, blocks: Sequence[int], most_blocks: int, keep_blocks: int) -> list[int]:
+        """Without a copy before the swap."""
+        return self.homecoming.end_recall(self.homecoming.begin_recall(blocks, most_blocks, keep_blocks))
+
 
 @pytest.fixture
 def debt(llama: Any) -> Iterator[AtWork]:
@@ -368,7 +428,7 @@ def expected(llama: Any) -> list[int]:
 def test_a_swap_between_steps_changes_no_token(debt: AtWork, expected: list[int]) -> None:
     assert debt.blocks[1:] == [HOME_BLOCKS, HOME_BLOCKS + 1, HOME_BLOCKS + 2]
     pairs = list(zip(debt.pool.set_apart(debt.blocks[1:], 9), debt.withdraw(3), strict=True))
-    assert debt.homecoming.copy(pairs) == 3
+    assert debt.copy(pairs) == 3
     debt.step()  # into the last but one: that copy is old now
     assert debt.homecoming.swap(pairs) == []
     assert max(debt.blocks) < HOME_BLOCKS and debt.pool.borrowed_blocks == THERE - 3
@@ -381,7 +441,7 @@ def test_a_swap_between_steps_changes_no_token(debt: AtWork, expected: list[int]
 def test_a_swap_brings_only_what_was_written_since_it_was_copied(debt: AtWork, expected: list[int]) -> None:
     """Nothing was: so it does not matter what has become of the originals."""
     pairs = list(zip(debt.pool.set_apart(debt.blocks[1:], 9), debt.withdraw(3), strict=True))
-    assert debt.homecoming.copy(pairs) == 3
+    assert debt.copy(pairs) == 3
     debt.zero_what_is_lent()
     assert debt.homecoming.swap(pairs) == []
     debt.step(4)
@@ -393,7 +453,7 @@ def test_what_nobody_uses_any_more_needs_no_place(debt: AtWork) -> None:
     pairs = list(
         zip(debt.pool.set_apart([HOME_BLOCKS, HOME_BLOCKS + 1, HOME_BLOCKS + 5], 9), home, strict=True)
     )
-    debt.homecoming.copy(pairs)
+    debt.copy(pairs)
     debt.pool.release([HOME_BLOCKS])
     debt.blocks.remove(HOME_BLOCKS)
     assert debt.homecoming.swap(pairs) == [home[0], home[2]]
@@ -405,9 +465,9 @@ def test_a_recall_takes_free_memory_and_leaves_some(debt: AtWork, expected: list
     debt.pool.own.release(debt.rest)
     debt.rest = []
     there = debt.blocks[1:]
-    assert debt.homecoming.recall([HOME_BLOCKS + 5, *there], 9, keep_blocks=2) == there[:2]
+    assert debt.recall([HOME_BLOCKS + 5, *there], 9, keep_blocks=2) == there[:2]
     assert debt.pool.own.free_blocks == 2
-    assert debt.homecoming.recall(there[2:], 9, keep_blocks=2) == []
+    assert debt.recall(there[2:], 9, keep_blocks=2) == []
     debt.check()
     debt.step(4)
     assert debt.answer == expected
@@ -419,7 +479,7 @@ def test_a_creditor_that_dies_leaves_all_as_it_was(debt: AtWork) -> None:
     debt.owner.listener.close(5.0)
     before = list(debt.blocks)
     with pytest.raises(CreditorLost):
-        debt.homecoming.recall(before[1:], 9, keep_blocks=0)
+        debt.recall(before[1:], 9, keep_blocks=0)
     assert debt.blocks == before and debt.pool.own.free_blocks == HOME_BLOCKS - 1
     debt.check()
 
@@ -436,7 +496,8 @@ def test_a_creditor_that_dies_keeps_nothing_of_another_one_apart(llama: Any) -> 
         forgotten: list[int] = []
         dies.listener.close(5.0)
         with pytest.raises(CreditorLost):
-            Homecoming(debtor, pool, forgotten.extend).recall(there, 9, keep_blocks=0)
+            coming = Homecoming(debtor, pool, forgotten.extend)
+            coming.end_recall(coming.begin_recall(there, 9, keep_blocks=0))
         pool.lose(there[2:])
         pool.release(there)
         assert sorted(pool.retire(9)) == there[:2], "free, so that they can be returned"

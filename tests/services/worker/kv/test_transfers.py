@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.transfers import Route, Ticket, TransferEngine
+from services.worker.kv.transfers import Route, Ticket, TransferEngine
 from shared.errors import DeadlineExceeded, Overloaded
 from tests.patience import PATIENCE_S
 
