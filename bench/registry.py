@@ -83,6 +83,7 @@ BENCHES: tuple[Bench, ...] = (
     Bench(
         "together", "bench.live.together.bench", "what the mechanisms for short memory bring together, live"
     ),
+    Bench("tenants", "bench.simulated.tenants.bench", "three keys, one floods: what the others notice"),
     Bench("tiers", "bench.micro.tiers", "the longest step while blocks go to the host or come from it"),
     Bench("vllm-client", "bench.live.vllm_client", "vLLM's own load generator against our gateway"),
 )

@@ -5,7 +5,7 @@ No policy ever sees `output_tokens`, except through the oracle predictor.
 
 from dataclasses import dataclass
 
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class SimRequest:
     max_tokens: int
     predicted_tokens: int | None = None
     """What a model said of it, as the trace has it (tokens, or a class of lengths): for `learned`."""
+    tenant: Tenant = NOBODY
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:

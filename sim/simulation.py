@@ -5,6 +5,7 @@ that breaks a law raises `PlanError`, and work that nobody plans any more raises
 rules: algorithms.md §1; `sim/worker.py` on plans made ahead.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from services.scheduler.policy.contract import (
     QueueOrder,
     Task,
     WorkerShape,
+    priority_in,
     queue_order,
 )
 from services.scheduler.policy.fleet_queue import FEED_SEQUENCES, Feed, FleetQueue, Rank
@@ -61,6 +63,8 @@ class Setup:
     """Where steps are short, plans reach so far ahead; the live scheduler's value is 0.008."""
     prediction_delay_s: float = 0.0
     """0: the prediction is there when the request arrives."""
+    most_waiting: int | None = None
+    """Of one tenant's; more are refused, as the live scheduler does. None: any number."""
     is_checked: bool = False
     """Call the policy's own `check_integrity` after every event: slow."""
 
@@ -73,6 +77,7 @@ class Outcome:
     meters: list[WorkerMeter]
     shape: WorkerShape
     end_s: float
+    refused: int = 0
 
 
 class Simulation:
@@ -101,8 +106,8 @@ class Simulation:
             for _ in range(setup.workers)
         ]
         budget = PassingBudget(passing_share(setup.settings.options))
-        self._queue = FleetQueue(setup.queue or queue_order(factory), budget)
         self._feed = Feed(setup.places)
+        self._queue = FleetQueue(setup.queue or queue_order(factory), budget, self._feed)
         self._names = [f"{index:05d}" for index in range(setup.workers)]
         for name in self._names:
             self._feed.join(name)
@@ -114,6 +119,9 @@ class Simulation:
         self._refreshed: dict[SequenceKey, int] = {}
         """How often each answer was predicted anew while it was written."""
         self._arrived = self._ended = 0
+        self._refused: set[SequenceKey] = set()
+        self._waits: Counter[str] = Counter()
+        """By tenant."""
         self._on_end = on_end
 
     def run(self) -> Outcome:
@@ -127,7 +135,8 @@ class Simulation:
         if self._ended < len(self._requests):
             raise WedgeError(f"{self._setup.policy}: {self._stuck()}")
         meters = [worker.meter for worker in self._workers]
-        return Outcome(list(self._records.values()), meters, self._setup.shape, self._events.now_s)
+        served = [record for key, record in self._records.items() if key not in self._refused]
+        return Outcome(served, meters, self._setup.shape, self._events.now_s, len(self._refused))
 
     def _stuck(self) -> str:
         held = [held for worker in self._workers for held in worker.books.held.values()]
@@ -146,17 +155,31 @@ class Simulation:
             self._arrived += 1
 
     def _on_arrival(self, request: SimRequest) -> None:
+        most, name = self._setup.most_waiting, request.tenant.name
+        if most is not None and self._waits[name] >= most:
+            self._refused.add(request.key)
+            self._ended += 1
+        else:
+            self._waits[name] += 1
+            self._accept(request)
+        self._push_arrival()
+
+    def _accept(self, request: SimRequest) -> None:
         is_known = self._setup.prediction_delay_s == 0.0
         told = self._setup.predictor.predict(request, 0) if is_known else None
         task = Task(
-            request.key, request.prompt_tokens, request.max_tokens, request.arrival_s, prediction=told
+            request.key,
+            request.prompt_tokens,
+            request.max_tokens,
+            request.arrival_s,
+            prediction=told,
+            priority=priority_in(request.tenant.service_class, 0),
         )
-        self._queue.add(task)
+        self._queue.add(task, request.tenant)
         self._tasks[request.key] = task
         if not is_known:
             self._push_answer(request, 0)
         self._hand_out()
-        self._push_arrival()
 
     def _hand_out(self) -> None:
         """From the queue to the workers, as long as some get one: the live scheduler's questions, and their
@@ -179,7 +202,8 @@ class Simulation:
         record.worker = index
         worker.books.held[key] = Held(record)
         self._feed.add(self._names[index], key, rank, task.prompt_tokens)
-        worker.policy.on_arrival(task, self._events.now_s)
+        self._waits[record.request.tenant.name] -= 1
+        worker.policy.on_arrival(structs.replace(task, priority=rank[0]), self._events.now_s)
         worker.is_urgent = True
         self._push_plan(index)
 
@@ -223,6 +247,7 @@ class Simulation:
             self._queue.on_predicted(request.key, told)
             return
         index = self._records[request.key].worker
+        self._queue.on_predicted(request.key, told)
         if request.key in self._workers[index].books.held:
             self._workers[index].policy.on_predicted(request.key, told, self._events.now_s)
             self._push_plan(index)
@@ -292,6 +317,7 @@ class Simulation:
 
     def _note_end(self, record: ServedRecord) -> None:
         self._ended += 1
+        self._queue.end(record.request.key, record.request.output_tokens)
         self._setup.predictor.observe(record.request)
         if self._on_end is not None:
             self._on_end(record)

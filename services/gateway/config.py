@@ -1,18 +1,54 @@
 """The gateway's settings."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from shared.config import ModelServiceConfig
 from shared.errors import ConfigError
+from shared.messages.sequence import ServiceClass, Tenant
 from shared.model_files import source_of
 
 KeyHash = Annotated[str, StringConstraints(pattern=re.compile(r"^[0-9a-f]{64}$"))]
 
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+
+_SHOWN = 8
+"""Digits of a digest that a person is shown."""
+KeyName = Annotated[str, StringConstraints(pattern=re.compile(r"^[A-Za-z0-9_-]{1,64}$"))]
+
+
+class KeyConfig(BaseModel):
+    """One API key, whose holder is a tenant (docs/tenants.md)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    sha256: KeyHash = Field(description="SHA-256 of the key, in hex")
+    service_class: ServiceClass = Field(ServiceClass.STANDARD, alias="class")
+    weight: float = Field(1.0, ge=0.01, le=100, description="of its share among those of its class")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_exist(cls, options: object) -> object:
+        """A message that lists what there is."""
+        if not isinstance(options, Mapping):
+            return options
+        names = ("class", "sha256", "weight")
+        unknown = sorted(str(name) for name in options if name not in names)
+        if unknown:
+            raise ValueError(f"a key has no option {unknown[0]!r}; it has: {', '.join(names)}")
+        classes = [str(each) for each in ServiceClass]
+        if options.get("class", classes[0]) not in classes:
+            raise ValueError(f"no class {options['class']!r}; there are: {', '.join(classes)}")
+        return options
+
+    def tenant(self, name: str) -> Tenant:
+        """As requests with it carry it."""
+        return Tenant(name=name, service_class=self.service_class, weight=self.weight)
 
 
 class GatewayConfig(ModelServiceConfig):
@@ -28,6 +64,11 @@ class GatewayConfig(ModelServiceConfig):
     )
     api_key_sha256: tuple[KeyHash, ...] = Field(
         (), description="SHA-256 of each accepted API key, in hex; none means that every request is refused"
+    )
+    keys: dict[KeyName, KeyConfig] = Field(
+        {},
+        description="further keys, by tenant: {team-a: {sha256: HEX, class: guaranteed, weight: 2}}; class is"
+        " guaranteed, standard or sheddable",
     )
 
     admin_key_sha256: tuple[KeyHash, ...] = Field(
@@ -131,6 +172,9 @@ class GatewayConfig(ModelServiceConfig):
     def check(self) -> None:
         """Raises ConfigError, also for names that are there twice and for an alias of nothing."""
         super().check()
+        named = [key.sha256 for key in self.keys.values()]
+        if len({*named, *self.api_key_sha256}) < len(named) + len(set(self.api_key_sha256)):
+            raise ConfigError("a key is there twice: each has one tenant", param="keys")
         if self.served_name in self.models:
             raise ConfigError(f"two models are called {self.served_name!r}", param="models")
         served = {self.served_name, *self.models}
@@ -142,6 +186,12 @@ class GatewayConfig(ModelServiceConfig):
                 raise ConfigError(f"{alias!r} is to be {name!r}, which is none of {known}", param="aliases")
             if alias in served:
                 raise ConfigError(f"{alias!r} is a model already", param="aliases")
+
+    def tenants(self) -> dict[str, Tenant]:
+        """By the digest of the key. One that is given no name is told apart by its digest's beginning."""
+        digests = (*self.api_key_sha256, *self.admin_key_sha256)
+        unnamed = {digest: Tenant(name=f"key-{digest[:_SHOWN]}") for digest in digests}
+        return unnamed | {key.sha256: key.tenant(name) for name, key in self.keys.items()}
 
     def of_models(self) -> list["GatewayConfig"]:
         """One for each model, with its `served_name` and `model`, the gateway's own first."""

@@ -12,7 +12,7 @@ from services.gateway.errors import ClientGone
 from shared import log
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, KvasirError, NoResponder
-from shared.messages.sequence import Sampling, SequenceSpec, pack_tokens
+from shared.messages.sequence import NOBODY, Sampling, SequenceSpec, Tenant, pack_tokens
 
 HEADER = "X-Request-Timeout"
 
@@ -83,6 +83,7 @@ class OpenChoice:
     cache_salt: bytes = b""
     model: str = ""
     priority: int = 0
+    tenant: Tenant = NOBODY
 
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 
@@ -106,6 +107,7 @@ class OpenChoice:
             cache_salt=self.cache_salt,
             model=self.model,
             priority=self.priority,
+            tenant=self.tenant,
             open_tokens=self.stream.open_tokens(self.sampling.max_tokens),
             capability=self.stream.capability,
         )

@@ -177,7 +177,7 @@ async def run(config: GatewayConfig) -> None:
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()):
                 tasks.create_task(loop)
             admins = config.admin_key_sha256
-            keys = KeyRing((*config.api_key_sha256, *admins))
+            keys = KeyRing(config.tenants())
             page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=admins)
             main = make_app(sessions, models, config, store, page)
             app: ASGIApp = Edge(main, keys, sessions.counters, OPEN_PATHS | PAGE_PATHS)
@@ -196,7 +196,7 @@ async def run(config: GatewayConfig) -> None:
                 url=url_of(listener),
                 operator_url=url_of(operator),
                 models=[model.name for model in models],
-                keys=len(config.api_key_sha256),
+                keys=len(config.tenants()),
             )
             async with _beside(make_operator_server(operator_app, config), operator):
                 await _serve(make_server(app, config), listener, sessions, config, watch)

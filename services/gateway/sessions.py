@@ -5,6 +5,7 @@ what streams ask for goes to `dispatch`.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextvars import copy_context
 from itertools import islice
@@ -34,7 +35,7 @@ from shared.messages.reports import (
     WorkerLost,
     WorkerReported,
 )
-from shared.messages.sequence import FinishReason, SequenceKey, pack_tokens
+from shared.messages.sequence import NOBODY, FinishReason, SequenceKey, Tenant, is_beyond_share, pack_tokens
 from shared.messages.tokens import TokenDelta
 
 _logger = log.get_logger("gateway.sessions")
@@ -98,6 +99,7 @@ class Sessions:
         deadline: Deadline = NONE,
         salt: bytes = b"",
         model: str = "",
+        tenant: Tenant = NOBODY,
     ) -> Exchange:
         """Submit the job's sequences to workers of `model`. Raises Overloaded when that would be too many at
         once, ShuttingDown.
@@ -106,7 +108,7 @@ class Sessions:
         """
         if self._is_ended:
             raise ShuttingDown
-        if len(self._open) + len(job.prompts) * job.n > self._config.max_active_sequences:
+        if self._is_full(len(job.prompts) * job.n, tenant):
             raise Overloaded(f"{len(self._open)} sequences are in progress already", retry_after_s=1.0)
         exchange = Exchange(deadline=deadline)
         now_s = self._now_s()
@@ -117,13 +119,30 @@ class Sessions:
                 stream = Stream((sequence_id, choice), self._timing, now_s, self._secret)
                 exchange.sequences.append(
                     OpenChoice(
-                        stream, packed, sampling, exchange, now_s, copy_context(), salt, model, job.priority
+                        stream,
+                        packed,
+                        sampling,
+                        exchange,
+                        now_s,
+                        copy_context(),
+                        salt,
+                        model,
+                        job.priority,
+                        tenant,
                     )
                 )
         for sequence in exchange.sequences:
             self._open[sequence.stream.key] = sequence
             self.apply(sequence, sequence.stream.submit(now_s))
         return exchange
+
+    def _is_full(self, more: int, tenant: Tenant) -> bool:
+        """Whether so many more of this tenant's are too many."""
+        limit = self._config.max_active_sequences
+        if len(self._open) + more <= limit:
+            return False
+        counts = Counter(sequence.tenant.name for sequence in self._open.values())
+        return is_beyond_share(counts, tenant.name, limit - more + 1)
 
     def answers(self, exchange: Exchange, job: AdmittedRequest, codec: Codec) -> list[ChoiceText]:
         """A reader for each sequence, in order; `codec` is the model's."""

@@ -37,6 +37,7 @@ from services.scheduler.core.effects import (
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.recording import TermRecord
 from services.scheduler.rpc import Questions
+from services.scheduler.service_tally import ServiceTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s
@@ -127,6 +128,7 @@ class Term:
         self.heard_epoch = 0
         self._tally = PlanTally()
         self._record = TermRecord(bus.recorder)
+        self._services = ServiceTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
         self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
         self._still = metrics.gauge(
@@ -166,7 +168,9 @@ class Term:
 
     def describe(self) -> dict[str, Any]:
         counts = {"queued": self._queued, "running": self._running, **self._tally.describe()}
-        return counts | self._cells.describe() | {"epoch": self.epoch}
+        charged_s = (each for cell in self._cells for each in cell.core.charged_s())
+        tenants = self._services.describe(charged_s)
+        return counts | self._cells.describe() | {"epoch": self.epoch, "tenants": tenants}
 
     async def run(self) -> None:
         """Until the core steps down, or cancelled."""
@@ -327,6 +331,7 @@ class Term:
 
     def _note(self, left: SequenceLeft) -> None:
         self._left.labels(left.phase).inc()
+        self._services.count(left)
         canonical(
             _log,
             "sequence",
@@ -334,7 +339,9 @@ class Term:
             became=str(left.phase),
             reason=left.finish_reason and str(left.finish_reason),
             worker=left.worker_id,
+            tenant=left.tenant.name or None,
             prompt_tokens=left.prompt_tokens,
+            cached_tokens=left.cached_tokens or None,
             generated_tokens=left.generated_tokens,
             queued_s=round(left.queued_s, 4),
             total_s=round(left.total_s, 4),

@@ -5,7 +5,7 @@ attempts of one sequence obeys the higher one.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from hashlib import blake2b
 
@@ -18,6 +18,7 @@ from shared.messages.values import (
     Id,
     LogitBias,
     Number,
+    OptionalId,
     Penalty,
     Priority,
     Probability,
@@ -30,6 +31,7 @@ from shared.messages.values import (
     Text,
     TokenId,
     TopLogprobs,
+    Weight,
 )
 
 TOKEN_BYTES = 4
@@ -117,6 +119,37 @@ class Sampling(Message, frozen=True, kw_only=True):
         return len(self.forced) // TOKEN_BYTES
 
 
+class ServiceClass(StrEnum):
+    """What a tenant is promised. A better class goes first wherever anybody waits."""
+
+    GUARANTEED = "guaranteed"
+    STANDARD = "standard"
+    SHEDDABLE = "sheddable"
+    """What is left over: it gives up its memory where others would have to wait for it."""
+
+
+class Tenant(Message, frozen=True, kw_only=True, gc=False):
+    """Whose a sequence is: the holder of an API key. What tenants of one class get is shared by weight."""
+
+    name: OptionalId = ""
+    """Empty: nobody is told apart."""
+    service_class: ServiceClass = ServiceClass.STANDARD
+    weight: Weight = 1.0
+
+
+NOBODY = Tenant()
+
+
+def is_beyond_share(counts: Mapping[str, int], name: str, limit: int) -> bool:
+    """Whether one more of tenant `name` is too many where `limit` may be there, and `counts` are. Where that
+    is reached, one that has less than its share of it may have more, up to twice as many in all."""
+    total = sum(counts.values())
+    if total < limit:
+        return False
+    share = limit / len({*counts, name})
+    return counts.get(name, 0) >= share or total >= 2 * limit
+
+
 class SequenceSpec(Message, frozen=True, kw_only=True):
     """Everything needed to compute a sequence from nothing, or to continue it."""
 
@@ -140,7 +173,8 @@ class SequenceSpec(Message, frozen=True, kw_only=True):
     model: Text = ""
     """Computed by workers that serve it under this name; empty: by those of the one model that there is."""
     priority: Priority = 0
-    """Lower ones go before all that wait with a higher one, whatever the batching policy."""
+    """Lower ones go before all of their tenant that wait with a higher one, whatever the batching policy."""
+    tenant: Tenant = NOBODY
     capability: Digest = b""
     """Who is given it may speak for this attempt, and shows that with `proof_of`; empty: whoever does."""
 

@@ -34,7 +34,9 @@ Choice = Annotated[int, Meta(ge=0, le=0xFFFF)]
 """Which of a request's `n` answers."""
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Priority = Annotated[int, Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
-"""Of a sequence: the lower, the earlier it is served."""
+"""Of a sequence: the lower, the earlier it is served, among those of its tenant."""
+Weight = Annotated[float, Meta(ge=0.01, le=100)]
+"""Of a tenant: how much more of what there is than one of weight 1 it gets."""
 
 
 def as_count(number: int) -> int:

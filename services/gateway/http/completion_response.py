@@ -144,7 +144,12 @@ class CompletionResponse(Response):
         """Raises KvasirError as long as nothing has been sent."""
         salt = salt_of(self._record.tenant, self._job.cache_salt)
         exchange = self._sessions.open(
-            self._job, self._record.request_id, self._deadline, salt, self._served.name
+            self._job,
+            self._record.request_id,
+            self._deadline,
+            salt,
+            self._served.name,
+            self._record.owner,
         )
         answers = self._sessions.answers(exchange, self._job, self._served.acceptance.codec)
         if self._job.reader is not None:

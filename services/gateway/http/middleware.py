@@ -24,6 +24,7 @@ from shared import log
 from shared.bus import tracing
 from shared.clock import monotonic_s
 from shared.errors import InternalError, KvasirError, Unauthorized, UnavailableError
+from shared.messages.sequence import NOBODY, Tenant
 
 _ECHOED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -53,6 +54,8 @@ class RequestRecord:
     """From then to the first token of the answer."""
     tenant: str = ""
     """Digest of its key."""
+    owner: Tenant = NOBODY
+    """What is known of the key's holder."""
     trace_id: str | None = None
     status: int | None = None
     error: BaseException | None = None
@@ -93,6 +96,7 @@ class RequestRecord:
             "path": shown(self.path, 256),
             "status": self.status,
             "key": self.tenant[:8] or None,
+            "tenant": self.owner.name or None,
             "duration_s": round(now_s - self.began_s, 6),
             "first_token_s": None if self.first_token_s is None else round(self.first_token_s, 6),
             "stream": self.stream,
@@ -117,8 +121,13 @@ OPERATOR_PATHS = OPEN_PATHS | {"/metrics"}
 class KeyRing:
     """The accepted keys. Without any, nobody gets in."""
 
-    def __init__(self, key_sha256: Sequence[str]) -> None:
-        self._hashes = tuple(key_sha256)
+    def __init__(self, tenants: Mapping[str, Tenant]) -> None:
+        """By the digests of their keys."""
+        self._tenants = dict(tenants)
+
+    def owner(self, digest: str) -> Tenant:
+        """Whose key `check` has found. Raises KeyError for another."""
+        return self._tenants[digest]
 
     def check(self, authorization: str | None) -> str:
         """The digest, in hex, of the key in `Authorization: Bearer …`. Raises Unauthorized."""
@@ -127,7 +136,7 @@ class KeyRing:
         if scheme.lower() != "bearer" or not key:
             raise Unauthorized("no API key: send it in a header, as in 'Authorization: Bearer sk-…'")
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-        matches = [hmac.compare_digest(digest, known) for known in self._hashes]
+        matches = [hmac.compare_digest(digest, known) for known in self._tenants]
         if not any(matches):
             raise Unauthorized("Incorrect API key provided.")
         return digest
@@ -185,6 +194,7 @@ class Edge:
         try:
             if not self._is_open(scope["path"]):
                 record.tenant = self._keys.check(_key(scope))
+                record.owner = self._keys.owner(record.tenant)
                 if ENGAGE in scope:
                     scope[ENGAGE]()
             await self._app(scope, receive, send)

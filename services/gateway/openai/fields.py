@@ -30,7 +30,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "stream_options": "`include_usage`",
     "ignore_eos": "go on past the end token",
     "cache_salt": "share stored prefixes with the same salt only",
-    "priority": "lower goes first, before everything that waits with a higher one; 0 is the default",
+    "priority": "lower goes first, before what waits with a higher one under the same key; 0 is the default",
     "presence_penalty": "off the logit of each token that the answer has",
     "frequency_penalty": "the same, each time it has it",
     "repetition_penalty": "divides logits of tokens in prompt and answer",

@@ -6,6 +6,7 @@ placement's.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from services.scheduler.core.effects import Effect, StepDown
@@ -88,6 +89,10 @@ class SchedulerCore:
     @property
     def running(self) -> int:
         return sum(sequence.phase in HELD for sequence in self._roster.sequences.values())
+
+    def charged_s(self) -> Iterator[tuple[str, float]]:
+        """What each tenant's counter stands at."""
+        return self._roster.backlog.charged_s()
 
     @property
     def standstill_s(self) -> float:

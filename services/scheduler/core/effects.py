@@ -9,7 +9,7 @@ from shared.messages.commands import NOBODY_AHEAD, PlacementItem, WaitingAhead
 from shared.messages.moves import MovePrepared, PullBlocks, SequenceMoved
 from shared.messages.plans import BatchPlan
 from shared.messages.reports import WorkerLost
-from shared.messages.sequence import FinishReason, SequenceRef
+from shared.messages.sequence import FinishReason, SequenceRef, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,11 @@ class SequenceLeft:
     worker_id: str | None
     prompt_tokens: int
     generated_tokens: int | None
+    tenant: Tenant
+    cached_tokens: int
+    """Of its prompt, as its worker said."""
+    held_s: float
+    """Since its first planned chunk."""
     queued_s: float
     """From acceptance to its first planned chunk, or to the end if it never started."""
     total_s: float

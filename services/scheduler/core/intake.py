@@ -64,8 +64,7 @@ class Intake:
         """What an adopted sequence lacked."""
         if known.spec is not None or known.ref != spec.ref:
             return []
-        known.spec, known.gateway_incarnation = spec, spec.gateway_incarnation
-        known.priority = spec.priority
+        known.note_spec(spec)
         return [_question(known, spec)]
 
     def _is_over(self, spec: SequenceSpec, now_s: float) -> bool:
@@ -95,7 +94,7 @@ class Intake:
                 f" {self._rules.max_start_bytes} that one start may have",
                 param="prompt",
             )
-        if self.roster.is_full(resumed=spec.ref.attempt > 1 or bool(spec.generated)):
+        if self.roster.is_full(spec.tenant, resumed=spec.ref.attempt > 1 or bool(spec.generated)):
             raise Overloaded(f"{self._rules.max_queued} sequences wait already", retry_after_s=1.0)
 
     def check_context(self, prompt_tokens: int, max_tokens: int) -> None:

@@ -60,7 +60,7 @@ def wanted(roster: Roster) -> list[WantKvAtWorker]:
             continue
         blocks = -(-sequence.limit_tokens // pipeline.report.block_tokens)
         if is_deprived(blocks, pipeline.report.capacity):
-            claims.append(Claim((sequence.priority, *sequence.order), pipeline.worker_id, blocks))
+            claims.append(Claim((sequence.level, *sequence.order), pipeline.worker_id, blocks))
     return [
         WantKvAtWorker(claim.worker_id, claim.blocks * roster.pipelines[claim.worker_id].report.block_tokens)
         for claim in who_may_borrow(claims, capacities)

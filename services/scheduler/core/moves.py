@@ -118,6 +118,7 @@ def rehearsal_of(move: Move, spec: SequenceSpec, tokens: tuple[int, ...], number
         waited_s=0.0,
         cache_salt=spec.cache_salt,
         priority=spec.priority,
+        tenant=spec.tenant,
         rehearsal=True,
     )
 

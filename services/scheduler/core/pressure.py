@@ -161,7 +161,7 @@ class PressureWatch:
             and sequence.worker_id == pipeline.worker_id
             and not self._moves.is_moving(sequence.key)
         ]
-        return max(found, key=lambda pair: (pair[0].priority, pair[0].order), default=None)
+        return max(found, key=lambda pair: (pair[0].level, pair[0].order), default=None)
 
     def _roomiest(self, pipeline: WorkerPipeline) -> WorkerPipeline | None:
         others = [

@@ -4,6 +4,7 @@ and go.
 Knows workers only as pipelines. Pure.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -18,8 +19,8 @@ from services.scheduler.policy.waiting_queue import Line, PassingBudget
 from shared.errors import KvasirError
 from shared.messages.commands import NOBODY_AHEAD, LengthPrediction, PlacementItem
 from shared.messages.reports import SequenceReport, WorkerReported
-from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef
-from shared.messages.values import as_count, as_seconds
+from shared.messages.sequence import FinishReason, SequenceKey, SequenceRef, Tenant, is_beyond_share
+from shared.messages.values import MOST_COUNT, as_count, as_seconds
 from shared.tombstones import Tombstones
 from shared.ttl_map import RecentMap
 
@@ -33,9 +34,11 @@ class Backlog:
     """Who has no worker yet, in the fleet's one queue, and the question to placement about the next of them.
     Bounded by whoever adds to it."""
 
-    def __init__(self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL) -> None:
+    def __init__(
+        self, rules: Rules, order: QueueOrder = QueueOrder.ARRIVAL, feed: Feed | None = None
+    ) -> None:
         self._rules = rules
-        self._queue = FleetQueue(order, PassingBudget(passing_share(rules.settings.options)))
+        self._queue = FleetQueue(order, PassingBudget(passing_share(rules.settings.options)), feed)
         self._waiting: dict[SequenceKey, Sequence] = {}
         self._question = NO_QUESTION
         self._open: tuple[SequenceRef, ...] | None = None
@@ -55,7 +58,8 @@ class Backlog:
     def add(self, sequence: Sequence) -> None:
         """It waits, and a worker is asked for at once."""
         self._waiting[sequence.key] = sequence
-        self._queue.add(sequence.task())
+        sequence.level = sequence.priority
+        self._queue.add(sequence.task(), sequence.tenant)
         self.poke()
 
     def remove(self, sequence: Sequence) -> None:
@@ -67,14 +71,27 @@ class Backlog:
         """It goes to a worker. Raises ValueError when it does not wait."""
         self._take(sequence)
         sequence.rank = self._queue.start(sequence.key)
+        sequence.level = sequence.rank[0]
 
     def _take(self, sequence: Sequence) -> None:
         if sequence not in self:
             raise ValueError(f"{sequence.ref} is not in the backlog")
         del self._waiting[sequence.key]
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Nothing came of its start."""
+        self._queue.refund(sequence.key)
+
+    def settle(self, sequence: Sequence, phase: Phase, answer_tokens: int | None) -> None:
+        """It is over at its worker: its tenant is charged for what it was. What was lost and is begun anew is
+        not charged; of what was cancelled, what was expected."""
+        if phase in (Phase.LOST, Phase.REPLACED):
+            self._queue.refund(sequence.key)
+        else:
+            self._queue.end(sequence.key, answer_tokens, sequence.cached_tokens)
+
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
-        """How long its answer will be, if it still waits."""
+        """How long its answer will be."""
         self._queue.on_predicted(key, prediction)
 
     def on_reported(self, report: WorkerReported) -> None:
@@ -85,6 +102,10 @@ class Backlog:
     def first(self, count: int) -> list[Sequence]:
         """Who would go next, and after that, at most `count`."""
         return [self._waiting[key] for key in self._queue.next(count)]
+
+    def charged_s(self) -> Iterator[tuple[str, float]]:
+        """What each tenant's counter stands at."""
+        return self._queue.turns.charged_s()
 
     def withdraw(self, ref: SequenceRef) -> None:
         """It was asked for and left before its start: the next question says so."""
@@ -152,7 +173,7 @@ def _item(sequence: Sequence, kinds: tuple[Kind, ...], now_s: float) -> Placemen
         limit_tokens=as_count(sequence.limit_tokens),
         prefixes=names_of(sequence, kinds),
         waited_s=as_seconds(max(0.0, now_s - sequence.arrival_s)),
-        priority=sequence.priority,
+        priority=max(-MOST_COUNT, min(sequence.level, MOST_COUNT)),
     )
 
 
@@ -179,9 +200,9 @@ class Roster:
         self.pipelines: dict[str, WorkerPipeline] = {}
         self._changed: dict[str, WorkerPipeline] = {}
         self._welcomed = 0
-        self.backlog = Backlog(rules, order)
         self.feed = Feed()
         """Who waits at workers."""
+        self.backlog = Backlog(rules, order, self.feed)
         self.unready: dict[str, None] = {}
         """Workers that are not in step."""
         self._at: dict[str, dict[SequenceKey, Sequence]] = {}
@@ -281,12 +302,14 @@ class Roster:
         """Those to which something happened since they planned last, in the order in which they came."""
         return sorted(self._changed.values(), key=lambda pipeline: pipeline.number)
 
-    def is_full(self, *, resumed: bool) -> bool:
-        """Whether as many sequences wait as may; those that were accepted before have room of their own."""
+    def is_full(self, tenant: Tenant, *, resumed: bool) -> bool:
+        """Whether as many sequences wait as may, and this tenant's are no less than its share of them; those
+        that were accepted before have room of their own."""
         limit = self.rules.max_queued * (2 if resumed else 1)
         if len(self.sequences) < limit:
             return False
-        return sum(sequence.phase not in HELD for sequence in self.sequences.values()) >= limit
+        waiting = (each.tenant.name for each in self.sequences.values() if each.phase not in HELD)
+        return is_beyond_share(Counter(waiting), tenant.name, limit)
 
     def closed_workers(self) -> tuple[str, ...]:
         """Workers that nothing can be placed on now, although placement may think so."""
@@ -390,6 +413,7 @@ class Roster:
         sequence.move_to(Phase.QUEUED)
         self._assign(sequence, None)
         sequence.confirmed = False
+        self.backlog.take_back(sequence)
         self.backlog.add(sequence)
 
     def leave(
@@ -410,6 +434,7 @@ class Roster:
         if sequence.phase is Phase.QUEUED:
             self.backlog.remove(sequence)
         elif sequence.worker_id is not None:
+            self.backlog.settle(sequence, phase, generated_tokens)
             held = sequence.phase in HELD
             is_whole = reason in _OWN_ENDS and not (sequence.spec is not None and sequence.spec.rehearsal)
             answer_tokens = generated_tokens if is_whole else None
@@ -433,6 +458,9 @@ class Roster:
             worker_id=sequence.worker_id,
             prompt_tokens=sequence.prompt_tokens,
             generated_tokens=generated_tokens,
+            tenant=sequence.tenant,
+            cached_tokens=sequence.cached_tokens,
+            held_s=0.0 if sequence.started_s is None else now_s - sequence.started_s,
             queued_s=(now_s if sequence.started_s is None else sequence.started_s) - sequence.accepted_s,
             total_s=now_s - sequence.accepted_s,
         )

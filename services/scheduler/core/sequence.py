@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.scheduler.policy.contract import Task
+from services.scheduler.policy.contract import Task, priority_in
 from services.scheduler.policy.fleet_queue import NO_RANK, Rank
 from shared.blocks import chain, root
 from shared.errors import InternalError
 from shared.messages.commands import LengthPrediction
 from shared.messages.prefixes import MOST_CHAIN_BLOCKS, PrefixChain
 from shared.messages.reports import WorkerReported
-from shared.messages.sequence import TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec
+from shared.messages.sequence import NOBODY, TOKEN_BYTES, SequenceKey, SequenceRef, SequenceSpec, Tenant
 
 
 class Phase(StrEnum):
@@ -125,7 +125,13 @@ class Sequence:
     started_s: float | None = None
     """When its first chunk was planned."""
     priority: int = 0
-    """Of an adopted one 0, until its gateway says what it is."""
+    """As `Task.priority`, among its tenant's. Of an adopted one 0, until its gateway says what it is."""
+    level: int = 0
+    """The same at its worker, among all."""
+    tenant: Tenant = NOBODY
+    """Like the priority."""
+    cached_tokens: int = 0
+    """Of what it began with, as its worker said."""
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
     """Names of its prompt's blocks, and the kinds of workers that call them so (`names_of`)."""
 
@@ -149,6 +155,12 @@ class Sequence:
                 raise InternalError(f"{self.ref} cannot go from {self.phase} to {phase}")
             self.phase = phase
 
+    def note_spec(self, spec: SequenceSpec) -> None:
+        """What only its gateway knows."""
+        self.spec, self.gateway_incarnation = spec, spec.gateway_incarnation
+        self.priority = self.level = priority_in(spec.tenant.service_class, spec.priority)
+        self.tenant = spec.tenant
+
     def task(self, *, is_open: bool = False) -> Task:
         """What a policy is told of it. `is_open`: with the tokens that may still come before it starts."""
         open_tokens = self.spec.open_tokens if is_open and self.spec is not None else 0
@@ -160,13 +172,13 @@ class Sequence:
             self.generated_tokens + open_tokens,
             self.deadline_s,
             self.prediction,
-            self.priority,
+            self.level,
         )
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec, now_s: float) -> "Sequence":
         """As submitted."""
-        return cls(
+        sequence = cls(
             ref=spec.ref,
             gateway_id=spec.gateway_id,
             gateway_incarnation=spec.gateway_incarnation,
@@ -177,9 +189,9 @@ class Sequence:
             accepted_s=now_s,
             phase=Phase.QUEUED,
             deadline_s=None if spec.deadline_in_s is None else now_s + spec.deadline_in_s,
-            spec=spec,
-            priority=spec.priority,
         )
+        sequence.note_spec(spec)
+        return sequence
 
 
 MOST_KINDS = 4

@@ -386,6 +386,7 @@ class WorkerPipeline:
         for hit in event.hits:
             sequence = self.sequences.get(hit.ref.key)
             if sequence is not None and sequence.ref == hit.ref and sequence.worker_id == self.worker_id:
+                sequence.cached_tokens = max(sequence.cached_tokens, hit.cached_tokens)
                 self.policy.on_prefix_hit(hit.ref.key, hit.cached_tokens, now_s)
         for short in event.shorts:
             sequence = self.sequences.get(short.ref.key)

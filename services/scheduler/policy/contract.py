@@ -19,7 +19,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.messages.commands import LengthPrediction
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import SequenceKey, ServiceClass
 
 Reader = Callable[[object], Any]
 """Makes what is used of a value as it was set. Raises ValueError that says what to write instead."""
@@ -71,7 +71,7 @@ class Task(msgspec.Struct, frozen=True):
     deadline_s: float | None = None
     prediction: LengthPrediction | None = None
     priority: int = 0
-    """Whoever waits with a lower one goes first, whatever else the policy goes by."""
+    """Whoever waits with a lower one goes first, whatever else the policy goes by (`priority_in`)."""
 
     @property
     def limit_tokens(self) -> int:
@@ -82,6 +82,29 @@ class Task(msgspec.Struct, frozen=True):
     def order(self) -> tuple[int, float, SequenceKey]:
         """First come, first served within a priority, with ties broken the same way everywhere."""
         return (self.priority, self.arrival_s, self.key)
+
+
+CLASS_LEVELS = {ServiceClass.GUARANTEED: -1, ServiceClass.STANDARD: 0, ServiceClass.SHEDDABLE: 1}
+"""The lower goes first."""
+_LEVEL = 2**62
+"""More than the priorities of requests reach, and turns."""
+_TURNS_PER_S = 1e6
+
+
+def priority_in(service_class: ServiceClass, priority: int) -> int:
+    """A `Task.priority`: classes come before what requests ask for."""
+    return CLASS_LEVELS[service_class] * _LEVEL + priority
+
+
+def level_of(priority: int) -> int:
+    """The class's level in a `Task.priority`."""
+    return (priority + _LEVEL // 2) // _LEVEL
+
+
+def turn_at(priority: int, counter_s: float) -> int:
+    """A `Task.priority` of the same class where several tenants wait: whose turn it was when he was served so
+    much comes first, whatever requests ask for."""
+    return level_of(priority) * _LEVEL + min(int(counter_s * _TURNS_PER_S), _LEVEL // 4)
 
 
 class Holding(msgspec.Struct, frozen=True):

@@ -1,13 +1,16 @@
 """The fleet's one queue: who waits for a worker, in the order of the batching policy, and who goes next.
 
+First comes whose turn it is (`policy/tenants.py`): the tenant that was served least. What follows is the
+order within a tenant; where all are one tenant's, it is the order of all.
+
 By arrival it is first come, first served. By work the one goes first that will take least of a worker, with a
 bound on what that costs the others: of the work that starts while somebody older waits, only a share may pass
 him (`PassingBudget`). Once that is used up the oldest goes next, and nobody else. So nobody waits more than
 1 / (1 - share) times as long as if all went by arrival, at the same throughput; a start more, at most. The
 same budget bounds the order within a worker (`policy/kvasir.py`).
 
-Before all that counts a request's priority: the lower goes first, and who is oldest is the oldest of the
-lowest.
+Within a tenant a request's priority counts before all that: the lower goes first, and who is oldest is the
+oldest of the lowest. At a worker, where several tenants have any, it is turns that count.
 
 Only so much of the order is given away as workers need to be fed: a few wait at each (`Feed`), the rest here.
 
@@ -17,21 +20,23 @@ Only so much of the order is given away as workers need to be fed: a few wait at
 Pure: the live scheduler's backlog and the simulator run this very object.
 """
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from math import inf
 from typing import Any
 
 from msgspec import structs
 
-from services.scheduler.policy.contract import QueueOrder, Task
+from services.scheduler.policy.contract import QueueOrder, Task, level_of, turn_at
 from services.scheduler.policy.lengths import LengthEstimates, WorkerSpeeds
 from services.scheduler.policy.options import TwoQueueOptions
+from services.scheduler.policy.tenants import MOST_ACCOUNTS, TenantTurns
 from services.scheduler.policy.waiting_queue import Line, PassingBudget
 from shared.average import averaged
 from shared.messages.commands import Crowd, LengthPrediction, WaitingAhead
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 from shared.messages.values import as_count
 
 FEED_SEQUENCES = 4
@@ -45,6 +50,7 @@ class Waiting:
     """One that waits, and its place by order."""
 
     task: Task
+    tenant: Tenant
     work_s: float
     rank: Rank
 
@@ -57,18 +63,50 @@ def _rank(waiting: Waiting) -> Rank:
     return waiting.rank
 
 
+@dataclass(slots=True, eq=False)
+class _Lines:
+    """Those of one tenant, and what may pass the oldest of them."""
+
+    budget: PassingBudget
+    by_rank: Line[Waiting] = field(default_factory=lambda: Line(_rank))
+    by_arrival: Line[Waiting] = field(default_factory=lambda: Line(_arrival))
+
+
+@dataclass(frozen=True, slots=True)
+class _Charged:
+    """What a tenant was charged for one that started."""
+
+    tenant: Tenant
+    task: Task
+    service_s: float
+
+
+_Turn = tuple[int, float, SequenceKey]
+"""Level, the tenant's counter before it was charged, whose."""
+
+
 class FleetQueue:
     """See above. Of one model's workers, whose speeds and memory are averaged."""
 
-    def __init__(self, order: QueueOrder, budget: PassingBudget | None = None) -> None:
+    def __init__(
+        self, order: QueueOrder, budget: PassingBudget | None = None, feed: "Feed | None" = None
+    ) -> None:
+        """`budget`: as each tenant's is when it is new. `feed`: who waits at workers."""
         self._order = order
+        if feed is not None:
+            feed.on_left = self._begin
         self._budget = budget or PassingBudget()
         self._lengths = LengthEstimates(TwoQueueOptions(pad=0.0), block_tokens=1)
         self._speeds = WorkerSpeeds()
         self._memory_tokens: float | None = None
         self._waiting: dict[SequenceKey, Waiting] = {}
-        self._by_rank: Line[Waiting] = Line(_rank)
-        self._by_arrival: Line[Waiting] = Line(_arrival)
+        self._lines: dict[str, _Lines] = {}
+        """By tenant."""
+        self.turns = TenantTurns()
+        self._charged: dict[SequenceKey, _Charged] = {}
+        self._fed: dict[SequenceKey, _Turn] = {}
+        """Of those that went to a worker and have not been begun there."""
+        self._by_turn: Line[_Turn] = Line(_itself)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -78,34 +116,37 @@ class FleetQueue:
 
     def __iter__(self) -> Iterator[Task]:
         """By arrival."""
-        return (waiting.task for waiting in self._by_arrival)
+        lines = (lines.by_arrival for lines in self._lines.values())
+        return (waiting.task for waiting in heapq.merge(*lines, key=_arrival))
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Task, tenant: Tenant = NOBODY) -> None:
         """Raises ValueError for one that waits already."""
         if task.key in self._waiting:
             raise ValueError(f"{task.key} waits already")
-        rest = self._lengths.rest_tokens(task.prediction, task.generated_tokens, task.max_tokens)
-        work_s = self._speeds.occupied_s(
-            task.prompt_tokens + task.generated_tokens, rest, self._memory_tokens
-        )
+        work_s = self._work_s(task)
         by_work = self._order is QueueOrder.WORK
         rank = (task.priority, work_s, *task.order[1:]) if by_work else task.order
-        waiting = self._waiting[task.key] = Waiting(task, work_s, rank)
-        self._by_rank.add(waiting)
-        self._by_arrival.add(waiting)
+        waiting = self._waiting[task.key] = Waiting(task, tenant, work_s, rank)
+        lines = self._lines_of(tenant.name)
+        lines.by_rank.add(waiting)
+        lines.by_arrival.add(waiting)
+        self.turns.join(tenant, self._least_fed_s(level_of(task.priority)))
 
     def remove(self, key: SequenceKey) -> None:
         """It left without a start. Raises KeyError when it does not wait."""
-        waiting = self._waiting.pop(key)
-        self._by_rank.remove(waiting)
-        self._by_arrival.remove(waiting)
+        self.turns.leave(self._take(key).tenant.name)
 
     def on_predicted(self, key: SequenceKey, prediction: LengthPrediction) -> None:
-        """Its place changes; nothing for one that does not wait."""
+        """Its place changes, or what it is expected to cost if it has started; nothing for one that is not
+        known."""
         waiting = self._waiting.get(key)
         if waiting is not None:
             self.remove(key)
-            self.add(structs.replace(waiting.task, prediction=prediction))
+            self.add(structs.replace(waiting.task, prediction=prediction), waiting.tenant)
+        elif key in self._charged:
+            charged = self._charged[key]
+            task = structs.replace(charged.task, prediction=prediction)
+            self._recharge(key, replace(charged, task=task), self._work_s(task))
 
     def on_measured(self, prefill_tokens_per_s: float, decode_step_s: float, memory_tokens: int) -> None:
         """One worker's measured speeds (0: not measured), and its KV. They hold for those that come."""
@@ -115,40 +156,138 @@ class FleetQueue:
 
     def next(self, count: int) -> list[SequenceKey]:
         """Who would go next, and after that, at most `count`. Nothing has changed by asking."""
-        budget, chosen = self._budget.copy(), dict[SequenceKey, None]()
-        by_rank, by_arrival = _Reader(self._by_rank, chosen), _Reader(self._by_arrival, chosen)
-        while len(chosen) < min(count, len(self._waiting)):
-            oldest = by_arrival.first()
-            following = by_rank.first() if budget.may_pass else oldest
+        chosen: dict[SequenceKey, None] = {}
+        readers: dict[str, _Reader] = {}
+        turns = self.turns.order(count)
+        while len(chosen) < count and (name := turns.next()) is not None:
+            reader = readers.get(name)
+            if reader is None:
+                reader = readers[name] = _Reader(self._lines[name], chosen)
+            following = reader.take()
             chosen[following.task.key] = None
-            budget.start(following.work_s, passes=following is not oldest)
+            turns.start(following.work_s)
         return list(chosen)
 
     def start(self, key: SequenceKey) -> Rank:
-        """It goes to a worker, and counts against the budget if it passes somebody. Returns its place by
-        order. Raises KeyError when it does not wait."""
+        """It goes to a worker, and its tenant is charged for it; it counts against the tenant's budget if it
+        passes somebody. Returns its place by order. Raises KeyError when it does not wait."""
+        rank = self.rank(key)
         waiting = self._waiting[key]
-        self._budget.start(waiting.work_s, passes=self._by_arrival.first() is not waiting)
-        self.remove(key)
-        return waiting.rank
+        lines, name = self._lines[waiting.tenant.name], waiting.tenant.name
+        lines.budget.start(waiting.work_s, passes=lines.by_arrival.first() is not waiting)
+        self._take(key)
+        turn = self._fed[key] = (level_of(waiting.task.priority), self.turns.counter_s(name), key)
+        self._by_turn.add(turn)
+        self.turns.start(name, waiting.work_s)
+        self._charged[key] = _Charged(waiting.tenant, waiting.task, waiting.work_s)
+        return rank
+
+    def end(self, key: SequenceKey, answer_tokens: int | None, cached_tokens: int = 0) -> None:
+        """It is over, with so many tokens of answer and so many of its prompt not computed: its tenant is
+        charged for what it was. None: what was expected is kept. Nothing for one that did not start here."""
+        charged = self._charged.get(key)
+        if charged is not None and answer_tokens is not None:
+            task = charged.task
+            computed_tokens = task.prompt_tokens + task.generated_tokens
+            rest_tokens = max(0, answer_tokens - task.generated_tokens)
+            service_s = self._speeds.occupied_s(
+                computed_tokens, rest_tokens, self._memory_tokens, min(cached_tokens, computed_tokens)
+            )
+            self._recharge(key, charged, service_s)
+        self._close(key)
+
+    def refund(self, key: SequenceKey) -> None:
+        """It has to be started again, and that is not its tenant's fault."""
+        if key in self._charged:
+            self._recharge(key, self._charged[key], 0.0)
+            self._close(key)
+
+    def _begin(self, key: SequenceKey) -> None:
+        """It waits at a worker no more."""
+        turn = self._fed.pop(key, None)
+        if turn is not None:
+            self._by_turn.remove(turn)
+
+    def _least_fed_s(self, level: int) -> float:
+        """The least counter of a tenant, of a class of that level, when one of these went; infinity where
+        there are none."""
+        first = next(self._by_turn.starting_at((level, -inf, ("", -1))), None)
+        return inf if first is None or first[0] != level else first[1]
+
+    def _close(self, key: SequenceKey) -> None:
+        self._begin(key)
+        charged = self._charged.pop(key, None)
+        if charged is not None:
+            self.turns.end(charged.tenant.name)
 
     def rank(self, key: SequenceKey) -> Rank:
-        """Its place by order. Raises KeyError when it does not wait."""
-        return self._waiting[key].rank
+        """Its place by order, at a worker. Raises KeyError when it does not wait."""
+        waiting = self._waiting[key]
+        rank = waiting.rank
+        if not self.turns.are_several:
+            return rank
+        return (turn_at(rank[0], self.turns.counter_s(waiting.tenant.name)), *rank[1:])
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the lines and the table disagree."""
-        self._by_rank.check_integrity()
-        self._by_arrival.check_integrity()
-        assert {id(one) for one in self._by_rank} == {id(one) for one in self._waiting.values()}
-        assert {id(one) for one in self._by_arrival} == {id(one) for one in self._waiting.values()}
+        self.turns.check_integrity()
+        for kind in ("by_rank", "by_arrival"):
+            lines: list[Line[Waiting]] = [getattr(lines, kind) for lines in self._lines.values()]
+            for line in lines:
+                line.check_integrity()
+            assert {id(one) for line in lines for one in line} == {id(one) for one in self._waiting.values()}
+        assert not self._charged.keys() & self._waiting.keys(), "it waits, and has started"
+        assert self._fed.keys() <= self._charged.keys()
+        assert set(self._by_turn) == set(self._fed.values())
+
+    def _work_s(self, task: Task) -> float:
+        rest = self._lengths.rest_tokens(task.prediction, task.generated_tokens, task.max_tokens)
+        computed_tokens = task.prompt_tokens + task.generated_tokens
+        return self._speeds.occupied_s(computed_tokens, rest, self._memory_tokens)
+
+    def _recharge(self, key: SequenceKey, charged: _Charged, service_s: float) -> None:
+        self.turns.correct(charged.tenant.name, service_s - charged.service_s)
+        self._charged[key] = replace(charged, service_s=service_s)
+
+    def _take(self, key: SequenceKey) -> Waiting:
+        waiting = self._waiting.pop(key)
+        lines = self._lines[waiting.tenant.name]
+        lines.by_rank.remove(waiting)
+        lines.by_arrival.remove(waiting)
+        return waiting
+
+    def _lines_of(self, name: str) -> _Lines:
+        """Of one that nobody waits for they may be forgotten: it begins anew, like one that comes first."""
+        lines = self._lines.get(name)
+        if lines is None:
+            if len(self._lines) >= MOST_ACCOUNTS:
+                idle = next((other for other, lines in self._lines.items() if not lines.by_rank), None)
+                self._lines.pop(idle or "", None)
+            lines = self._lines[name] = _Lines(self._budget.copy())
+        return lines
 
 
 _WEIGHT = 0.2
 
 
 class _Reader:
-    """A line, read from its beginning; those in `chosen` are left out, be it that they come to it later."""
+    """One tenant's lines, read from their beginnings; those in `chosen` are left out, be it that they come to
+    it later."""
+
+    def __init__(self, lines: _Lines, chosen: Container[SequenceKey]) -> None:
+        self._by_rank, self._by_arrival = _Unread(lines.by_rank, chosen), _Unread(lines.by_arrival, chosen)
+        self._budget = lines.budget.copy()
+
+    def take(self) -> Waiting:
+        """The tenant's next; there is one."""
+        oldest = self._by_arrival.first()
+        following = self._by_rank.first() if self._budget.may_pass else oldest
+        self._budget.start(following.work_s, passes=following is not oldest)
+        return following
+
+
+class _Unread:
+    """A line, read from its beginning."""
 
     def __init__(self, line: Line[Waiting], chosen: Container[SequenceKey]) -> None:
         self._rest, self._chosen = iter(line), chosen
@@ -183,6 +322,8 @@ class Feed:
         self._best: dict[str, Rank] = {}
         """Of full workers."""
         self._has_freed = False
+        self.on_left: Callable[[SequenceKey], None] = lambda key: None
+        """Called with each that waits no more: it was begun, or is gone."""
 
     def join(self, worker_id: str) -> None:
         """It is in step, and nobody waits there yet."""
@@ -192,7 +333,10 @@ class Feed:
 
     def leave(self, worker_id: str) -> None:
         """It is not in step any more, or gone."""
-        if self._at.pop(worker_id, None) is not None:
+        crowd = self._at.pop(worker_id, None)
+        if crowd is not None:
+            for key in crowd:
+                self.on_left(key)
             self._unfile(worker_id)
 
     def add(self, worker_id: str, key: SequenceKey, rank: Rank, tokens: int) -> None:
@@ -205,6 +349,7 @@ class Feed:
         """It started, or it is gone."""
         crowd = self._at.get(worker_id)
         if crowd is not None and crowd.pop(key, None) is not None:
+            self.on_left(key)
             self._file(worker_id)
             self._has_freed = True
 
@@ -236,7 +381,12 @@ class Feed:
     def _outranked(self, head: Rank) -> list[tuple[Rank, str]]:
         """Full workers at which the head comes before all that wait, the worst off first."""
         found = islice(self._full.downwards_from((NO_RANK, "")), _LISTED)
-        return [one for one in found if head < one[0] and len(self._at[one[1]]) < _MOST * self._places]
+        return [one for one in found if head < one[0] and len(self._at[one[1]]) < self._most(head, one[0])]
+
+    def _most(self, head: Rank, best: Rank) -> int:
+        """So many may wait where the best has that rank: twice as many where it is the head's turn, or its
+        class is better, so that one tenant's cannot close a worker to another's."""
+        return _MOST * self._places * (2 if head[0] < best[0] else 1)
 
     def _crowd(self, worker_id: str) -> Crowd:
         crowd = self._at[worker_id]
@@ -270,5 +420,5 @@ class Feed:
         assert {worker_id for _, worker_id in self._full} == self._best.keys()
 
 
-def _itself(one: tuple[Rank, str]) -> tuple[Rank, str]:
+def _itself(one: Any) -> Any:
     return one

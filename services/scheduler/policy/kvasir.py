@@ -5,7 +5,8 @@ all that run; then it prefills and decodes without another wait. Who can still m
 before who cannot; within either class the least work, prefill included, in seconds of the whole worker. Of
 what starts while somebody older waits only a share may pass him; then the oldest is next, and nobody else.
 A few that do not fit are passed over. An answer that outlives its prediction goes on, predicted anew. When
-blocks run out all the same, the one with the most left to do gives up its own.
+blocks run out all the same, the one with the most left to do gives up its own; and where one of a better
+class has no room, those that are served what is left over (`sheddable`).
 Where steps are short, several are planned at once although others wait: as many as nobody is expected to
 end in.
 
@@ -21,13 +22,20 @@ from itertools import islice
 from typing import Any
 
 from services.scheduler.policy.batch_builder import BatchBuilder, Job, JobStage
-from services.scheduler.policy.contract import PlannedBatch, PolicySettings, QueueOrder, WorkerShape
+from services.scheduler.policy.contract import (
+    CLASS_LEVELS,
+    PlannedBatch,
+    PolicySettings,
+    QueueOrder,
+    WorkerShape,
+    level_of,
+)
 from services.scheduler.policy.lengths import Calibration, LengthEstimates
 from services.scheduler.policy.options import two_queue_options
 from services.scheduler.policy.profile import UsageProfile, bucket_tokens
 from services.scheduler.policy.two_queues import TwoQueuePolicy
 from services.scheduler.policy.waiting_queue import PassingBudget, WaitingQueue
-from shared.messages.sequence import SequenceKey
+from shared.messages.sequence import SequenceKey, ServiceClass
 
 _LATE = 4.0
 """Work that comes too late for its deadline counts so many times."""
@@ -36,6 +44,9 @@ _DEFAULTS = {"pad": 0.0, "reserve_ratio": 0.01}
 OPTIONS = ("default_tokens", "length", "pad", "passing_share", "reserve_ratio", "slo_scale")
 _UNSEEN_S = 0.02
 """So long those that wait may have to do without room that an unexpected end has left."""
+_SHEDDABLE = CLASS_LEVELS[ServiceClass.SHEDDABLE]
+_LEFT_SHARE = 0.25
+"""Of a decoding step's time: so much longer it may become by prompts of sheddable ones, beside others."""
 _PASSED_OVER = 16
 """So many that do not fit let shorter ones of the same class, or others, pass in one plan."""
 
@@ -95,13 +106,63 @@ class KvasirPolicy(TwoQueuePolicy):
             if has_place and self._secure(batch, job, now_s):
                 batch.add_decode(job)
         self._resume(batch)
-        for job in list(self._partial.values()):
+        self._shed_for_better(batch, now_s)
+        held_back = self._held_back()
+        going_on = [job for job in self._partial.values() if job not in held_back]
+        for job in going_on:
             self._go_on(batch, job, now_s)
-        if not batch.preemptions and len(self._partial) == len(batch.prefills):
+        if not batch.preemptions and len(going_on) == len(batch.prefills):
             self._admit(batch, now_s)
+        for job in held_back:
+            self._go_on(batch, job, now_s)
         if not (batch or self._complete):
             self._rescue(batch, now_s)
         return self._finish(batch, now_s)
+
+    # What is left over
+
+    def _shed_for_better(self, batch: BatchBuilder, now_s: float) -> None:
+        """Sheddable ones give up their KV, as many as it takes, where the next prompt is of a better class
+        and finds no room: those with the most left to do first, and nobody where it would not be enough."""
+        job = self._next_prompt()
+        if job is None or _level(job) >= _SHEDDABLE:
+            return
+        victims = [one for one in self._victims() if _level(one) >= _SHEDDABLE and one.held_blocks]
+        if not victims:
+            return
+        self._estimate_rest(job)
+        whole = sum(one.held_blocks for one in victims) + self._table.free_blocks
+        if self._table.blocks_for(job.prefill_tokens + 1) > whole:
+            return
+        while victims and not self._has_place(job):
+            victim = max(victims, key=self._burden)
+            victims.remove(victim)
+            self._evict(batch, victim, now_s)
+            self._profile = None
+
+    def _has_place(self, job: Job) -> bool:
+        """Whether a prompt could start now, were it not for the budget of this step."""
+        total, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
+        if len(self._running) + len(self._partial) >= self._most_running():
+            return False
+        fits = self._table.blocks_for(total + 1) <= self._table.free_blocks
+        return self._is_empty or (fits and self._usage().fits(total, ends, 0))
+
+    def _chunk_tokens(self, batch: BatchBuilder, job: Job) -> int:
+        """Of a sheddable prompt no more than lets better ones decode at four fifths of their speed."""
+        chunk = batch.chunk_tokens(job)
+        is_left_over = self._settings.chunked_prefill and _level(job) >= _SHEDDABLE
+        if not is_left_over or all(_level(one) >= _SHEDDABLE for one in batch.decodes.values()):
+            return chunk
+        step_tokens = _LEFT_SHARE * self._speeds.decode_step_s * self._speeds.prefill_tokens_per_s
+        return min(chunk, max(self._table.block_tokens, int(step_tokens)))
+
+    def _held_back(self) -> list[Job]:
+        """Sheddable ones in mid-prompt that go on with what a prompt of a better class leaves of the step."""
+        job = self._next_prompt()
+        if job is None or _level(job) >= _SHEDDABLE:
+            return []
+        return [one for one in self._partial.values() if _level(one) >= _SHEDDABLE]
 
     # What runs
 
@@ -201,7 +262,7 @@ class KvasirPolicy(TwoQueuePolicy):
 
     def _go_on(self, batch: BatchBuilder, job: Job, now_s: float) -> None:
         """The next chunk of one that has started."""
-        chunk = batch.chunk_tokens(job)
+        chunk = self._chunk_tokens(batch, job)
         if chunk and self._make_room(batch, job, self._table.blocks_for(job.computed_tokens + chunk), now_s):
             self._add_chunk(batch, job, chunk)
 
@@ -268,7 +329,7 @@ class KvasirPolicy(TwoQueuePolicy):
 
     def _begin(self, batch: BatchBuilder, job: Job) -> bool:
         """Start a prompt, if the profile takes it; alone it is always taken."""
-        chunk = batch.chunk_tokens(job)
+        chunk = self._chunk_tokens(batch, job)
         if chunk == 0 or not batch.text_fits(job):
             return False
         total, ends = job.prefill_tokens, job.prefill_tokens + job.rest_tokens
@@ -281,3 +342,8 @@ class KvasirPolicy(TwoQueuePolicy):
         self._add_chunk(batch, job, chunk)
         usage.start(total, ends, 0)
         return True
+
+
+def _level(job: Job) -> int:
+    """Of its class: the lower, the better."""
+    return level_of(job.task.priority)

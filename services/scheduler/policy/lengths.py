@@ -173,11 +173,15 @@ class WorkerSpeeds:
         """What so much takes with nobody else there."""
         return prefill_tokens / self.prefill_tokens_per_s + decode_tokens * self.decode_step_s
 
-    def occupied_s(self, prefill_tokens: int, decode_tokens: int, memory_tokens: float | None) -> float:
+    def occupied_s(
+        self, prefill_tokens: int, decode_tokens: int, memory_tokens: float | None, cached_tokens: int = 0
+    ) -> float:
         """How much of a worker that takes from others, in seconds of the whole worker: the time of its
-        prefill, and the share of the KV (`memory_tokens` in all) that its tokens hold while it decodes."""
-        held_tokens = (prefill_tokens + decode_tokens / 2) / (memory_tokens or _MEMORY_TOKENS)
-        return prefill_tokens / self.prefill_tokens_per_s + held_tokens * decode_tokens * self.decode_step_s
+        prefill, but for what is cached, and the share of the KV (`memory_tokens` in all) that its tokens hold
+        while it decodes."""
+        held_share = (prefill_tokens + decode_tokens / 2) / (memory_tokens or _MEMORY_TOKENS)
+        computed_s = (prefill_tokens - cached_tokens) / self.prefill_tokens_per_s
+        return computed_s + held_share * decode_tokens * self.decode_step_s
 
     def deadline_s(self, task: Task, answer_tokens: int, slo_scale: float) -> float:
         """On the clock of `task.arrival_s`; the task's own deadline where it has one."""

@@ -132,7 +132,7 @@ class Prefixes:
                 sequence.published_blocks = at
                 return
             parent = sequence.names[at - 1] if at else None
-            self.cache.publish(sequence.blocks[at], sequence.names[at], parent)
+            self.cache.publish(sequence.blocks[at], sequence.names[at], parent, sequence.tenant)
         sequence.published_blocks = max(full, sequence.published_blocks)
 
     def take_doubted(self) -> list[tuple[HeldSequence, int]]:

@@ -55,6 +55,8 @@ class HeldSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Where wanted: of the last tokens, those sampled in this attempt. The gateway has the others."""
     cache_salt: bytes = b""
+    tenant: str = ""
+    """Whose it is: what it leaves in the cache is charged to him."""
     names: list[BlockHash] = field(default_factory=list)
     """Of its whole blocks, as far as they were asked for."""
     published_blocks: int = 0
@@ -110,6 +112,7 @@ class HeldSequence:
             received_s=now_s,
             deadline_in_s=spec.deadline_in_s,
             cache_salt=spec.cache_salt,
+            tenant=spec.tenant.name,
             rehearsal=spec.rehearsal,
             open_tokens=spec.open_tokens,
             takes_late=spec.open_tokens > 0,

@@ -112,9 +112,10 @@ class Inventory:
         idle = [node for block, node in self._published.items() if block >= self.pool.ids and not node.busy]
         return sorted(idle, key=lambda node: (node.used, -node.depth))
 
-    def enter(self, name: BlockHash, parent: Node | None) -> Node:
+    def enter(self, name: BlockHash, parent: Node | None, tenant: str = "") -> Node:
         """A new node, to be given a place at once."""
         node = self.tree.add(name, parent)
+        node.tenant = tenant
         self.history.on_stored(node, self.requests)
         return node
 

@@ -11,7 +11,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from services.worker.kv.core.radix_tree import Node, Tier
 from shared.average import averaged
@@ -56,14 +56,28 @@ class ReuseHistory:
 EvictionRank = tuple[float, ...]
 
 
+_RECENT_REQUESTS = 4096
+"""One that has had nothing stored or found for so many requests has no share."""
+_Entry = tuple[int, EvictionRank, int, Node]
+"""Group, rank, number, node."""
+
+
 class EvictionOrder(ABC):
-    """The evictable copies of one tier, lowest rank first. Each node is in it once at most."""
+    """The evictable copies of one tier, lowest rank first. Each node is in it once at most.
+
+    Where several tenants have some, those go first whose tenant has more than its share: as much as the
+    others that want any. So one that stores much pushes out what is its own.
+    """
 
     def __init__(self, history: ReuseHistory, seed: int = 0) -> None:
         self._history = history
         self._random = random.Random(seed)
-        self._heap: list[tuple[int, EvictionRank, int, Node]] = []
+        self._heaps: dict[str, list[_Entry]] = {}
+        """By tenant."""
         self._entry: dict[Node, int] = {}
+        self._owned: Counter[str] = Counter()
+        self._wanted: dict[str, int] = {}
+        """When a tenant last had something stored or found, on the cache's count of requests."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -74,55 +88,78 @@ class EvictionOrder(ABC):
 
     def add(self, node: Node, group: int = 0) -> None:
         """`node` may go from now on; a node that is in already is ranked again. Lower groups go first."""
+        tenant = node.tenant
         self._count += 1
+        self._owned[tenant] += node not in self._entry
         self._entry[node] = self._count
-        heapq.heappush(self._heap, (group, self._rank(node), self._count, node))
-        if len(self._heap) > 4 * len(self._entry) + 64:
-            self._heap = [item for item in self._heap if self._entry.get(item[3]) == item[2]]
-            heapq.heapify(self._heap)
+        self._wanted[tenant] = max(self._wanted.get(tenant, 0), node.used)
+        heap = self._heaps.setdefault(tenant, [])
+        heapq.heappush(heap, (group, self._rank(node), self._count, node))
+        if len(heap) > 4 * self._owned[tenant] + 64:
+            heap[:] = [item for item in heap if self._entry.get(item[3]) == item[2]]
+            heapq.heapify(heap)
 
     def discard(self, node: Node) -> None:
         """`node` may not go any more. Nothing happens when it is not in."""
-        self._entry.pop(node, None)
+        if self._entry.pop(node, None) is not None:
+            self._disown(node.tenant)
+
+    def _disown(self, tenant: str) -> None:
+        self._owned[tenant] -= 1
+        if not self._owned[tenant]:
+            del self._owned[tenant], self._heaps[tenant], self._wanted[tenant]
 
     def first(self) -> Node | None:
         """The node that goes first, None when there is none."""
-        while self._heap:
-            _, _, count, node = self._heap[0]
-            if self._entry.get(node) == count:
-                return node
-            heapq.heappop(self._heap)
-        return None
+        entries = [entry for tenant in self._over_share(self._owned) if (entry := self._top(tenant))]
+        return min(entries)[3] if entries else None
+
+    def _top(self, tenant: str) -> _Entry | None:
+        heap = self._heaps[tenant]
+        while heap and self._entry.get(heap[0][3]) != heap[0][2]:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def _over_share(self, owned: Mapping[str, int]) -> list[str]:
+        """Tenants that have no less than their share of all that is owned; there is one where any is."""
+        if len(owned) < 2:
+            return list(owned)
+        now = max(self._wanted[tenant] for tenant in owned)
+        recent = [tenant for tenant in owned if now - self._wanted[tenant] < _RECENT_REQUESTS]
+        share = sum(owned.values()) / len(recent)
+        return [tenant for tenant in owned if owned[tenant] >= share or tenant not in recent]
 
     def preview(self) -> Iterator[Node]:
         """In the order in which they would go, and after the last child of a node the node itself, if nobody
         uses it: which nodes would go if nothing came in between. The order must not change meanwhile."""
-        heap = [
-            (group, rank, count, node)
-            for group, rank, count, node in self._heap
-            if self._entry.get(node) == count
-        ]
-        heapq.heapify(heap)
+        heaps = {
+            tenant: [entry for entry in heap if self._entry.get(entry[3]) == entry[2]]
+            for tenant, heap in self._heaps.items()
+        }
+        for heap in heaps.values():
+            heapq.heapify(heap)
         gone: Counter[Node] = Counter()
-        while heap:
-            node = heapq.heappop(heap)[3]
+        owned = dict(self._owned)
+        while owned:
+            tenant = min(self._over_share(owned), key=lambda name: heaps[name][0])
+            node = heapq.heappop(heaps[tenant])[3]
             yield node
             above = node.parent
-            if above is None or above.busy:
-                continue
-            gone[above] += 1
-            if gone[above] == above.kids[Tier.DEVICE]:
-                self._count += 1
-                heapq.heappush(heap, (0, self._rank(above), self._count, above))
+            if above is not None and not above.busy:
+                gone[above] += 1
+                if gone[above] == above.kids[Tier.DEVICE]:
+                    self._count += 1
+                    heapq.heappush(heaps[tenant], (0, self._rank(above), self._count, above))
+            owned[tenant] = len(heaps[tenant])
+            if not owned[tenant]:
+                del owned[tenant]
 
     def pop(self) -> Node | None:
         """Takes out the node that goes first, None when there is none."""
-        while self._heap:
-            _, _, count, node = heapq.heappop(self._heap)
-            if self._entry.get(node) == count:
-                del self._entry[node]
-                return node
-        return None
+        node = self.first()
+        if node is not None:
+            self.discard(node)
+        return node
 
     @abstractmethod
     def _rank(self, node: Node) -> EvictionRank:

@@ -243,9 +243,9 @@ class PrefixCache(LowerTiers):
             held.append(_block_of(node))
         return held
 
-    def publish(self, block: int, name: BlockHash, parent: BlockHash | None) -> bool:
-        """A held block is full and has a name. False when it stays private: that name is stored already, or
-        nobody could find it because what precedes it is not."""
+    def publish(self, block: int, name: BlockHash, parent: BlockHash | None, tenant: str = "") -> bool:
+        """A held block is full and has a name, and `tenant` is charged for it. False when it stays private:
+        that name is stored already, or nobody could find it because what precedes it is not."""
         tree = self._books.tree
         before = None if parent is None else tree.find(parent)
         if self._books.node_of(block) is not None or (parent is not None and before is None):
@@ -255,7 +255,7 @@ class PrefixCache(LowerTiers):
         node = tree.find(name)
         if node is not None and node.places[Tier.DEVICE] is not None:
             return False
-        node = node or self._books.enter(name, before)
+        node = node or self._books.enter(name, before, tenant)
         self._books.hold(node)
         self._books.put(node, Tier.DEVICE, block)
         return True

@@ -37,6 +37,7 @@ class Node:
         "parent",
         "places",
         "storing",
+        "tenant",
         "used",
     )
 
@@ -65,6 +66,8 @@ class Node:
         self.used = 0
         """When it was stored and last wanted, on the cache's own count of requests."""
         self.hits = 0
+        self.tenant = ""
+        """Who had it stored: tenants share none."""
 
     @property
     def stored(self) -> bool:

@@ -16,6 +16,7 @@ from services.gateway.counters import Counters
 from services.gateway.http.middleware import OPEN_PATHS, OPERATOR_PATHS, RECORD, Edge, KeyRing
 from services.gateway.openai.replies import DONE
 from shared.errors import NoResponder, Unauthorized
+from shared.messages.sequence import NOBODY, Tenant
 
 KEY = "sk-edge"
 
@@ -35,7 +36,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    edge = Edge(application, KeyRing([hashlib.sha256(KEY.encode()).hexdigest()]), Counters())
+    edge = Edge(application, KeyRing({hashlib.sha256(KEY.encode()).hexdigest(): NOBODY}), Counters())
     transport = httpx.ASGITransport(edge)
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
@@ -124,7 +125,7 @@ async def test_an_error_after_the_first_byte_breaks_off() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    edge = Edge(application, KeyRing([hashlib.sha256(KEY.encode()).hexdigest()]), Counters())
+    edge = Edge(application, KeyRing({hashlib.sha256(KEY.encode()).hexdigest(): NOBODY}), Counters())
     headers = [(b"authorization", f"Bearer {KEY}".encode())]
     await edge({"type": "http", "method": "GET", "path": "/breaks", "headers": headers}, receive, send)
     assert [message["type"] for message in sent] == ["http.response.start"]
@@ -145,7 +146,7 @@ def digest(key: str) -> str:
 
 
 def test_each_accepted_key_opens() -> None:
-    ring = KeyRing([digest("sk-a"), digest("sk-b")])
+    ring = KeyRing({digest("sk-a"): Tenant(name="a"), digest("sk-b"): Tenant(name="b")})
     assert ring.check("Bearer sk-a") == digest("sk-a")
     assert ring.check("bearer  sk-b ") == digest("sk-b")
 
@@ -156,14 +157,14 @@ def test_each_accepted_key_opens() -> None:
 )
 def test_anything_else_does_not(header: str | None) -> None:
     with pytest.raises(Unauthorized):
-        KeyRing([digest("sk-a")]).check(header)
+        KeyRing({digest("sk-a"): NOBODY}).check(header)
 
 
 def test_no_keys_no_entry_and_a_hash_is_no_key() -> None:
     with pytest.raises(Unauthorized):
-        KeyRing([]).check("Bearer sk-a")
+        KeyRing({}).check("Bearer sk-a")
     with pytest.raises(Unauthorized):
-        KeyRing([digest("sk-a")]).check(f"Bearer {digest('sk-a')}")
+        KeyRing({digest("sk-a"): NOBODY}).check(f"Bearer {digest('sk-a')}")
 
 
 def test_only_probes_are_open() -> None:

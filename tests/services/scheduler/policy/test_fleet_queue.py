@@ -120,7 +120,8 @@ def test_a_few_wait_at_each_worker_and_whoever_comes_before_them_all_joins_them(
 
 
 def test_not_even_the_best_crowd_a_worker_without_end() -> None:
-    assert fed(*(100.0 - number for number in range(4 * FEED_SEQUENCES))).ahead((0.0,)) is None
+    crowd = fed(*(100.0 - number for number in range(8 * FEED_SEQUENCES)))
+    assert crowd.ahead((0.0,)) is None
 
 
 def test_a_question_names_few_workers_however_many_there_are() -> None:

@@ -11,11 +11,13 @@ from services.scheduler.policy.contract import (
     PolicySettings,
     Task,
     WorkerShape,
+    priority_in,
 )
 from services.scheduler.policy.first_come import VllmPolicy
 from services.scheduler.policy.kvasir import KvasirPolicy
 from services.scheduler.policy.research.ecoserve.planner import EcoServeProfile
 from services.scheduler.policy.waiting_queue import PassingBudget
+from shared.messages.sequence import ServiceClass
 from tests.services.scheduler.policy.batch_rig import (
     BLOCK_TOKENS,
     BatchRig,
@@ -293,3 +295,46 @@ def test_while_somebody_waits_no_plan_reaches_far_or_beyond_a_predicted_end(
 
     bench.on_batch = check
     play(bench, jobs)
+
+
+def of_class(name: str, service_class: ServiceClass, prompt: int, answer: int) -> Task:
+    priority = priority_in(service_class, 0)
+    return Task(
+        (name, 0), prompt, answer, 0.0, deadline_s=99.0, prediction=predicted(answer), priority=priority
+    )
+
+
+def test_what_is_left_over_gives_way_to_a_better_class_that_finds_no_room() -> None:
+    policy = policy_with(PolicySettings(max_steps=1), blocks=10)
+    policy.on_arrival(of_class("left", ServiceClass.SHEDDABLE, 5 * BLOCK_TOKENS, 4), 0.0)
+    policy.on_arrival(of_class("over", ServiceClass.SHEDDABLE, 2 * BLOCK_TOKENS, 4), 0.0)
+    started = [name for turn in range(2) for name in starts(policy.plan(0.1 * turn))]
+    assert sorted(started) == ["left", "over"]
+    policy.on_arrival(of_class("sure", ServiceClass.GUARANTEED, 5 * BLOCK_TOKENS, 4), 0.5)
+    first, second = policy.plan(0.5), policy.plan(0.6)
+    assert first is not None and ("left", 0) in [item.key for item in first.preemptions]
+    assert starts(second)[0] == "sure"
+    policy.check_integrity()
+
+
+def test_nobody_gives_way_where_it_would_not_be_enough_or_to_ones_equals() -> None:
+    policy = policy_with(PolicySettings(max_steps=1), blocks=10)
+    policy.on_arrival(of_class("held", ServiceClass.STANDARD, 6 * BLOCK_TOKENS, 6), 0.0)
+    policy.on_arrival(of_class("left", ServiceClass.SHEDDABLE, BLOCK_TOKENS, 6), 0.0)
+    for turn in range(3):
+        policy.plan(0.1 * turn)
+    policy.on_arrival(of_class("wide", ServiceClass.GUARANTEED, 8 * BLOCK_TOKENS, 4), 0.5)
+    policy.on_arrival(of_class("equal", ServiceClass.SHEDDABLE, 8 * BLOCK_TOKENS, 4), 0.5)
+    batch = policy.plan(0.5)
+    assert batch is not None and not batch.preemptions
+
+
+def test_a_long_prompt_of_what_is_left_over_goes_on_with_what_others_leave_of_a_step() -> None:
+    policy = policy_with(PolicySettings(token_budget=64, max_steps=1), blocks=100)
+    policy.on_arrival(of_class("left", ServiceClass.SHEDDABLE, 300, 8), 0.0)
+    assert starts(policy.plan(0.0)) == ["left"]
+    policy.on_arrival(of_class("sure", ServiceClass.GUARANTEED, 40, 8), 0.1)
+    batch = policy.plan(0.1)
+    assert batch is not None
+    chunks = {item.key[0]: item.end_token - item.first_token for item in batch.prefills}
+    assert chunks == {"sure": 40, "left": 24}

@@ -141,7 +141,30 @@ def test_a_node_that_is_ranked_often_does_not_fill_the_memory() -> None:
     for used in range(10_000):
         each.used = used
         order.add(each)
-    assert len(order._heap) < 100
+    assert sum(len(heap) for heap in order._heaps.values()) < 100
+
+
+def owned(name: str, tenant: str, used: int) -> Node:
+    made = node(name, used=used)
+    made.tenant = tenant
+    return made
+
+
+def test_who_has_more_than_his_share_gives_up_what_is_his() -> None:
+    few = [owned(f"a{n}", "a", used=n) for n in range(3)]
+    many = [owned(f"b{n}", "b", used=10 + n) for n in range(9)]
+    order = order_of(Lru, *few, *many)
+    assert order.first() is many[0]
+    told = [each.name.decode() for each in order.preview()]
+    gone = emptied(order)
+    assert gone == told
+    assert gone[:6] == [f"b{n}" for n in range(6)], "until both have as much"
+    assert gone[6:] == ["a0", "b6", "a1", "b7", "a2", "b8"]
+
+
+def test_who_has_not_come_for_long_has_no_share() -> None:
+    order = order_of(Lru, owned("a", "a", used=0), *(owned(f"b{n}", "b", used=9000 + n) for n in range(3)))
+    assert emptied(order)[0] == "a"
 
 
 def test_an_unknown_order_is_refused_with_those_there_are() -> None:

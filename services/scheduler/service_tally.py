@@ -1,0 +1,79 @@
+"""What each tenant was served, for metrics and `status`: tokens computed and found, and KV held.
+
+The queue charges by its own account (`policy/tenants.py`); this one is in units that people bill by. Bounded:
+of more tenants than it names, those that come later are counted together.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from services.scheduler.core.effects import SequenceLeft
+from shared import metrics
+
+_MOST_TENANTS = 256
+_OTHERS = "(others)"
+
+
+@dataclass(slots=True)
+class Service:
+    """One tenant's, since the term began."""
+
+    sequences: int = 0
+    computed_tokens: int = 0
+    """Of prompts, those not found in a cache."""
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    kv_token_s: float = 0.0
+    """Tokens of KV, times the seconds for which they were held."""
+
+
+class ServiceTally:
+    """By tenant."""
+
+    def __init__(self) -> None:
+        self._services: dict[str, Service] = {}
+        labels = ("tenant", "kind")
+        self._tokens = metrics.counter("kvasir_scheduler_tenant_tokens_total", "Tokens served", labels)
+        self._kv = metrics.counter(
+            "kvasir_scheduler_tenant_kv_token_seconds_total", "Tokens of KV times seconds held", ("tenant",)
+        )
+
+    def count(self, left: SequenceLeft) -> None:
+        """A sequence is over. One that never started was served nothing."""
+        if left.worker_id is None or left.held_s <= 0:
+            return
+        name = left.tenant.name or "-"
+        if name not in self._services and len(self._services) >= _MOST_TENANTS:
+            name = _OTHERS
+        service = self._services.setdefault(name, Service())
+        generated_tokens = left.generated_tokens or 0
+        cached_tokens = min(left.cached_tokens, left.prompt_tokens)
+        kv_token_s = (left.prompt_tokens + generated_tokens / 2) * left.held_s
+        service.sequences += 1
+        service.computed_tokens += left.prompt_tokens - cached_tokens
+        service.cached_tokens += cached_tokens
+        service.generated_tokens += generated_tokens
+        service.kv_token_s += kv_token_s
+        self._tokens.labels(name, "computed").inc(left.prompt_tokens - cached_tokens)
+        self._tokens.labels(name, "cached").inc(cached_tokens)
+        self._tokens.labels(name, "generated").inc(generated_tokens)
+        self._kv.labels(name).inc(kv_token_s)
+
+    def describe(self, charged_s: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
+        """A row for each; `charged_s`: what queues count, lifted."""
+        counters: dict[str, float] = {}
+        for name, counter_s in charged_s:
+            counters[name or "-"] = counters.get(name or "-", 0.0) + counter_s
+        return [
+            {
+                "tenant": name,
+                "sequences": service.sequences,
+                "computed_tokens": service.computed_tokens,
+                "cached_tokens": service.cached_tokens,
+                "generated_tokens": service.generated_tokens,
+                "kv_token_s": round(service.kv_token_s, 1),
+                "charged_s": round(counters.get(name, 0.0), 3),
+            }
+            for name, service in sorted(self._services.items())
+        ]
