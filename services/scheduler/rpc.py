@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.backlog import NO_QUESTION
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.effects import AskPlacement, AskPrediction, AskPull, AskSnapshot, AskTokens
-from services.scheduler.core.roster import NO_QUESTION
 from services.scheduler.recording import TermRecord
 from shared import metrics, subjects
 from shared.bus import Bus

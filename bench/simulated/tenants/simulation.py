@@ -1,8 +1,8 @@
 """The simulated half of `bench tenants`: one workload, told apart by tenants or not, alone or with the flood.
 
-Two keys hold chats at a steady rate. The third sends, at 100 times the rate of either, as many long prompts as
-keep the workers full until the others are through. Every side serves all that it is sent, so that throughputs
-compare: by how long all of it takes.
+Two keys hold chats at a steady rate. The third sends, at 100 times the rate of either, as many long prompts
+as keep the workers full until the others are through. Every side serves all that it is sent, so that
+throughputs compare: by how long all of it takes.
 """
 
 from collections.abc import Sequence

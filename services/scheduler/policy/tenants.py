@@ -3,7 +3,8 @@
 Virtual counters (VTC, arXiv 2401.00588). Service is work in seconds of a whole worker: prompt tokens
 computed, and KV held while answers are written. A tenant is charged what is expected when one of its
 sequences starts, and the difference when that is over. One that nobody waited for is lifted, when somebody
-does again, to the least counter of those that wait: what it did not use is not saved up. Better classes first.
+does again, to the least counter of those that wait: what it did not use is not saved up. Better classes go
+first.
 
 What waits at a worker has not been served yet: who comes is lifted no further than that, and so passes it.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.scheduler.core.roster import Backlog
+from services.scheduler.core.backlog import Backlog
 from services.scheduler.core.rules import Rules
 from services.scheduler.policy.contract import PolicySettings, QueueOrder
 from shared.messages.commands import LengthPrediction

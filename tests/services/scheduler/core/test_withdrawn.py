@@ -12,8 +12,8 @@ from services.placement.core.fleet import FleetCapacity
 from services.placement.core.packer import Packer
 from services.placement.policy import create_packing
 from services.placement.policy.fit import WorstFit
+from services.scheduler.core.backlog import _MOST_WITHDRAWN, Backlog
 from services.scheduler.core.effects import AskPlacement
-from services.scheduler.core.roster import _MOST_WITHDRAWN, Backlog
 from services.scheduler.core.rules import Rules
 from shared.messages.sequence import SequenceRef
 from tests.services.placement.rig import report
