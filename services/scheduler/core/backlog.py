@@ -1,4 +1,4 @@
-"""Who has no worker yet: the fleet's one queue, and the question to placement about the next of them. Pure."""
+"""Who has no worker yet: the one queue, and the question to placement about the next of them. Pure."""
 
 from collections.abc import Iterator
 

@@ -33,6 +33,7 @@ def test_workers_belong_to_the_model_that_they_said_last() -> None:
         "snapshots": 4,
         "queued": 2,
         "standstill_s": 2.0,
+        "queue": [],
         "workers": [{"worker": "one", "model": "one"}, {"worker": "two", "model": "two"}],
     }
 
