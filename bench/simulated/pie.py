@@ -16,9 +16,9 @@ from bench.kit.outcome import Outcome, Table
 from services.worker.pie.core.sizes import expansion
 from services.worker.pie.core.swap import SwapController
 from shared.errors import ConfigError
-from sim.pie.cost import PieModel
+from sim.pie.cost import Form, PieModel
 from sim.pie.run import PieCase, PieSimulation
-from sim.pie.timeline import Pace, Timeline
+from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share
 from sim.requests import SimRequest
 from sim.summary import summarize
 from sim.sweep import sweep
@@ -28,7 +28,8 @@ _LAYERS, _PACE, _TOKENS = 9, Pace(compute=1, swap_in=2, swap_out=2), 20
 
 
 def figure4() -> dict[str, float]:
-    """Seven slots; and six, which stall."""
+    """Seven slots; and six, which stall. The form in blocks on the same device bytes, and what comes in for a
+    token in either form, in whole layers."""
     seven, six = (Timeline(SwapController(_LAYERS, fifo_layers), _PACE) for fifo_layers in (4, 5))
     seven.run(_TOKENS)
     six.run(_TOKENS)
@@ -37,6 +38,14 @@ def figure4() -> dict[str, float]:
         "fig4_stalls": float(sum(seven.stalls)),
         "fig4_fifo_layer_times": sum(seven.fifo_ticks) / len(seven.fifo_ticks),
         "fig4_stalls_six_slots": sum(six.stalls) / _TOKENS,
+        "fig4_layers_in": float(seven.controller.swap_ins) / _TOKENS,
+        "fig4_blocks_stalls": float(
+            sum(block_stalls(_LAYERS, _PACE, outside_share(_LAYERS, 4), _TOKENS)[1:])
+        ),
+        "fig4_blocks_stalls_six_slots": float(
+            sum(block_stalls(_LAYERS, _PACE, outside_share(_LAYERS, 5), _TOKENS)[1:]) / _TOKENS
+        ),
+        "fig4_blocks_layers_in": float(_LAYERS * outside_share(_LAYERS, 4)),
     }
 
 
@@ -66,6 +75,7 @@ class Question:
     requests: int
     seed: int
     policy: str = "vllm"
+    form: Form = "layers"
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,11 @@ def requests_of(question: Question) -> list[SimRequest]:
 def answer(question: Question) -> Answer:
     """Run it to the end."""
     case = PieCase(
-        MODELS[question.model], question.device_gb * GIGABYTE, question.fifo_layers, policy=question.policy
+        MODELS[question.model],
+        question.device_gb * GIGABYTE,
+        question.fifo_layers,
+        form=question.form,
+        policy=question.policy,
     )
     found = PieSimulation(case, requests_of(question)).finish()
     summary = summarize(found.outcome)
@@ -139,6 +153,8 @@ PAPER = {
     ("llama-13b", "alpaca"): "1.27",
 }
 """Best gain stated in papers/004 §5.2 (over expansion 1) and §5.3 (over vLLM)."""
+_BLOCKS = "blocks"
+"""The adaptive side in the form in blocks; `pie` is that in layers."""
 Grid = dict[tuple[str, str, float], dict[str, Answer]]
 """(model, trace, GB) → side → answer."""
 
@@ -178,7 +194,7 @@ def run(context: Context) -> Outcome:
 
 def _runs(cells: Sequence[tuple[str, str]], sizes: Sequence[float]) -> int:
     runs = sum(
-        1 + len(LARGER_GB) + len(sizes) * (2 + len(fixed_lengths(MODELS[model]))) for model, _ in cells
+        1 + len(LARGER_GB) + len(sizes) * (3 + len(fixed_lengths(MODELS[model]))) for model, _ in cells
     )
     return runs
 
@@ -201,27 +217,32 @@ def _cell(
     at_rate = replace(peer, rate_per_s=rate)
     sides: list[int | None] = [0, *fixed_lengths(MODELS[model]), None]
     questions = [replace(at_rate, device_gb=gb, fifo_layers=side) for gb in sizes for side in sides]
+    questions += [replace(at_rate, device_gb=gb, fifo_layers=None, form="blocks") for gb in sizes]
     questions += [replace(at_rate, device_gb=gb) for gb in LARGER_GB]
     answers = sweep(answer, questions, processes=processes, on_result=lambda *_: bar.advance())
     grid: Grid = {}
     for question, found in zip(questions, answers, strict=True):
         sides_of = grid.setdefault((model, trace, question.device_gb), {})
-        sides_of[_label(question.fifo_layers)] = found
+        sides_of[_label(question)] = found
     return grid
 
 
-def _label(fifo_layers: int | None) -> str:
-    return "pie" if fifo_layers is None else "vllm" if fifo_layers == 0 else f"q={fifo_layers}"
+def _label(question: Question) -> str:
+    fifo_layers = question.fifo_layers
+    if fifo_layers is None:
+        return "pie" if question.form == "layers" else _BLOCKS
+    return "vllm" if fifo_layers == 0 else f"q={fifo_layers}"
 
 
 def _best_fixed(sides: dict[str, Answer]) -> tuple[str, Answer]:
-    fixed = {label: found for label, found in sides.items() if label != "pie"}
+    fixed = {label: found for label, found in sides.items() if label not in ("pie", _BLOCKS)}
     return max(fixed.items(), key=lambda item: item[1].tokens_per_s)
 
 
 def _figures(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[float]) -> dict[str, float]:
     figures: dict[str, float] = {}
     ratios, stalls, savings, gains = [], [], [], []
+    in_blocks, blocks_stalls, blocks_gains = [], [], []
     for model, trace in cells:
         rows = [found[model, trace, gb] for gb in sizes]
         name = f"{model}_{trace}".replace("-", "_")
@@ -231,6 +252,9 @@ def _figures(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[floa
         figures |= {f"sim_gain_{name}": gain, f"sim_least_{name}": least, f"sim_memory_saving_{name}": saving}
         ratios += [row["pie"].tokens_per_s / _best_fixed(row)[1].tokens_per_s for row in rows]
         stalls += [row["pie"].stall_share for row in rows]
+        in_blocks += [row[_BLOCKS].tokens_per_s / row["pie"].tokens_per_s for row in rows]
+        blocks_stalls += [row[_BLOCKS].stall_share for row in rows]
+        blocks_gains += [row[_BLOCKS].tokens_per_s / row["vllm"].tokens_per_s for row in rows]
         savings.append(saving)
         gains.append(gain)
     return figures | {
@@ -239,6 +263,10 @@ def _figures(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[floa
         "sim_vs_best_fixed": sum(ratios) / len(ratios),
         "sim_vs_best_fixed_worst": min(ratios),
         "sim_stall_share": max(stalls),
+        "sim_blocks_throughput_vs_vllm": max(blocks_gains),
+        "sim_blocks_vs_layers": sum(in_blocks) / len(in_blocks),
+        "sim_blocks_vs_layers_worst": min(in_blocks),
+        "sim_blocks_stall_share": max(blocks_stalls),
     }
 
 
@@ -261,6 +289,8 @@ def _tables(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[float
         "expansion",
         "pie/best",
         "stall",
+        "blocks/pie",
+        "stall",
         "s/token /vllm",
     )
     for model, trace in cells:
@@ -278,6 +308,8 @@ def _tables(found: Grid, cells: Sequence[tuple[str, str]], sizes: Sequence[float
                     f"{expansion(MODELS[model].layers, best.fifo_layers):.2f}",
                     f"{pie.tokens_per_s / best.tokens_per_s:.3f}",
                     f"{pie.stall_share:.4f}",
+                    f"{sides[_BLOCKS].tokens_per_s / pie.tokens_per_s:.3f}",
+                    f"{sides[_BLOCKS].stall_share:.4f}",
                     f"{pie.normalized_s / peer.normalized_s:.2f}",
                 )
             )
@@ -307,6 +339,7 @@ def _record(context: Context, found: Grid) -> None:
 def _notes(requests: int) -> list[str]:
     return [
         f"{requests} requests a run (alpaca: four times), warm-up and drain included; pie begins at 1",
+        "pie: all blocks of some layers outside, as in the paper; blocks: some blocks of all layers",
         "vllm is our policy of that name with recomputation; H100 kernel costs, OPT-30B's scaled from 13B's",
         "paper: up to 1.9 x vLLM's throughput, 1.67 x less device memory, < 2 % below the best expansion",
     ]

@@ -5,7 +5,9 @@ comes first, then completed transfers, then the next layer's start. Source: pape
 """
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
+from services.worker.pie.core.sizes import device_slots
 from services.worker.pie.core.swap import Direction, SwapController, Transfer
 
 
@@ -72,6 +74,30 @@ class Timeline:
             )
             if not is_in:
                 self._left[transfer.layer] = self.now
+
+
+def block_stalls(layers: int, pace: Pace, outside: Fraction, tokens: int) -> list[Fraction]:
+    """Ticks that each token waits where some blocks of all layers are outside, `outside` of each layer's.
+
+    A layer's blocks come over the link one layer after the other, each into one of two buffers: the one that
+    the layer before the last has been done with. KV that is there already is not copied out.
+    """
+    stalls = [Fraction(0)] * tokens
+    ended = [Fraction(0), Fraction(0)]
+    """Of the last layer but one, and of the last."""
+    link_free = Fraction(0)
+    for at in range(tokens * layers):
+        link_free = max(link_free, ended[0]) + pace.swap_in * outside
+        started = max(link_free, ended[1])
+        stalls[at // layers] += started - ended[1]
+        ended = [ended[1], started + pace.compute]
+    return stalls
+
+
+def outside_share(layers: int, fifo_layers: int) -> Fraction:
+    """Of a layer's blocks, those outside in the form in blocks, where as many fit as with such a queue."""
+    slots = device_slots(layers, fifo_layers)
+    return Fraction(layers - slots, max(1, layers - 2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Simulated tokens under the live swap controller.
 """
 
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -13,7 +14,7 @@ from services.worker.core.costs import find_cost
 from services.worker.pie.core.swap import SwapController
 from sim.pie.cost import GH200, PieCost, PieModel, is_in_time, steady
 from sim.pie.run import PieCase, PieSimulation
-from sim.pie.timeline import Pace, Timeline, settle
+from sim.pie.timeline import Pace, Timeline, block_stalls, outside_share, settle
 from sim.requests import SimRequest
 
 MODEL = PieModel("opt-13b", "opt-13b-h100", 40, 2 * 5120 * 2)
@@ -38,6 +39,35 @@ def test_a_step_costs_more_when_the_queue_is_late() -> None:
     assert costs[2].stall_s == pytest.approx(late - plain)
     costs[1].background_bytes_s = 360e9
     assert costs[1].step_s([], 20, 8000) > plain
+
+
+@pytest.mark.parametrize("fifo_layers", [3, 5, 8])
+@pytest.mark.parametrize("swap", [3, 7, 15, 21])
+def test_blocks_of_all_layers_wait_where_a_layers_part_takes_longer_than_its_computation(
+    fifo_layers: int, swap: int
+) -> None:
+    """And then for so long, once both buffers are full: what `PieCost` says of a step."""
+    outside = outside_share(10, fifo_layers)
+    stalls = block_stalls(10, Pace(10, swap, swap), outside, 5)
+    late = max(Fraction(0), swap * outside - 10)
+    assert stalls[2:] == [10 * late] * 3
+    assert stalls[0] >= swap * outside, "the first has to be brought in"
+
+
+def test_a_step_in_blocks_brings_in_only_what_has_no_place_on_the_device() -> None:
+    base, tokens = find_cost("opt-13b-h100"), 8000
+    fits, early, late = (
+        PieCost(base, MODEL, GH200, 20, "blocks", tokens * share // 100) for share in (200, 90, 20)
+    )
+    plain_s = base.step_s([], 20, tokens)
+    assert fits.step_s([], 20, tokens) == plain_s and fits.close_window(1.0, 1, 1).swap_ins == 0
+    assert early.step_s([], 20, tokens) == plain_s
+    window = early.close_window(1.0, 1, 1)
+    assert window.swap_ins == window.early_swap_ins > 0 and window.swap_s > 0
+    early.background_bytes_s = 0.99 * GH200.to_device
+    assert early.step_s([], 20, tokens) > plain_s
+    late.background_bytes_s = 0.9 * GH200.to_device
+    assert late.step_s([], 20, tokens) > plain_s and late.stall_s > 0
 
 
 def test_a_window_is_what_was_since_the_last() -> None:

@@ -134,10 +134,13 @@ def _serve(target: Target, requests: Sequence[Request], at_once: int) -> LoadRes
 def turn_of(asked: Sequence[Request], load: LoadResult) -> Turn:
     """Tokens of answers that failed, or are not as long as they were to be, count nothing."""
     pairs = zip(asked, load.answers, strict=True)
-    served = [one for request, one in pairs if one.ok and one.completion_tokens == request.answer_tokens]
+    served = [pair for pair in pairs if pair[1].ok and pair[1].completion_tokens == pair[0].answer_tokens]
+    answered = sum(answer.completion_tokens for _, answer in served)
+    prompted = sum(len(request.prompt) for request, _ in served)
     return Turn(
-        tok_s=sum(answer.completion_tokens for answer in served) / load.elapsed_s,
-        ttft_s=[answer.first_s for answer in served if answer.event_s],
+        tok_s=answered / load.elapsed_s,
+        work_tok_s=(prompted + answered) / load.elapsed_s,
+        ttft_s=[answer.first_s for _, answer in served if answer.event_s],
         unserved=len(asked) - len(served),
     )
 
@@ -161,6 +164,8 @@ def _notes(context: Context) -> list[str]:
         f"everything: default settings; singles: {', '.join(flags.singles)}",
         "tok_s: output tokens of answers that are whole, median over turns; unserved: of `everything`, "
         f"refused, failed or not over after {_UNTIL_S:.0f} s",
+        "work_tok_s, work_vs_...: the same with the prompts of these answers: who refuses a long prompt has "
+        "not done its work",
         "vs_best_single, vs_none: median ratio within one turn, geometric mean over the workloads where "
         "memory is short; _low and _high: 95 % interval over turns",
     ]

@@ -16,6 +16,8 @@ class Turn:
 
     tok_s: float
     """Output tokens of answers that are whole, per second until the last answer ended; above 0."""
+    work_tok_s: float
+    """The same with their prompts: work that a side refuses counts for others only."""
     ttft_s: Sequence[float]
     """From sending to the first text, of each that was served."""
     unserved: int
@@ -40,17 +42,24 @@ def figures_of(turns: Turns, short: Sequence[str], harmless: Sequence[str]) -> d
         for side, own in by_side.items():
             name = f"{workload}_{side}"
             figures[f"tok_s_{name}"] = median(turn.tok_s for turn in own)
+            figures[f"work_tok_s_{name}"] = median(turn.work_tok_s for turn in own)
             if firsts := [each for turn in own for each in turn.ttft_s]:
                 figures[f"p99_ttft_s_{name}"] = percentile(firsts, 99)
             figures[f"unserved_{name}"] = sum(turn.unserved for turn in own)
-    rounds = _rounds(turns)
+    rounds = _rounds(turns, lambda turn: turn.tok_s)
+    worked = _rounds(turns, lambda turn: turn.work_tok_s)
     for workload in short:
         figures[f"vs_best_single_{workload}"] = _against(rounds, workload, _singles(turns, workload))
         if AMPLE in turns[workload]:
             figures[f"of_ample_{workload}"] = _against(rounds, workload, [AMPLE])
     for workload in turns:
         figures[f"vs_none_{workload}"] = _against(rounds, workload, [NONE])
+        figures[f"work_vs_none_{workload}"] = _against(worked, workload, [NONE])
     if short:
+        figures |= _with_interval(
+            "work_vs_best_single", worked, lambda some: vs_best_single(some, turns, short)
+        )
+        figures |= _with_interval("work_vs_none", worked, lambda some: vs_none(some, short))
         figures |= _with_interval("vs_best_single", rounds, lambda some: vs_best_single(some, turns, short))
         figures |= _with_interval("vs_none", rounds, lambda some: vs_none(some, short))
     if harmless:
@@ -83,12 +92,12 @@ def _singles(turns: Turns, workload: str) -> list[str]:
     return [side for side in turns[workload] if side not in (NONE, EVERYTHING, AMPLE)]
 
 
-def _rounds(turns: Turns) -> list[_Rates]:
+def _rounds(turns: Turns, rate: Callable[[Turn], float]) -> list[_Rates]:
     """The same by turn."""
     count = min(len(own) for by_side in turns.values() for own in by_side.values())
     return [
         {
-            workload: {side: own[at].tok_s for side, own in by_side.items()}
+            workload: {side: rate(own[at]) for side, own in by_side.items()}
             for workload, by_side in turns.items()
         }
         for at in range(count)
@@ -104,7 +113,7 @@ def _with_interval(
 
 def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -> Table:
     """One workload, a side a line."""
-    columns = ("side", "tok/s", "everything / it", "p99 first token", "unserved", "requests")
+    columns = ("side", "tok/s", "with prompts", "everything / it", "p99 first token", "unserved", "requests")
     everything = [turn.tok_s for turn in by_side[EVERYTHING]]
     lines = []
     for side, own in by_side.items():
@@ -113,6 +122,7 @@ def table_of(workload: str, title: str, by_side: Mapping[str, Sequence[Turn]]) -
             (
                 side,
                 f"{median(turn.tok_s for turn in own):.0f}",
+                f"{median(turn.work_tok_s for turn in own):.0f}",
                 f"{median_of_ratios(everything, [turn.tok_s for turn in own]):.2f}",
                 f"{percentile(firsts, 99):.2f} s" if firsts else "",
                 sum(turn.unserved for turn in own),

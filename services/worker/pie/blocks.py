@@ -18,7 +18,14 @@ from services.worker.kv.tiers.resident import OpenStream, ResidentKv, StreamFigu
 from services.worker.pie.core.expansion import ExpansionController, Window
 from services.worker.pie.core.forecast import DecodeCost
 from services.worker.pie.core.meter import SwapMeter
-from services.worker.pie.core.sizes import LEAST_FIFO_LAYERS, higher, lower, slot_blocks, spare_blocks
+from services.worker.pie.core.sizes import (
+    LEAST_FIFO_LAYERS,
+    higher,
+    lower,
+    slot_blocks,
+    spare_blocks,
+    swaps_in_blocks,
+)
 from services.worker.pie.core.swap import Direction
 from services.worker.pie.resize import Expansion
 from services.worker.pie.settings import PieSettings
@@ -40,11 +47,6 @@ class FetchCounts:
 
     swap_ins: int
     early_swap_ins: int
-
-
-def swaps_of(fifo_layers: int) -> int:
-    """What a step brings in grows with a level's buffers, which are in proportion to this."""
-    return max(0, fifo_layers - 2)
 
 
 class BlockGrowth:
@@ -202,9 +204,9 @@ class BlockGrowth:
         self.meter.moved_bytes[Direction.OUT] += (self._saved_late - late) * layer_bytes * self._kv.layers
 
     def _swap_s(self, fifo_layers: int) -> float:
-        """Of one of the `swaps_of` a level."""
+        """Of one of the `swaps_in_blocks` of a level."""
         buffers = self._spare(fifo_layers) * self._kv.layers // 2
-        return self._block_s * buffers * self._kv.layers / max(1, swaps_of(fifo_layers))
+        return self._block_s * buffers * self._kv.layers / max(1, swaps_in_blocks(fifo_layers))
 
     def _is_window_over(self, controller: ExpansionController) -> bool:
         """Also once it has waited so long that the rest cannot change what will be said of it."""
@@ -380,7 +382,7 @@ def block_pie(
         BlockGrowth(
             kv,
             device_blocks,
-            ExpansionController(layers, most, fifo_layers=settings.fifo_layers, swaps=swaps_of)
+            ExpansionController(layers, most, fifo_layers=settings.fifo_layers, swaps=swaps_in_blocks)
             if most
             else None,
             settings.fifo_layers,

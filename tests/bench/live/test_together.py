@@ -89,13 +89,14 @@ def answer(tokens: int, first_s: float = 1.0, error: str = "") -> Answer:
 
 
 def test_what_failed_or_is_too_short_is_unserved_and_its_tokens_count_nothing() -> None:
-    asked = [Request([1], 20), Request([2], 20), Request([3], 20)]
+    asked = [Request([1, 2, 3], 20), Request([2], 20), Request([3], 20)]
     load = LoadResult([answer(20), answer(19), answer(20, error="refused")], elapsed_s=4.0)
-    assert turn_of(asked, load) == Turn(tok_s=5.0, ttft_s=[1.0], unserved=2)
+    assert turn_of(asked, load) == Turn(tok_s=5.0, work_tok_s=5.75, ttft_s=[1.0], unserved=2)
 
 
 def turns(*tok_s: float, unserved: int = 0) -> list[Turn]:
-    return [Turn(each, [0.1, 0.3], unserved) for each in tok_s]
+    """With prompts the work is three times as much, half of it where some are unserved."""
+    return [Turn(each, (1.5 if unserved else 3) * each, [0.1, 0.3], unserved) for each in tok_s]
 
 
 MEASURED = {
@@ -110,12 +111,14 @@ def test_ratios_are_of_one_turn_and_their_geometric_mean_is_over_workloads() -> 
     assert figures["vs_none_mixed"] == pytest.approx(4.0)
     assert figures["vs_none"] == pytest.approx(2.0)
     assert figures["vs_best_single"] == pytest.approx(2.0)
+    assert figures["work_vs_none_mixed"] == pytest.approx(8.0), "what was refused is not done"
+    assert figures["work_vs_none"] == pytest.approx((8 * 0.5) ** 0.5)
     assert figures["harmless"] == pytest.approx(0.98)
     assert (figures["harmless_low"], figures["harmless_high"]) == pytest.approx((0.97, 0.99))
     assert figures["unserved"] == 4 and figures["unserved_mixed_none"] == 2
     assert figures["p99_ttft_s_mixed_none"] == pytest.approx(0.3)
     assert figures["tok_s_mixed_cache"] == pytest.approx(30)
-    whole = ("vs_best_single", "vs_none", "harmless")
+    whole = ("vs_best_single", "vs_none", "work_vs_best_single", "work_vs_none", "harmless")
     assert {f"{name}{end}" for name in whole for end in ("", "_low", "_high")} <= figures.keys()
 
 
@@ -139,7 +142,7 @@ def test_memory_enough_is_no_mechanism() -> None:
 def test_the_table_has_a_line_for_each_side() -> None:
     table = table_of("mixed", "chats", MEASURED["mixed"])
     assert [row[0] for row in table.rows] == ["none", "cache", "everything"]
-    assert [row[2] for row in table.rows] == ["4.00", "2.00", "1.00"]
+    assert [row[3] for row in table.rows] == ["4.00", "2.00", "1.00"]
 
 
 @pytest.mark.slow

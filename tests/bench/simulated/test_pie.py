@@ -22,11 +22,13 @@ def test_a_small_run(tmp_path: Path) -> None:
         0,
         8,
     )
-    assert figures["fig4_stalls_six_slots"] > 0
+    assert figures["fig4_stalls_six_slots"] > 0 == figures["fig4_blocks_stalls"]
+    assert figures["fig4_blocks_layers_in"] < 4 <= figures["fig4_layers_in"]
+    assert figures["sim_blocks_stall_share"] <= 0.02 and figures["sim_blocks_vs_layers"] > 0.9
     assert 0.9 < figures["sim_throughput_vs_vllm"] < 3
     assert figures["sim_stall_share"] <= 0.02
     rows = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
-    assert {"vllm", "pie", "q=25"} <= {row["side"] for row in rows}
+    assert {"vllm", "pie", "q=25", "blocks"} <= {row["side"] for row in rows}
 
 
 def question(path: Path, fifo_layers: int | None) -> Question:

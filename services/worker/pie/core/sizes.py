@@ -114,6 +114,11 @@ def spare_blocks(layers: int, fifo_layers: int, device_blocks: int) -> int:
     return -(-2 * extra // (layers - 2)) if extra > 0 else 0
 
 
+def swaps_in_blocks(fifo_layers: int) -> int:
+    """What a step brings in at a level grows with its buffers, which are in proportion to this."""
+    return max(0, fifo_layers - 2)
+
+
 def most_in_blocks(layers: int, device_blocks: int, host_blocks: int) -> int:
     """The highest level at which each block has a place on the host, within `host_blocks` blocks of one
     layer."""
