@@ -23,7 +23,7 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
 from services.worker.kv.tiers.resident import ResidentKv, StreamFigures
-from services.worker.pie.blocks import BlockGrowth, swaps_of
+from services.worker.pie.blocks import BlockGrowth, swaps_in_blocks
 from services.worker.pie.core.expansion import ExpansionController
 from services.worker.pie.core.sizes import slot_blocks, spare_blocks
 from tests.stack.actors import Wanted, WorkerProcess
@@ -49,7 +49,7 @@ class Memory:
         self.device: list[Content] = [[0] * BLOCK_TOKENS for _ in range(BLOCKS)]
         self.rows: dict[int, Content] = {}
         self.fetched = self.saved = 0
-        controller = ExpansionController(LAYERS, MOST_LEVEL, swaps=swaps_of)
+        controller = ExpansionController(LAYERS, MOST_LEVEL, swaps=swaps_in_blocks)
         self.growth = BlockGrowth(cast(ResidentKv, self), BLOCKS, controller, 0, 8, clock, notice_s=0.1)
         self.pool = self.growth.make_pool(BLOCK_TOKENS)
 
