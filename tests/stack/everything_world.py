@@ -23,9 +23,9 @@ from services.worker.kv.core.borrowed_pool import ExtendedPool
 from services.worker.kv.core.grown_pool import GrownPool
 from services.worker.kv.core.residency import Residency, StepPlan
 from services.worker.kv.tiers.resident import ResidentKv, StreamFigures
-from services.worker.pie.blocks import BlockGrowth, swaps_in_blocks
+from services.worker.pie.blocks import BlockGrowth
 from services.worker.pie.core.expansion import ExpansionController
-from services.worker.pie.core.sizes import slot_blocks, spare_blocks
+from services.worker.pie.core.sizes import slot_blocks, spare_blocks, swaps_in_blocks
 from tests.stack.actors import Wanted, WorkerProcess
 from tests.stack.mixed_world import BLOCKS, MixedWorld, Parts
 from tests.stack.world import Pace
