@@ -233,6 +233,8 @@ async def compare(stack: RunningStack, requests: int, least_faults: int, pause_s
             check_valid(at, choices)
         wrong = {at: names for at in range(requests) if (names := differences(found[at], expected[at]))}
         print(f"round {number}: {faults.done} faults, {time.monotonic() - began_s:.0f} s, different: {wrong}")
+        for at in wrong:
+            print(f"request {at}: {found[at]}\nundisturbed: {expected[at]}")
         assert wrong == {}
         if faults.done >= least_faults:
             return

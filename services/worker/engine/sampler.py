@@ -1,10 +1,8 @@
 """From logits to tokens. A token depends on its logits, the sampling parameters, the choice and its index.
 
 The order is vLLM's: log-probabilities are those of the raw logits; then penalties and `min_tokens`, then what
-a grammar does not allow is masked;
-temperature 0 is argmax of that. Otherwise: temperature → min_p → top-k → top-p (each of what is left) →
-inverse CDF in token-id order with one uniform number, a counter-based hash of (seed, choice, index): no
-generator state to carry to another worker. Rows that ask for nothing pay nothing.
+a grammar does not allow is masked; temperature 0 is argmax of that. Otherwise the token is drawn
+(`drawing.py`). Rows that ask for nothing pay nothing.
 
 Penalties read and write only the tokens that occur, so their cost follows the length of the texts that ask
 for them and not the vocabulary. The repetition penalty is CTRL's (Keskar et al. 2019, §4.1) by sign, as
@@ -23,11 +21,11 @@ import numpy as np
 import torch
 
 from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.engine.drawing import draw, draw_natively, wish_of
 from services.worker.engine.grammar_masks import RowMasks
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import declare
 from shared.grammars import Words
-from shared.messages.sequence import Sampling
 from shared.messages.tokens import TokenLogprobs
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -136,20 +134,6 @@ def _write(
     logits[row, token] = torch.where(before.isfinite(), after, before)
 
 
-class Draw(ctypes.Structure):
-    """`draw.h`: one row's wishes; `token` is the answer."""
-
-    _fields_ = (
-        ("row", ctypes.c_int64),
-        ("temperature", ctypes.c_float),
-        ("min_p", ctypes.c_float),
-        ("top_p", ctypes.c_float),
-        ("top_k", ctypes.c_int32),
-        ("uniform", ctypes.c_double),
-        ("token", ctypes.c_int64),
-    )
-
-
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
 _PROTOTYPES = {
     "mask_logits": (None, (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32)),
@@ -157,24 +141,7 @@ _PROTOTYPES = {
         None,
         (_POINTER, _INT32, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _POINTER),
     ),
-    "draw_tokens": (None, (_POINTER, _POINTER, _INT32, _POINTER, ctypes.POINTER(Draw), _INT32)),
 }
-
-
-def draw_tokens(
-    library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[Draw]
-) -> list[int]:
-    """A token for each wish, from `logits` `[rows, vocabulary]` (fp32, contiguous), `highest` of each row.
-
-    A row whose highest logit is not finite gets any token.
-    """
-    declare(library, _PROTOTYPES)
-    draws = (Draw * len(wishes))(*wishes)
-    scratch = torch.empty(logits.shape[1])
-    library.draw_tokens(
-        logits.data_ptr(), highest.data_ptr(), logits.shape[1], scratch.data_ptr(), draws, len(wishes)
-    )
-    return [draw.token for draw in draws]
 
 
 def mask_rows(
@@ -243,27 +210,6 @@ def measure(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> 
     ]
 
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_CANDIDATES = 256
-_MOST_RANKS = 2**31 - 1
-
-
-def _mix(value: int) -> int:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, choice: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits."""
-    state = _mix((seed + _GOLDEN) & _MASK)
-    state = _mix((state ^ choice) + _GOLDEN & _MASK)
-    state = _mix((state ^ index) + _GOLDEN & _MASK)
-    return (state >> 11) / (1 << 53)
-
-
 def sample(
     found: Logits,
     points: Sequence[SamplePoint],
@@ -326,11 +272,11 @@ def _sample(
     highest, tokens = likeliest(logits, library, range(len(points)))
     drawn = [row for row, point in enumerate(points) if point.sampling.temperature > 0 and point.index >= 0]
     if drawn and library is not None:
-        wishes = [_wish(row, points[row]) for row in drawn]
-        tokens[drawn] = torch.tensor(draw_tokens(library, logits.contiguous(), highest, wishes))
+        wishes = [wish_of(row, points[row]) for row in drawn]
+        tokens[drawn] = torch.tensor(draw_natively(library, logits.contiguous(), highest, wishes))
     elif drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
+        tokens[rows] = draw(logits[rows] - highest[rows, None], [points[row] for row in drawn])
     for row, point in enumerate(points):
         if (forced := point.forced) is not None:
             tokens[row] = forced
@@ -338,84 +284,3 @@ def _sample(
     logprobs = dict(zip(tops, found, strict=True))
     chosen = enumerate(zip(tokens.tolist(), highest.isfinite().tolist(), strict=True))
     return [Sampled(token, logprobs.get(row)) if ok else None for row, (token, ok) in chosen]
-
-
-def _wish(row: int, point: SamplePoint) -> Draw:
-    sampling = point.sampling
-    return Draw(
-        row=row,
-        temperature=sampling.temperature,
-        min_p=sampling.min_p,
-        top_p=sampling.top_p,
-        top_k=min(sampling.top_k, _MOST_RANKS) if sampling.top_k > 0 else 0,
-        uniform=uniform(sampling.seed, point.choice, point.index),
-    )
-
-
-def _draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
-    device = logits.device
-    temperatures = torch.tensor([point.sampling.temperature for point in points], device=device)
-    logits = logits / temperatures.clamp_min(1e-5)[:, None]
-    floored = [row for row, point in enumerate(points) if point.sampling.min_p > 0]
-    if floored:
-        rows = torch.tensor(floored, device=device)
-        logits[rows] = _floor(logits[rows], [points[row].sampling.min_p for row in floored])
-    probabilities = logits.softmax(-1)
-    filtered = [row for row, point in enumerate(points) if _is_filtered(point.sampling)]
-    if filtered:
-        rows = torch.tensor(filtered, device=device)
-        probabilities[rows] = _filter(probabilities[rows], [points[row].sampling for row in filtered])
-    cumulative = probabilities.double().cumsum(-1)
-    numbers = [uniform(point.sampling.seed, point.choice, point.index) for point in points]
-    total = cumulative[:, -1:]
-    target = torch.tensor(numbers, dtype=torch.float64, device=device)[:, None] * total
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    return found.clamp_max(logits.shape[-1] - 1)  # Past the end only where logits are not finite.
-
-
-def _floor(logits: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
-    """Mask what is less likely than a share of the likeliest, whose logit is 0."""
-    floors = torch.tensor([math.log(share) for share in shares], dtype=torch.float32, device=logits.device)
-    return logits.masked_fill(logits < floors[:, None], -math.inf)
-
-
-def _is_filtered(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1
-
-
-def _filter(
-    probabilities: torch.Tensor, samplings: Sequence[Sampling], candidates: int = _CANDIDATES
-) -> torch.Tensor:
-    """Zero what is less likely than the last token kept; tokens as likely as that one stay.
-
-    Only the `candidates` most likely tokens are put in order; rows for which they do not reach top_k or top_p
-    are done again with all.
-    """
-    device, vocabulary = probabilities.device, probabilities.shape[-1]
-    most = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
-    width = min(vocabulary, candidates)
-    ordered = _ordered(probabilities, width)
-    ranks = torch.arange(width, device=device)
-    ordered = ordered.masked_fill(ranks >= torch.tensor(most, device=device)[:, None], 0.0)
-    shares = torch.tensor([sampling.top_p for sampling in samplings], device=device)[:, None]
-    cut_by_rank = torch.tensor([limit <= width for limit in most], device=device)[:, None]
-    total = torch.where(cut_by_rank, ordered.sum(-1, keepdim=True), probabilities.sum(-1, keepdim=True))
-    before = ordered.cumsum(-1) - ordered
-    kept = (ordered > 0) & ((before < shares * total) | (shares >= 1) | (ranks == 0))
-    last = (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
-    result = probabilities * (probabilities >= ordered.gather(-1, last))
-    ranked = torch.tensor([width < limit < vocabulary for limit in most], device=device)
-    open_ended = (ranked | (kept[:, -1:] & ~cut_by_rank).squeeze(-1)).nonzero().squeeze(-1)
-    if len(open_ended):
-        rows = open_ended.tolist()
-        result[open_ended] = _filter(probabilities[open_ended], [samplings[row] for row in rows], vocabulary)
-    return result
-
-
-def _ordered(probabilities: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` highest values of each row, descending."""
-    if width < probabilities.shape[-1] or probabilities.device.type != "cpu":
-        return probabilities.topk(width).values
-    # numpy sorts values alone, with vector instructions; torch sorts indices with them, far slower on a CPU.
-    return torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)

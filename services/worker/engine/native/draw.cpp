@@ -93,21 +93,67 @@ float least_kept(const float* weights, int32_t vocabulary, double total, const D
   return least;
 }
 
-// The first token at which the running sum of the weights from `least` on exceeds the share `uniform` of all.
-int64_t invert(const float* weights, int32_t vocabulary, float least, double uniform) {
-  double total = 0;
-  for (int32_t token = 0; token < vocabulary; ++token)
-    if (weights[token] >= least) total += weights[token];
-  const double target = uniform * total;
-  double reached = 0;
-  int64_t last = 0;
-  for (int32_t token = 0; token < vocabulary; ++token) {
-    if (weights[token] < least || weights[token] == 0) continue;
-    reached += weights[token];
-    last = token;
-    if (reached > target) return token;
+typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
+
+// lowbias32, of one number or of a vector of them.
+template <typename Number>
+Number scatter(Number value) {
+  value = (value ^ (value >> 16)) * 0x7FEB352Du;
+  value = (value ^ (value >> 15)) * 0x846CA68Bu;
+  return value ^ (value >> 16);
+}
+
+// When tokens arrive (see drawing.py).
+class Race {
+ public:
+  explicit Race(uint64_t key) : low_(static_cast<uint32_t>(key)), high_(static_cast<uint32_t>(key >> 32)) {}
+
+  // At a rate of 1.
+  double time(uint32_t token) const {
+    const uint32_t mixed = scatter(token * kStep + low_);
+    const double above = scatter(mixed ^ high_), below = scatter(mixed + kSecond);
+    const double early = (above + (below + 0.5) * 0x1p-32) * 0x1p-32;
+    return -std::log1p(-std::min(early, 1 - 0x1p-53));
   }
-  return last;
+
+  // Not above the times of the tokens from `first` on.
+  Vec least_times(uint32_t first) const {
+    UintVec tokens;
+    for (int lane = 0; lane < kLanes; ++lane) tokens[lane] = first + lane;
+    const UintVec above = scatter(scatter(tokens * kStep + low_) ^ high_);
+    return __builtin_convertvector(reinterpret_cast<IntVec>(above >> 8), Vec) * 0x1p-24f;
+  }
+
+ private:
+  static constexpr uint32_t kStep = 0x9E3779B1u, kSecond = 0x85EBCA6Bu;
+  uint32_t low_, high_;
+};
+
+// The first to arrive of the tokens that weigh at least `least`. Only of those that may be, which are few, is the
+// time computed.
+int64_t winner(const float* weights, int32_t vocabulary, float least, uint64_t key) {
+  const Race race(key);
+  constexpr float kSlack = 1 + 1e-6f;  // more than is lost between the two times
+  double best = INFINITY;
+  int64_t token = 0;
+  for (int32_t first = 0; first < vocabulary; first += kLanes) {
+    const int32_t lanes = std::min(kLanes, vocabulary - first);
+    Vec weight = {};
+    std::memcpy(&weight, weights + first, sizeof(float) * lanes);
+    const IntVec may = (race.least_times(first) < weight * (static_cast<float>(best) * kSlack)) & (weight >= least);
+    int32_t any = 0;
+    for (int lane = 0; lane < kLanes; ++lane) any |= may[lane];
+    if (!any) continue;
+    for (int lane = 0; lane < lanes; ++lane) {
+      if (!may[lane]) continue;
+      const double time = race.time(first + lane) / weight[lane];
+      if (time < best) {
+        best = time;
+        token = first + lane;
+      }
+    }
+  }
+  return token;
 }
 
 // The first of the likeliest tokens of a row, as far as it was looked at.
@@ -148,7 +194,7 @@ void draw_tokens(const float* logits, const float* highest, int32_t vocabulary, 
     const float* row = logits + draw->row * vocabulary;
     const double total = weigh(row, highest[draw->row], *draw, vocabulary, scratch);
     const float least = least_kept(scratch, vocabulary, total, *draw);
-    draw->token = invert(scratch, vocabulary, least, draw->uniform);
+    draw->token = winner(scratch, vocabulary, least, draw->key);
   }
 }
 

@@ -1,5 +1,5 @@
-// One token for a row of logits: temperature, min-p, top-k, top-p, inverse CDF. What the torch sampler does
-// (sampler.py), without putting anything in order: thresholds are found digit by digit in histograms.
+// One token for a row of logits: temperature, min-p, top-k, top-p, and a race of what is left. What drawing.py does
+// in torch, without putting anything in order: thresholds are found digit by digit in histograms.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +12,7 @@ struct Draw {
   float min_p;         // 0: none
   float top_p;         // 1 or more: none
   int32_t top_k;       // 0: none
-  double uniform;      // in [0, 1)
+  uint64_t key;        // of the tokens' times
   int64_t token;       // the answer
 };
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper
 
 from services.worker.core.sampling import Sampled, SamplePoint
+from services.worker.engine.drawing import arrivals, key_of
 from services.worker.engine.logits import Logits
 from services.worker.engine.native.library import load
-from services.worker.engine.sampler import measure, uniform
+from services.worker.engine.sampler import measure
 from services.worker.engine.sampler import sample as sample_logits
 from shared.messages.sequence import Sampling
 
@@ -70,13 +71,21 @@ def reference(logits: list[float], drawn: SamplePoint) -> int:
             break
         nucleus.append(token)
         mass += weights[token]
-    target = uniform(sampling.seed, drawn.choice, drawn.index) * mass
-    reached = 0.0
-    for token in sorted(nucleus):
-        reached += weights[token]
-        if reached > target:
-            return token
-    return max(nucleus)
+    return min(nucleus, key=lambda token: arrival(drawn, token) / weights[token])
+
+
+def scatter(value: int) -> int:
+    value = (value ^ value >> 16) * 0x7FEB352D % 2**32
+    value = (value ^ value >> 15) * 0x846CA68B % 2**32
+    return value ^ value >> 16
+
+
+def arrival(drawn: SamplePoint, token: int) -> float:
+    """In its race, were its rate 1."""
+    key = key_of(drawn.sampling.seed, drawn.choice, drawn.index)
+    mixed = scatter((token * 0x9E3779B1 + key) % 2**32)
+    above, below = scatter(mixed ^ key >> 32), scatter((mixed + 0x85EBCA6B) % 2**32)
+    return -math.log1p(-(above + (below + 0.5) / 2**32) / 2**32)
 
 
 @settings(max_examples=200)
@@ -128,15 +137,41 @@ def test_a_token_is_drawn_the_same_alone_and_among_others() -> None:
     assert draw(logits.flip(0), points[::-1]) == alone[::-1]
 
 
-def test_uniform_numbers_depend_on_each_part_and_spread_evenly() -> None:
-    base = uniform(1, 0, 0)
-    assert base == uniform(1, 0, 0)
-    assert len({base, uniform(2, 0, 0), uniform(1, 1, 0), uniform(1, 0, 1), uniform(-1, 0, 0)}) == 5
-    for seeds, choices, indices in ((1000, 1, 1), (1, 1000, 1), (1, 1, 1000)):
-        numbers = [uniform(s, c, i) for s in range(seeds) for c in range(choices) for i in range(indices)]
-        assert all(0 <= number < 1 for number in numbers)
-        assert abs(sum(numbers) / len(numbers) - 0.5) < 0.04
-        assert len({int(number * 10) for number in numbers}) == 10
+def test_keys_depend_on_each_part() -> None:
+    assert key_of(1, 0, 0) == key_of(1, 0, 0)
+    keys = {key_of(s, c, i) for s in (-1, 1, 2, 2**63) for c in range(50) for i in range(50)}
+    assert len(keys) == 4 * 50 * 50 and all(0 <= key < 2**64 for key in keys)
+
+
+@pytest.mark.parametrize(("keys", "tokens"), [(1, 20_000), (20_000, 1), (200, 100)])
+def test_times_are_exponentially_distributed(keys: int, tokens: int) -> None:
+    """Over tokens and over draws: Kolmogorov and Smirnov's distance at a chance of 1 in 1,000."""
+    times = arrivals([key_of(3, 0, index) for index in range(keys)], tokens, torch.device("cpu"))
+    below = 1 - (-times.flatten().sort().values).exp()
+    count = len(below)
+    places = torch.arange(count, dtype=torch.float64)
+    apart = torch.maximum((places + 1) / count - below, below - places / count).max()
+    assert float(apart) < 1.95 / math.sqrt(count)
+    if keys > 1 and tokens > 1:
+        centred = times - 1
+        assert abs(float((centred[:, 1:] * centred[:, :-1]).mean())) < 4 / math.sqrt(count)
+        assert abs(float((centred[1:] * centred[:-1]).mean())) < 4 / math.sqrt(count)
+
+
+def test_logits_that_differ_a_little_seldom_give_another_token() -> None:
+    """As often as their distributions have to differ, at most twice: answers that resume compute logits whose
+    last bits differ, and a running sum over the vocabulary made another token of that in a hundred times as
+    many draws."""
+    draws, vocabulary = 6000, 2000
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(1, vocabulary, generator=generator) * 2
+    other = logits + 0.01 * torch.randn(1, vocabulary, generator=generator)
+    distance = float((logits.softmax(-1) - other.softmax(-1)).abs().sum() / 2)
+    points = [point(index) for index in range(draws)]
+    first, second = (draw(each.expand(draws, -1), points) for each in (logits, other))
+    differ = sum(a != b for a, b in zip(first, second, strict=True)) / draws
+    bound = 2 * distance / (1 + distance)
+    assert 0 < differ <= bound + 4 * math.sqrt(bound / draws)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -180,10 +215,11 @@ def test_min_p_leaves_what_transformers_leaves(seed: int, min_p: float, temperat
     kept = MinPLogitsWarper(min_p)(torch.tensor([[0]]), logits / temperature)[0]  # type: ignore[arg-type]
     probabilities = kept.softmax(-1)
     points = [point(index, seed=seed, temperature=temperature, min_p=min_p) for index in range(50)]
-    expected = []
-    for each in points:
-        target = uniform(each.sampling.seed, each.choice, each.index)
-        expected.append(int((probabilities.double().cumsum(-1) <= target).sum()))
+    kept_tokens = probabilities.nonzero().flatten().tolist()
+    expected = [
+        min(kept_tokens, key=lambda token: arrival(each, token) / float(probabilities[token]))
+        for each in points
+    ]
     assert draw(logits.expand(50, -1), points) == expected
 
 

@@ -1,0 +1,190 @@
+"""The token that is drawn from a row of logits: temperature → min_p → top-k → top-p (each of what is left);
+of the tokens that these leave the one that wins a race.
+
+Every token has an arrival time, exponentially distributed with its probability as rate; the first to arrive
+is drawn, which happens with just its probability. Times are counter-based hashes of (seed, choice, index,
+token): there is no generator state to carry to another worker, and where rounding changes probabilities a
+little, another token is drawn only if two were about to arrive at once. The chance of that is at most
+2·d / (1 + d), d being the total variation distance of the two distributions, and no rule that knows only one
+of them does better (Bavarian et al. 2016, The optimality of correlated sampling). Decision 0005 says why that
+matters.
+
+For rows whose logits are on the CPU all this runs in C++ (`draw.h`) where there is a library.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from services.worker.core.sampling import SamplePoint
+from services.worker.engine.native.library import declare
+from shared.messages.sequence import Sampling
+
+_CANDIDATES = 256
+_MOST_RANKS = 2**31 - 1
+
+
+class Draw(ctypes.Structure):
+    """`draw.h`: one row's wishes; `token` is the answer."""
+
+    _fields_ = (
+        ("row", ctypes.c_int64),
+        ("temperature", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("top_p", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("key", ctypes.c_uint64),
+        ("token", ctypes.c_int64),
+    )
+
+
+def wish_of(row: int, point: SamplePoint) -> Draw:
+    """What a point asks of `row` of the logits."""
+    sampling = point.sampling
+    return Draw(
+        row=row,
+        temperature=sampling.temperature,
+        min_p=sampling.min_p,
+        top_p=sampling.top_p,
+        top_k=min(sampling.top_k, _MOST_RANKS) if sampling.top_k > 0 else 0,
+        key=key_of(sampling.seed, point.choice, point.index),
+    )
+
+
+_PROTOTYPES = {
+    "draw_tokens": (
+        None,
+        (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.POINTER(Draw),
+            ctypes.c_int32,
+        ),
+    ),
+}
+
+
+def draw_natively(
+    library: ctypes.CDLL, logits: torch.Tensor, highest: torch.Tensor, wishes: list[Draw]
+) -> list[int]:
+    """A token for each wish, from `logits` `[rows, vocabulary]` (fp32, contiguous), `highest` of each row.
+
+    A row whose highest logit is not finite gets any token.
+    """
+    declare(library, _PROTOTYPES)
+    draws = (Draw * len(wishes))(*wishes)
+    scratch = torch.empty(logits.shape[1])
+    library.draw_tokens(
+        logits.data_ptr(), highest.data_ptr(), logits.shape[1], scratch.data_ptr(), draws, len(wishes)
+    )
+    return [draw.token for draw in draws]
+
+
+def draw(logits: torch.Tensor, points: Sequence[SamplePoint]) -> torch.Tensor:
+    """A token for each row, int64 `[rows]`, from `logits` `[rows, vocabulary]` whose highest is 0 in each."""
+    device = logits.device
+    temperatures = torch.tensor([point.sampling.temperature for point in points], device=device)
+    logits = logits / temperatures.clamp_min(1e-5)[:, None]
+    floored = [row for row, point in enumerate(points) if point.sampling.min_p > 0]
+    if floored:
+        rows = torch.tensor(floored, device=device)
+        logits[rows] = _floor(logits[rows], [points[row].sampling.min_p for row in floored])
+    probabilities = logits.softmax(-1)
+    filtered = [row for row, point in enumerate(points) if _is_filtered(point.sampling)]
+    if filtered:
+        rows = torch.tensor(filtered, device=device)
+        probabilities[rows] = _filter(probabilities[rows], [points[row].sampling for row in filtered])
+    keys = [key_of(point.sampling.seed, point.choice, point.index) for point in points]
+    return (arrivals(keys, logits.shape[-1], device) / probabilities).argmin(-1)
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finalizer (Steele, Lea, Flood 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def key_of(seed: int, choice: int, index: int) -> int:
+    """64 bits, from which the race for one token of one answer has its times."""
+    state = _mix((seed + _GOLDEN) & _MASK)
+    state = _mix((state ^ choice) + _GOLDEN & _MASK)
+    return _mix((state ^ index) + _GOLDEN & _MASK)
+
+
+_HALF = (1 << 32) - 1
+_STEP, _SECOND = 0x9E3779B1, 0x85EBCA6B
+
+
+def arrivals(keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Of each token in the race of each key, were its rate 1: exponentially distributed, fp64 `[keys,
+    vocabulary]`."""
+    low = torch.tensor([key & _HALF for key in keys], dtype=torch.int64, device=device)[:, None]
+    high = torch.tensor([key >> 32 for key in keys], dtype=torch.int64, device=device)[:, None]
+    mixed = _scatter(torch.arange(vocabulary, device=device) * _STEP + low & _HALF)
+    above, below = _scatter(mixed ^ high), _scatter(mixed + _SECOND & _HALF)
+    early = (above.double() + (below.double() + 0.5) * 2.0**-32) * 2.0**-32
+    return -torch.log1p(-early.clamp_max(1 - 2.0**-53))
+
+
+def _scatter(value: torch.Tensor) -> torch.Tensor:
+    """lowbias32 (Wellons 2018, Prospecting for hash functions): of 32 bits, in int64."""
+    value = (value ^ (value >> 16)) * 0x7FEB352D & _HALF
+    value = (value ^ (value >> 15)) * 0x846CA68B & _HALF
+    return value ^ (value >> 16)
+
+
+def _floor(logits: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+    """Mask what is less likely than a share of the likeliest, whose logit is 0."""
+    floors = torch.tensor([math.log(share) for share in shares], dtype=torch.float32, device=logits.device)
+    return logits.masked_fill(logits < floors[:, None], -math.inf)
+
+
+def _is_filtered(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1
+
+
+def _filter(
+    probabilities: torch.Tensor, samplings: Sequence[Sampling], candidates: int = _CANDIDATES
+) -> torch.Tensor:
+    """Zero what is less likely than the last token kept; tokens as likely as that one stay.
+
+    Only the `candidates` most likely tokens are put in order; rows for which they do not reach top_k or top_p
+    are done again with all.
+    """
+    device, vocabulary = probabilities.device, probabilities.shape[-1]
+    most = [sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary for sampling in samplings]
+    width = min(vocabulary, candidates)
+    ordered = _ordered(probabilities, width)
+    ranks = torch.arange(width, device=device)
+    ordered = ordered.masked_fill(ranks >= torch.tensor(most, device=device)[:, None], 0.0)
+    shares = torch.tensor([sampling.top_p for sampling in samplings], device=device)[:, None]
+    cut_by_rank = torch.tensor([limit <= width for limit in most], device=device)[:, None]
+    total = torch.where(cut_by_rank, ordered.sum(-1, keepdim=True), probabilities.sum(-1, keepdim=True))
+    before = ordered.cumsum(-1) - ordered
+    kept = (ordered > 0) & ((before < shares * total) | (shares >= 1) | (ranks == 0))
+    last = (kept.sum(-1, keepdim=True) - 1).clamp_min(0)
+    result = probabilities * (probabilities >= ordered.gather(-1, last))
+    ranked = torch.tensor([width < limit < vocabulary for limit in most], device=device)
+    open_ended = (ranked | (kept[:, -1:] & ~cut_by_rank).squeeze(-1)).nonzero().squeeze(-1)
+    if len(open_ended):
+        rows = open_ended.tolist()
+        result[open_ended] = _filter(probabilities[open_ended], [samplings[row] for row in rows], vocabulary)
+    return result
+
+
+def _ordered(probabilities: torch.Tensor, width: int) -> torch.Tensor:
+    """The `width` highest values of each row, descending."""
+    if width < probabilities.shape[-1] or probabilities.device.type != "cpu":
+        return probabilities.topk(width).values
+    # numpy sorts values alone, with vector instructions; torch sorts indices with them, far slower on a CPU.
+    return torch.from_numpy(np.sort(probabilities.numpy(), axis=-1)).flip(-1)
