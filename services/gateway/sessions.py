@@ -282,5 +282,6 @@ class Sessions:
             output_tokens=output_tokens,
             finish_reason=reason,
             max_tokens=sequence.sampling.max_tokens,
+            model=sequence.model,
         )
         self.dispatch.outbox.put(subjects.GATEWAY_FINISHED, event)

@@ -50,9 +50,11 @@ class PlacementConfig(ServiceConfig):
     scale: bool = Field(
         default=False, description="mell and its like: have workers stopped that serve nothing, and started"
     )
-    min_workers: int = Field(default=1, ge=1, description="that run in any case")
-    max_workers: int = Field(default=0, ge=0, description="that run at most; 0: as many as there are")
-    spare_workers: int = Field(default=0, ge=0, description="idle ones that are not stopped")
+    min_workers: int = Field(default=1, ge=1, description="of each model that run in any case")
+    max_workers: int = Field(
+        default=0, ge=0, description="of each model that run at most; 0: as many as there are"
+    )
+    spare_workers: int = Field(default=0, ge=0, description="of each model idle ones that are not stopped")
     idle_s: float = Field(default=30.0, ge=0, description="a worker that served nothing so long is stopped")
 
     def check(self) -> None:

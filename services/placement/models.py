@@ -24,8 +24,8 @@ class Models:
     """The handlers: each message goes to the `Placement` of its model, which begins with the first worker
     that serves it. A worker of a model beyond `MOST_MODELS` is not used."""
 
-    def __init__(self, bus: Bus, make: Callable[[], Placement], tasks: asyncio.TaskGroup) -> None:
-        """What `make` gives is watched by `tasks`."""
+    def __init__(self, bus: Bus, make: Callable[[str], Placement], tasks: asyncio.TaskGroup) -> None:
+        """What `make` gives for the name of a model is watched by `tasks`."""
         self._bus = bus
         self._make = make
         self._tasks = tasks
@@ -37,7 +37,7 @@ class Models:
     def on_reported(self, report: WorkerReported) -> None:
         placement = self._models.get(report.model)
         if placement is None and len(self._models) < MOST_MODELS:
-            placement = self._models[report.model] = self._make()
+            placement = self._models[report.model] = self._make(report.model)
             self._tasks.create_task(placement.watch())
             canonical(_log, "model", name=report.model, models=len(self._models))
         if placement is not None:
@@ -70,9 +70,10 @@ class Models:
         return await placement.place(asked)
 
     async def status(self, asked: Empty) -> ServiceStatus:
-        """Of one model, what its placement says; of several the sums, and the workers of all."""
+        """Of one model, what its placement says; of several the sums, each model's own, and the workers of
+        all."""
         if not self._models:
-            return await self._make().status(asked)
+            return await self._make("").status(asked)
         told = {name: await placement.status(asked) for name, placement in self._models.items()}
         return ServiceStatus(
             service="placement",
@@ -87,14 +88,14 @@ class Models:
 
 
 def _merged(details: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    if len(details) == 1:
+        return next(iter(details.values()))
+    found: dict[str, Any] = {"models": [], "workers": []}
     for model, each in details.items():
-        of_model = {} if len(details) == 1 else {"model": model}
-        for name, value in each.items():
-            if name == "workers":
-                found.setdefault(name, []).extend({**row, **of_model} for row in value)
-            elif isinstance(value, int) and isinstance(found.get(name, 0), int):
+        found["workers"] += [{**row, "model": model} for row in each["workers"]]
+        own = {name: value for name, value in each.items() if name != "workers"}
+        found["models"].append({"model": model, **own})
+        for name, value in own.items():
+            if isinstance(value, int):
                 found[name] = found.get(name, 0) + value
-            else:
-                found[name] = value
     return found

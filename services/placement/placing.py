@@ -36,9 +36,14 @@ class Placement:
     room."""
 
     def __init__(
-        self, bus: Bus, config: PlacementConfig, policy: PlacementPolicy | None, clock: Clock = monotonic_s
+        self,
+        bus: Bus,
+        config: PlacementConfig,
+        policy: PlacementPolicy | None,
+        clock: Clock = monotonic_s,
+        model: str = "",
     ) -> None:
-        """Without `policy`, `config.policy` names a packing policy."""
+        """Among the workers of `model`. Without `policy`, `config.policy` names a packing policy."""
         self._bus = bus
         self._policy = policy
         self._policy_name = config.policy
@@ -49,7 +54,7 @@ class Placement:
             order=find_order(config.order),
         )
         self._clock = AwakeClock(clock, lambda: bus.connected)
-        self.relocation = Relocation(bus, config, self.fleet, self._clock) if policy is None else None
+        self.relocation = Relocation(bus, config, self.fleet, self._clock, model) if policy is None else None
         self._started_s = monotonic_s()
         self._placed = 0
         self._waits = 0

@@ -34,11 +34,15 @@ _log = get_logger("placement.relocation")
 class Relocation:
     """Runs a packing policy, epoch by epoch: the service has one while its policy is of that kind."""
 
-    def __init__(self, bus: Bus, config: PlacementConfig, fleet: FleetCapacity, clock: Clock) -> None:
+    def __init__(
+        self, bus: Bus, config: PlacementConfig, fleet: FleetCapacity, clock: Clock, model: str = ""
+    ) -> None:
+        """Of the workers of `model`."""
         self._bus = bus
         self._config = config
         self._fleet = fleet
         self._clock = clock
+        self._model = model
         self.packer = Packer(lambda capacity_blocks: _create(config, capacity_blocks), config.packing())
         self.scaling = Scaling(config.scaling())
         self.modes = MoveModes(config.move_mode, config.epoch_s)
@@ -110,7 +114,9 @@ class Relocation:
         for worker_id in unparked:
             self.packer.unretire(worker_id)
             canonical(_log, "worker taken back", worker=worker_id, wanted=self.scaling.wanted)
-        event = WorkersWanted(wanted=self.scaling.wanted, parked=tuple(sorted(self.scaling.parked)))
+        event = WorkersWanted(
+            wanted=self.scaling.wanted, parked=tuple(sorted(self.scaling.parked)), model=self._model
+        )
         try:
             await self._bus.publish(subjects.PLACEMENT_WANTED, event)
         except KvasirError as error:

@@ -29,8 +29,8 @@ async def run(config: PlacementConfig) -> None:
     """Serves until cancelled. Raises ConfigError (unknown policy) and BusUnavailable (no NATS at start)."""
     is_packing = config.policy in LIVE_PACKINGS
 
-    def make() -> Placement:
-        return Placement(bus, config, None if is_packing else create(config.policy))
+    def make(model: str) -> Placement:
+        return Placement(bus, config, None if is_packing else create(config.policy), model=model)
 
     if not is_packing:
         create(config.policy)

@@ -6,15 +6,11 @@ scheduler, no worker.
 """
 
 import asyncio
-import sys
 
-from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
 from services.predictor.core.length_model import LengthQuery, LengthSample
-from services.predictor.core.report import PredictionAudit
-from services.predictor.learning import Learner
-from services.predictor.models import create
 from services.predictor.revising import Reviser
+from services.predictor.served import ServedModels
 from shared import subjects
 from shared.bus import Bus, Endpoint, Handler, Listener, fenced, recorder_handlers, status_handlers
 from shared.clock import Clock, monotonic_s
@@ -35,25 +31,20 @@ HANDLERS: tuple[Handler, ...] = (
 
 _log = get_logger("predictor")
 
-_REGRESSOR = "services.predictor.models.regressor"
-
 
 class Predictor:
-    """The handlers: predictions asked of the model, finished answers given to it and to the audit."""
+    """The handlers: predictions asked of a served model's lengths, finished answers given to them."""
 
     def __init__(
         self,
         bus: Bus,
-        batcher: Batcher,
-        learner: Learner | None = None,
+        served: ServedModels,
         clock: Clock = monotonic_s,
         reviser: Reviser | None = None,
     ) -> None:
         self._bus = bus
-        self._batcher = batcher
-        self._learner = learner
+        self._served = served
         self._reviser = reviser
-        self._audit = PredictionAudit()
         self._clock = clock
         self._started_s = clock()
 
@@ -61,18 +52,19 @@ class Predictor:
         """Raises InvalidRequest when `max_tokens` leaves room for no answer, and Overloaded."""
         if asked.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        predicted = await self._batcher.predict(
+        lengths = self._served.of(asked.model)
+        predicted = await lengths.batcher.predict(
             LengthQuery(asked.prompt, asked.max_tokens, max(0, asked.generated_tokens))
         )
         if asked.generated_tokens <= 0:
-            self._audit.on_predicted(asked.ref.key, predicted)
+            lengths.audit.on_predicted(asked.ref.key, predicted)
         return LengthPrediction(
             rl_tokens=predicted.rl_tokens,
             p50_tokens=predicted.p50_tokens,
             p80_tokens=predicted.p80_tokens,
             p90_tokens=predicted.p90_tokens,
             p95_tokens=predicted.p95_tokens,
-            model_version=self._batcher.model.version,
+            model_version=lengths.batcher.model.version,
         )
 
     def learn(self, finished: SequenceFinished) -> None:
@@ -86,10 +78,11 @@ class Predictor:
         if self._reviser is not None:
             self._reviser.finish(finished.ref.key, finished.output_tokens, censored=censored)
         sample = LengthSample(finished.prompt, finished.output_tokens, censored)
-        self._batcher.observe(sample)
-        if self._learner is not None:
-            self._learner.observe(sample)
-        self._audit.on_finished(finished.ref.key, finished.output_tokens, censored=censored)
+        lengths = self._served.of(finished.model)
+        lengths.batcher.observe(sample)
+        if lengths.learner is not None:
+            lengths.learner.observe(sample)
+        lengths.audit.on_finished(finished.ref.key, finished.output_tokens, censored=censored)
 
     def observe(self, event: WorkerObserved) -> None:
         """Hidden states of answers under way."""
@@ -114,43 +107,26 @@ class Predictor:
             incarnation=self._bus.incarnation,
             uptime_s=self._clock() - self._started_s,
             details={
-                "model": self._batcher.model.name,
-                "model_version": self._batcher.model.version,
-                "batches": self._batcher.batches,
-                **self._audit.summary(),
-                **({} if self._learner is None else self._learner.summary()),
+                **self._served.summary(),
                 **({} if self._reviser is None else self._reviser.summary()),
             },
         )
 
 
-def learner_for(config: PredictorConfig, batcher: Batcher) -> Learner | None:
-    """Only a regressor learns in the background, and only where it may keep something."""
-    if config.state_dir is None or not config.learn or _REGRESSOR not in sys.modules:
-        return None  # Nobody has made one: importing it would cost seconds, for torch.
-    from services.predictor.models.regressor import RegressorModel
-
-    if not isinstance(batcher.model, RegressorModel):
-        return None
-    return Learner(batcher.model, batcher, config.state_dir, config.learning_rules())
-
-
 async def run(config: PredictorConfig) -> None:
     """Serves until cancelled. Raises ConfigError (unknown model) and BusUnavailable (no NATS at start)."""
-    batcher = Batcher(create(config.model, config.model_settings()), config.batch_limit, config.queue_limit)
-    learner = learner_for(config, batcher)
-    reviser = None if config.rest_head == "none" else Reviser(batcher, config.rest_head, config.state_dir)
+    served = ServedModels(config)
+    common = served.common.batcher
+    reviser = None if config.rest_head == "none" else Reviser(common, config.rest_head, config.state_dir)
     bus = await Bus.connect(config.bus, service="predictor", instance=config.instance)
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(batcher.run())
-            if learner is not None:
-                tasks.create_task(learner.run())
-            predictor = Predictor(bus, batcher, learner, reviser=reviser)
+            tasks.create_task(served.run())
+            predictor = Predictor(bus, served, reviser=reviser)
             await bus.attach(HANDLERS, predictor)
             await bus.attach(recorder_handlers("predictor"), bus.recorder)
             tasks.create_task(predictor.tell())
-            canonical(_log, "predictor serving", model=config.model, version=batcher.model.version)
+            canonical(_log, "predictor serving", model=config.model, version=common.model.version)
     finally:
         if reviser is not None:
             reviser.save()

@@ -129,6 +129,7 @@ class Questions:
             prompt=question.prompt,
             max_tokens=question.max_tokens,
             generated_tokens=question.generated_tokens,
+            model=question.model,
         )
         try:
             prediction = await self._bus.request(

@@ -62,7 +62,7 @@ def kvasir_table(
     roll: RollCall,
 ) -> list[ChildSpec]:
     """Every child of a stack. `overrides` are (section or instance, setting, value). Raises ConfigError."""
-    _check_models(config, scaled=is_scaled(config_file, overrides, environ))
+    _check_models(config)
     nats_server.write_config(run.nats_config, config, access, run.path / "nats")
     shared_env = {
         **environ,
@@ -216,17 +216,13 @@ def _model_env(config: StackConfig) -> dict[str, str]:
     }
 
 
-def _check_models(config: StackConfig, *, scaled: bool) -> None:
+def _check_models(config: StackConfig) -> None:
     """Raises ConfigError for several models that this stack cannot serve."""
     count = 1 + len(config.more_models)
     if count > 1 and config.model is None:
         raise ConfigError("several models: name the first, too", param="model")
     if config.workers < count:
         raise ConfigError(f"{count} models need as many workers: write --workers {count}", param="workers")
-    if count > 1 and scaled:
-        raise ConfigError(
-            "placement.scale counts the workers of one model: leave it out, or serve one", param="scale"
-        )
 
 
 def _own_model(config: StackConfig, instance: str) -> dict[str, str]:
@@ -234,14 +230,32 @@ def _own_model(config: StackConfig, instance: str) -> dict[str, str]:
     further = [named(text) for text in config.more_models]
     if not further:
         return {}
-    service, _, number = instance.rpartition("-")
-    if service == "gateway":
+    if subjects.service_of(instance) == "gateway":
         return {f"{ENV_PREFIX}GATEWAY__MODELS": json.dumps(dict(further))}
-    turn = int(number) % (1 + len(further)) if service == "worker" else 0
+    turn = _turn(config, instance) if subjects.service_of(instance) == "worker" else 0
     if turn == 0:
         return {}
     name, model = further[turn - 1]
     return {f"{ENV_PREFIX}WORKER__MODEL": model, f"{ENV_PREFIX}WORKER__SERVED_NAME": name}
+
+
+def _turn(config: StackConfig, worker: str) -> int:
+    """Workers take models in turn."""
+    return int(worker.rpartition("-")[2]) % (1 + len(config.more_models))
+
+
+def workers_by_model(config: StackConfig) -> dict[str, list[str]]:
+    """Names of the workers of each model, by the name that it is served under; of one model, under whatever
+    name: all of them, under none."""
+    workers = [name for name in config.instances if subjects.service_of(name) == "worker"]
+    if not config.more_models or config.model is None:
+        return {"": workers}
+    first = config.served_name or named(config.model)[0]
+    names = [first, *(named(text)[0] for text in config.more_models)]
+    return {
+        model: [worker for worker in workers if _turn(config, worker) == turn]
+        for turn, model in enumerate(names)
+    }
 
 
 def is_scaled(

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from services.stack.probes import http_get
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import ChildState, StartFailed, Supervisor, tail
-from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table
+from services.stack.table import ROOT, TableMaker, is_scaled, kvasir_table, workers_by_model
 from shared.errors import KvasirError
 from shared.messages.moves import WorkersWanted
 from shared.subjects import OPERATOR, PLACEMENT_WANTED
@@ -139,7 +139,8 @@ class _Stack:
 
         handlers = (Listener(PLACEMENT_WANTED, WorkersWanted, "on_wanted"),)
         with contextlib.suppress(KvasirError):
-            await self._roll.listen(handlers, WorkerScaling(self._supervisor))
+            groups = workers_by_model(self._options.config)
+            await self._roll.listen(handlers, WorkerScaling(self._supervisor, groups))
 
     async def _trim_logs(self) -> None:
         while True:
@@ -205,7 +206,7 @@ class _Stack:
 def differences(
     event: WorkersWanted, running: Sequence[str], stopped: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """What to stop and what to start. The last worker that runs is never stopped."""
+    """What to stop and what to start, of one model's workers. The last that runs is never stopped."""
     parked = [name for name in running if name in event.parked]
     needed = [name for name in running if name not in event.parked]
     able = sorted(name for name in stopped if name not in event.parked)
@@ -216,16 +217,21 @@ def differences(
 
 
 class WorkerScaling:
-    """Makes the number of workers what placement wants: works off the difference each time that it is told.
+    """Makes the number of a model's workers what placement wants: works off the difference each time that it
+    is told.
 
     Placement says it again and again, so nothing has to be remembered here.
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, workers_by_model: Mapping[str, Sequence[str]]) -> None:
+        """Under an empty name: of whichever model an event is."""
         self._supervisor = supervisor
+        self._workers_by_model = workers_by_model
 
     def on_wanted(self, event: WorkersWanted) -> None:
-        children = [c for name, c in self._supervisor.children.items() if name.startswith("worker-")]
+        groups = self._workers_by_model
+        group = groups.get("", ()) or groups.get(event.model, ())
+        children = [child for name, child in self._supervisor.children.items() if name in group]
         running = [child.spec.name for child in children if child.wanted.is_set()]
         parked = [child.spec.name for child in children if child.state is ChildState.PARKED]
         stopped = [name for name in parked if name not in running]  # a moment ago it was told to start

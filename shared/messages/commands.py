@@ -50,6 +50,8 @@ class PredictLength(Message, frozen=True, kw_only=True):
     max_tokens: Count
     generated_tokens: Count = 0
     """When above 0, the length is conditioned on the answer being longer than this."""
+    model: Text = ""
+    """Whose answer it is; empty: that of the one model that there is."""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt)

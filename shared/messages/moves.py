@@ -103,6 +103,8 @@ class WorkersWanted(Message, frozen=True, kw_only=True):
     """Placement → whoever runs workers, repeated: what should be, not what to do."""
 
     wanted: Count
-    """How many workers should run."""
+    """How many workers of `model` should run."""
     parked: tuple[Id, ...] = ()
     """Workers that get nothing any more; they may be stopped."""
+    model: Text = ""
+    """Of which this says something, and of no other; empty: of the one model that there is."""

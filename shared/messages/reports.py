@@ -211,6 +211,8 @@ class SequenceFinished(Message, frozen=True, kw_only=True):
     output_tokens: Count
     finish_reason: FinishReason
     max_tokens: Count
+    model: Text = ""
+    """Whose answer it is; empty: that of the one model that there is."""
 
     def __post_init__(self) -> None:
         check_packed(self.prompt)

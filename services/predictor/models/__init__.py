@@ -69,6 +69,10 @@ MODELS: dict[str, ModelFactory] = {
 }
 
 
+FIXED = ("constant", "lm_head")
+"""Those that learn nothing while they serve."""
+
+
 def _installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 

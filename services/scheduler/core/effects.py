@@ -41,6 +41,7 @@ class AskPrediction:
     prompt: bytes
     max_tokens: int
     generated_tokens: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

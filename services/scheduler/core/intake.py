@@ -165,4 +165,6 @@ class Intake:
 
 
 def _question(sequence: Sequence, spec: SequenceSpec) -> AskPrediction:
-    return AskPrediction(sequence.ref, spec.prompt, sequence.max_tokens, sequence.generated_tokens)
+    return AskPrediction(
+        sequence.ref, spec.prompt, sequence.max_tokens, sequence.generated_tokens, spec.model
+    )

@@ -2,18 +2,22 @@
 
 import asyncio
 
+import msgspec
+
 from services.placement.config import PlacementConfig
 from services.placement.placing import Placement
 from services.placement.relocation import HANDLERS as MOVE_HANDLERS
-from services.placement.service import HANDLERS
+from services.placement.service import HANDLERS, run
 from shared import subjects
 from shared.bus import Bus, Endpoint, Listener
+from shared.config import BusConfig
 from shared.messages.base import Empty
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove, SequenceMoved, WorkersWanted
 from shared.messages.reports import ServiceStatus
 from tests.conftest import ConnectBus
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.services.placement.rig import listed, report
+from tests.tasks import running
 
 CONFIG = PlacementConfig(policy="mell", epoch_s=0.05, scale=True, idle_s=0.2, worker_timeout_s=60.0)
 
@@ -95,3 +99,38 @@ async def test_a_refused_order_is_taken_back(connect_bus: ConnectBus) -> None:
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_each_model_says_for_itself_how_many_workers_it_wants(
+    connect_bus: ConnectBus, bus_config: BusConfig
+) -> None:
+    """One model's workers stand idle and are parked; the other's work, and all of them are wanted."""
+    peer, scheduler = await connect_bus("scheduler", "scheduler-0"), Scheduler()
+    await peer.attach(Scheduler.HANDLERS, scheduler)
+
+    def last(model: str) -> WorkersWanted | None:
+        return next((event for event in reversed(scheduler.wanted) if event.model == model), None)
+
+    async def heard() -> bool:
+        for model, workers in {"idle": ("w0", "w1"), "busy": ("w2", "w3")}.items():
+            for name in workers:
+                here = (listed(f"r{name}", prompt=700, blocks=45),) if model == "busy" else ()
+                told = msgspec.structs.replace(report(name, sequences=here), model=model)
+                await peer.publish(subjects.worker_reported(name), told)
+        await asyncio.sleep(0.05)
+        event = last("idle")
+        return event is not None and event.parked == ("w1",)
+
+    async with running(run(CONFIG.model_copy(update={"bus": bus_config}))):
+        async with asyncio.timeout(PATIENCE_S):
+            while not await heard():
+                pass
+        idle, busy = last("idle"), last("busy")
+        assert idle is not None and busy is not None
+        assert (idle.wanted, busy.wanted, busy.parked) == (1, 2, ())
+        (status,) = await peer.gather(
+            subjects.status("placement"), Empty(), ServiceStatus, deadline_s=5.0, expected=1
+        )
+    assert status.details["wanted_workers"] == 3
+    shown = {row["model"]: (row["wanted_workers"], row["parked"]) for row in status.details["models"]}
+    assert shown == {"idle": (1, "w1"), "busy": (2, "")}

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from services.predictor.batching import Batcher
+from services.predictor.config import PredictorConfig
 from services.predictor.models import create
 from services.predictor.revising import MOST_PENDING, Reviser
+from services.predictor.served import ServedModels
 from services.predictor.service import HANDLERS, Predictor
 from shared import subjects
 from shared.bus import Listener
@@ -65,12 +67,12 @@ async def test_lengths_are_revised_once_states_tell_more_than_the_histogram(conn
     worker, gateway = await connect_bus("worker", "worker-0"), await connect_bus("gateway", "gateway-0")
     scheduler, hearing = await connect_bus("scheduler", "scheduler-0"), Hearing()
     await scheduler.attach(Hearing.HANDLERS, hearing)
-    batcher = Batcher(create("histogram"))
-    reviser = Reviser(batcher, "distribution")
-    service = Predictor(predictor, batcher, reviser=reviser)
+    served = ServedModels(PredictorConfig())
+    reviser = Reviser(served.common.batcher, "distribution")
+    service = Predictor(predictor, served, reviser=reviser)
     await predictor.attach(HANDLERS, service)
     random = np.random.default_rng(1)
-    async with running(batcher.run(), service.tell()):
+    async with running(served.run(), service.tell()):
         for number in range(3000):
             if hearing.told and reviser.summary()["revised m"]["answers"] > 300:
                 break

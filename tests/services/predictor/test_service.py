@@ -11,7 +11,8 @@ import pytest_asyncio
 from services.predictor.batching import Batcher
 from services.predictor.config import PredictorConfig
 from services.predictor.models import create
-from services.predictor.service import HANDLERS, Predictor, learner_for, run
+from services.predictor.served import ServedModels, learner_for
+from services.predictor.service import HANDLERS, Predictor, run
 from shared import subjects
 from shared.bus import Bus, Endpoint
 from shared.config import BusConfig
@@ -35,10 +36,10 @@ def ref(number: int) -> SequenceRef:
 
 @asynccontextmanager
 async def serving(bus: Bus, model: str = "histogram") -> AsyncIterator[Batcher]:
-    batcher = Batcher(create(model))
-    await bus.attach(HANDLERS, Predictor(bus, batcher))
-    async with running(batcher.run()):
-        yield batcher
+    served = ServedModels(PredictorConfig(model=model))
+    await bus.attach(HANDLERS, Predictor(bus, served))
+    async with running(served.run()):
+        yield served.common.batcher
 
 
 async def ask(client: Bus, number: int, max_tokens: int = 1000, prompt: bytes = PROMPT) -> LengthPrediction:
@@ -110,7 +111,7 @@ async def test_it_runs_until_cancelled_and_only_a_regressor_learns(
         )
         assert (status.details["model"], status.details["learned_from"]) == ("regressor", 0)
     plain = PredictorConfig(bus=bus_config, state_dir=tmp_path)
-    assert learner_for(plain, Batcher(create("histogram"))) is None
+    assert learner_for(plain, Batcher(create("histogram")), tmp_path) is None
 
 
 class Hanging(PredictorOnBus):

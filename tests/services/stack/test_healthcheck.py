@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.predictor.batching import Batcher
-from services.predictor.models import create
+from services.predictor.config import PredictorConfig
+from services.predictor.served import ServedModels
 from services.predictor.service import HANDLERS, Predictor
 from services.stack.compose import write_secrets
 from services.stack.healthcheck import answer, main
@@ -58,7 +58,7 @@ async def test_who_answers_is_well(secrets: Path, free_port: int) -> None:
         await answer("predictor-0", told)
     config = load(ServiceConfig, "predictor", argv=(), environ=told)
     bus = await Bus.connect(config.bus, service="predictor", instance="predictor-0")
-    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("constant"))))
+    await bus.attach(HANDLERS, Predictor(bus, ServedModels(PredictorConfig(model="constant"))))
     assert json.loads(await answer("predictor-0", told))["model"] == "constant"
     await bus.close()
 

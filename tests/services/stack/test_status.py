@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.predictor.batching import Batcher
-from services.predictor.models import create
+from services.predictor.config import PredictorConfig
+from services.predictor.served import ServedModels
 from services.predictor.service import HANDLERS, Predictor
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import DEFAULT_RUN_DIR, RunDirectory
@@ -54,7 +54,7 @@ async def test_children_and_what_they_say(
 ) -> None:
     run = live(tmp_path, bus_config.url)
     bus = await connect_bus("predictor", "predictor-0")
-    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("histogram"))))
+    await bus.attach(HANDLERS, Predictor(bus, ServedModels(PredictorConfig(model="histogram"))))
     code, text = await shown(run, as_json=False)
     assert code == 0
     assert "histogram-0" in text
@@ -129,7 +129,7 @@ async def test_one_that_is_named_says_all_and_a_wrong_name_is_refused(
 ) -> None:
     run = live(tmp_path, bus_config.url)
     bus = await connect_bus("predictor", "predictor-0")
-    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("histogram"))))
+    await bus.attach(HANDLERS, Predictor(bus, ServedModels(PredictorConfig(model="histogram"))))
     console = Console(file=io.StringIO(), width=80)
     assert await status(run, console, as_json=False, names=["predictor"]) == 0
     assert isinstance(console.file, io.StringIO)
@@ -157,7 +157,7 @@ async def test_an_instance_says_how_it_is_and_nobody_for_it(
     for name in ("predictor-0", "predictor-1"):
         assert await StatusProbe(roll, "predictor", (name,)).obstacle(0.0) is not None
     honest = await connect_bus("predictor", "predictor-0")
-    await honest.attach(HANDLERS, Predictor(honest, Batcher(create("constant"))))
+    await honest.attach(HANDLERS, Predictor(honest, ServedModels(PredictorConfig(model="constant"))))
     (answer,) = await roll.ask("predictor", deadline_s=0.5, expected=2)
     assert answer.instance == "predictor-0" and answer.incarnation == honest.incarnation
     await roll.close()
@@ -170,7 +170,7 @@ async def test_who_answers_is_ready_unless_it_is_the_one_before(
     probe = StatusProbe(roll, "predictor", ("predictor-0",))
     assert await probe.obstacle(9e9) == "does not answer on the bus yet"
     bus = await connect_bus("predictor", "predictor-0")
-    await bus.attach(HANDLERS, Predictor(bus, Batcher(create("constant"))))
+    await bus.attach(HANDLERS, Predictor(bus, ServedModels(PredictorConfig(model="constant"))))
     assert await probe.obstacle(9e9) is None
     assert await StatusProbe(roll, "predictor", ("predictor-1",)).obstacle(9e9) is not None
     assert await probe.obstacle(0.0) is not None, "answers of an earlier process do not count"

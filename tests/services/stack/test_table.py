@@ -20,7 +20,7 @@ from services.stack.process import ProgramLauncher, SeedLauncher
 from services.stack.roll_call import RollCall, StatusProbe
 from services.stack.rundir import RunDirectory
 from services.stack.supervisor import Backoff, Child, ChildSpec, ChildState
-from services.stack.table import is_scaled, kvasir_table, parse_override
+from services.stack.table import is_scaled, kvasir_table, parse_override, workers_by_model
 from shared.config import BusConfig
 from shared.errors import ConfigError
 
@@ -122,6 +122,20 @@ async def test_a_model_is_the_same_for_all_who_need_it(tmp_path: Path) -> None:
     assert specs["worker-0"].env["KVASIR_WORKER__SERVED_NAME"] == "ours"
     with pytest.raises(ConfigError, match="--served-name"):
         await table(tmp_path, "worker.served_name=theirs")
+
+
+async def test_models_take_turns_and_the_stack_knows_whose_a_worker_is(tmp_path: Path) -> None:
+    config = StackConfig(workers=5, model="a", more_models=("bee=b",))
+    assert workers_by_model(config) == {
+        "a": ["worker-0", "worker-2", "worker-4"],
+        "bee": ["worker-1", "worker-3"],
+    }
+    specs = await table(tmp_path, "placement.scale=true", config=config)
+    for model, workers in workers_by_model(config).items():
+        assert {specs[name].env["KVASIR_WORKER__SERVED_NAME"] for name in workers} == {model}
+    renamed = config.model_copy(update={"served_name": "ours"})
+    assert list(workers_by_model(renamed)) == ["ours", "bee"]
+    assert workers_by_model(StackConfig(workers=2)) == {"": ["worker-0", "worker-1"]}
 
 
 async def test_the_gateway_is_where_the_stack_looks_for_it(tmp_path: Path) -> None:

@@ -160,10 +160,33 @@ class Fleet(Supervisor):
         self.children[name].state = ChildState.PARKED
 
 
+TURNS = {"a": NAMES[::2], "b": NAMES[1::2]}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.sets(st.sampled_from(NAMES)))))
+def test_what_one_model_wants_is_nothing_to_the_workers_of_another(
+    events: list[tuple[str, int, set[str]]],
+) -> None:
+    """Not even where its event names them."""
+    fleet = Fleet()
+    scaling = WorkerScaling(fleet, TURNS)
+    for model, count, parked in events:
+        before = list(fleet.running)
+        scaling.on_wanted(WorkersWanted(wanted=count, parked=tuple(sorted(parked)), model=model))
+        for other, names in TURNS.items():
+            mine = [name for name in fleet.running if name in names]
+            assert mine
+            if other != model:
+                assert mine == [name for name in before if name in names]
+            else:
+                needed = [name for name in mine if name not in parked]
+                assert len(needed) >= min(count, len(set(names) - parked))
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.sampled_from(NAMES))), max_size=20))
 def test_somebody_always_runs_and_repeating_changes_nothing(events: list[tuple[int, set[str]]]) -> None:
     fleet = Fleet()
-    scaling = WorkerScaling(fleet)
+    scaling = WorkerScaling(fleet, {"": NAMES})
     for count, parked in events:
         scaling.on_wanted(wanted(count, *sorted(parked)))
         assert fleet.running

@@ -1,0 +1,141 @@
+"""Several served models: how long the answers of one are says nothing of another's, nor do its token ids.
+
+Each has a length model of its own, and what that learned on disk; those that learn nothing while they serve
+are shared.
+"""
+
+import asyncio
+import hashlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from services.predictor.batching import Batcher
+from services.predictor.config import PredictorConfig
+from services.predictor.core.report import PredictionAudit
+from services.predictor.learning import Learner
+from services.predictor.models import FIXED, create
+from shared.log import canonical, get_logger
+
+MOST_MODELS = 16
+"""Beyond, answers count for nobody's model but the common one."""
+_REGRESSOR = "services.predictor.models.regressor"
+_log = get_logger("predictor")
+
+
+@dataclass
+class Lengths:
+    """Of one served model: what predicts and learns, and how good that was."""
+
+    batcher: Batcher
+    learner: Learner | None = None
+    audit: PredictionAudit = field(default_factory=PredictionAudit)
+
+    def summary(self) -> dict[str, Any]:
+        """For the status."""
+        return {
+            "model_version": self.batcher.model.version,
+            **self.audit.summary(),
+            **({} if self.learner is None else self.learner.summary()),
+        }
+
+
+class ServedModels:
+    """`Lengths` by the name of the served model; each begins with the first message that names it.
+
+    `run` has to be running for anything to be answered.
+    """
+
+    def __init__(self, config: PredictorConfig) -> None:
+        """Raises ConfigError for an unknown length model."""
+        self._config = config
+        self._tasks: asyncio.TaskGroup | None = None
+        self.common = self._made(config.state_dir)
+        """Of those that name no model; its thread is the reviser's, too."""
+        self._named: dict[str, Lengths] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for lengths in {id(one.batcher): one for one in (self.common, *self._named.values())}.values():
+                self._start(lengths)
+            await asyncio.Event().wait()
+
+    def of(self, name: str) -> Lengths:
+        """Without a name: of the one model that there is, else the common one."""
+        if not name and len(self._named) == 1:
+            (only,) = self._named.values()
+            return only
+        known = self._named.get(name)
+        if known is not None or not name or len(self._named) >= MOST_MODELS:
+            return known or self.common
+        if self._config.model in FIXED:
+            made = Lengths(self.common.batcher)
+        else:
+            directory = self._config.state_dir
+            made = self._made(None if directory is None else directory / folder_of(name))
+            self._start(made)
+        self._named[name] = made
+        canonical(_log, "lengths of a model", served=name, version=made.batcher.model.version)
+        return made
+
+    def summary(self) -> dict[str, Any]:
+        """For the status: of one model what there is to say, of several a table and what adds up."""
+        named = self._named or {"": self.common}
+        batchers = {id(one.batcher): one.batcher for one in (self.common, *named.values())}
+        shown = {name: one.summary() for name, one in named.items()}
+        return {
+            "model": self.common.batcher.model.name,
+            "batches": sum(batcher.batches for batcher in batchers.values()),
+            **(next(iter(shown.values())) if len(shown) == 1 else _together(shown)),
+        }
+
+    def _made(self, directory: Path | None) -> Lengths:
+        """It begins with what was trained for it, else with what `train` left for all."""
+        config = self._config
+        settings = config.model_settings()
+        model = create(config.model, replace(settings, state_dir=directory))
+        if directory is not None and directory != config.state_dir and _is_untrained(model):
+            model = create(config.model, settings)
+        batcher = Batcher(model, config.batch_limit, config.queue_limit)
+        return Lengths(batcher, learner_for(config, batcher, directory))
+
+    def _start(self, lengths: Lengths) -> None:
+        if self._tasks is None:
+            return  # `run` will
+        self._tasks.create_task(lengths.batcher.run())
+        if lengths.learner is not None:
+            self._tasks.create_task(lengths.learner.run())
+
+
+def learner_for(config: PredictorConfig, batcher: Batcher, directory: Path | None) -> Learner | None:
+    """Only a regressor learns in the background, and only where it may keep something."""
+    if directory is None or not config.learn or _REGRESSOR not in sys.modules:
+        return None  # Nobody has made one: importing it would cost seconds, for torch.
+    from services.predictor.models.regressor import RegressorModel
+
+    if not isinstance(batcher.model, RegressorModel):
+        return None
+    return Learner(batcher.model, batcher, directory, config.learning_rules())
+
+
+def folder_of(name: str) -> str:
+    """Readable, and another one for another name."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:40]
+    return f"{readable}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+
+def _is_untrained(model: object) -> bool:
+    return getattr(model, "trained", model) is None
+
+
+def _together(shown: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    added = {
+        name: sum(each.get(name, 0) for each in shown.values())
+        for name in ("predictions", "finished", "scored")
+    }
+    return {**added, "models": [{"model": name, **each} for name, each in shown.items()]}
