@@ -2,8 +2,8 @@
 
 Constrained and free answers of the same length, 1, 8 and 32 at once, in turns on one stack; the time to the
 first token with a schema that was never seen before against one without; and random schemas, every answer to
-which is validated. `--suite` takes a checkout of JSON Schema's own test suite: its schemas are answered, too,
-those that are refused are counted.
+which is validated. `--suite` takes JSON Schema's own test suite: its schemas are answered, too, those that
+are refused are counted; then as many schemas again as there are random ones, made of those that were not.
 """
 
 import json
@@ -23,6 +23,7 @@ from bench.kit.outcome import Outcome, Table
 from bench.kit.stacks import PLAIN, Stack, start_stack
 from bench.kit.stats import median_of_ratios
 from bench.kit.turns import alternate
+from bench.live.structured_suite import derived, digest_of, suite_schemas
 from shared.errors import InternalError
 
 BATCHES = (1, 8, 32)
@@ -53,7 +54,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, help="of both sides [9; --quick 3]")
     parser.add_argument("--schemas", type=int, help="random ones [1000; --quick 64]")
     parser.add_argument(
-        "--suite", type=Path, help="folder of JSON Schema's test suite, such as …/draft2020-12"
+        "--suite",
+        type=Path,
+        help="JSON Schema's test suite: the source archive of the package jsonschema, or its folder",
     )
 
 
@@ -64,24 +67,37 @@ def run(context: Context) -> Outcome:
     count = flags.schemas or (64 if context.quick else 1000)
     draw = context.random("schemas")
     drawn = [random_schema(draw, depth=2) for _ in range(count)]
-    of_suite = [] if flags.suite is None else suite_schemas(flags.suite)
     with start_stack(context.run_dir / "stack", {**PLAIN, "scheduler.policy": "kvasir"}) as stack:
         figures: dict[str, float] = {}
         for batch in BATCHES:
             figures[f"constrained_ratio_b{batch}"] = ratio_of(context, stack, batch, turns)
         figures["added_ttft_ms"] = added_ttft_ms(context, stack, 3 * turns)
-        valid, wrong, _ = validated(context, stack, drawn)
-        rows: list[Sequence[object]] = [("random", count, valid, wrong, count - valid - wrong)]
-        figures["valid_share"] = valid / max(1, valid + wrong)
-        if of_suite:
-            in_suite, not_in_suite, refused = validated(context, stack, of_suite)
-            rows.append(("test suite", len(of_suite), in_suite, not_in_suite, refused))
-            figures["suite_valid_share"] = in_suite / max(1, in_suite + not_in_suite)
-            figures["suite_refused_share"] = refused / len(of_suite)
-            wrong += not_in_suite
+        sets = [("random", drawn)]
+        rows: list[Sequence[object]] = []
+        results: list[str] = []
+        if flags.suite is not None:
+            of_suite = suite_schemas(flags.suite)
+            told = validated(context, stack, of_suite)
+            rows.append(_row("test suite", told))
+            taken = [schema for schema, fault in zip(of_suite, told, strict=True) if fault != REFUSED]
+            sets.append(("made of the suite's", derived(taken, count, context.random("derived"))))
+            results += told
+        for name, schemas in sets:
+            told = validated(context, stack, schemas)
+            rows.append(_row(name, told))
+            results += told
+    figures["valid_share"] = results.count("") / max(1, len(results) - results.count(REFUSED))
+    wrong = len(results) - results.count("") - results.count(REFUSED)
     tables = [Table("Schemas", ("from", "schemas", "valid answers", "invalid", "refused"), rows)]
     notes = [f"{TOKENS} tokens an answer in ratios; rates of constrained over free, median of {turns} turns"]
+    if flags.suite is not None:
+        notes.append(f"suite {flags.suite.name}, SHA-256 {digest_of(flags.suite)[:16]}")
     return Outcome(figures, wrong, tables=tables, notes=notes)
+
+
+def _row(name: str, told: Sequence[str]) -> Sequence[object]:
+    valid, refused = told.count(""), told.count(REFUSED)
+    return name, len(told), valid, len(told) - valid - refused, refused
 
 
 def ratio_of(context: Context, stack: Stack, batch: int, turns: int) -> float:
@@ -137,8 +153,8 @@ def long_schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def validated(context: Context, stack: Stack, schemas: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
-    """How many answers are valid, how many are not, and how many schemas were refused."""
+def validated(context: Context, stack: Stack, schemas: Sequence[dict[str, Any]]) -> list[str]:
+    """What is wrong with an answer to each (`fault_of`)."""
     bodies = [
         {
             "prompt": "Write JSON.",
@@ -148,19 +164,18 @@ def validated(context: Context, stack: Stack, schemas: Sequence[dict[str, Any]])
         }
         for at, schema in enumerate(schemas)
     ]
-    valid = wrong = refused = 0
+    told: list[str] = []
     with context.progress("schemas", len(schemas)) as progress:
         for first in range(0, len(bodies), _AT_ONCE):
             answers = run_batch(stack.target, bodies[first : first + _AT_ONCE], _DEADLINE_S)
             for answer, schema in zip(answers, schemas[first:], strict=False):
                 fault = fault_of(answer, schema)
-                refused += fault == REFUSED
-                valid += fault == ""
-                wrong += fault not in ("", REFUSED)
+                told.append(fault)
                 if fault:
-                    context.record({"schema": schema, "text": answer.text, "fault": fault}, "faults.jsonl")
+                    text = answer.error if fault == REFUSED else answer.text
+                    context.record({"schema": schema, "text": text, "fault": fault}, "faults.jsonl")
             progress.advance(len(answers))
-    return valid, wrong, refused
+    return told
 
 
 REFUSED = "refused"
@@ -226,17 +241,3 @@ SCALARS: dict[str, list[dict[str, Any]]] = {
     "choice": [{"enum": ["red", "green", 3, None]}, {"const": "only"}, {"type": ["string", "null"]}],
     "other": [{"type": "boolean"}, {"type": "null"}],
 }
-
-
-def suite_schemas(folder: Path) -> list[dict[str, Any]]:
-    """Of every group of tests, where it is an object, and Python can read its expressions (`\\p` it cannot).
-
-    Raises InternalError when there is none.
-    """
-    files = sorted(folder.glob("*.json"))
-    groups = [group for file in files for group in json.loads(file.read_text())]
-    schemas = [group["schema"] for group in groups if isinstance(group.get("schema"), dict)]
-    found = [schema for schema in schemas if "\\\\p" not in json.dumps(schema)]
-    if not found:
-        raise InternalError(f"{folder} has no tests of JSON Schema")
-    return found
