@@ -133,11 +133,13 @@ class Recorder:
         notes, batches = list(self._notes), list(self._batches)
         found = sorted((*_of_notes(notes, question), *_of_batches(batches, question)), key=_seq)
         most = min(question.most, MOST_EVENTS + MOST_BATCHES)
-        cut = found[-most:] if question.since_seq == 0 and most else found[:most]
-        events = _fitting(cut, latest=question.since_seq == 0)
+        since_seq = question.since_seq or 0
+        is_latest = question.since_seq is None
+        cut = found[-most:] if is_latest and most else found[:most]
+        events = _fitting(cut, latest=is_latest)
         oldest = min((ring[0][0] for ring in (notes, batches) if ring), default=0)
-        newest = max((ring[-1][0] for ring in (notes, batches) if ring), default=question.since_seq)
-        is_all = len(events) == len(found) or question.since_seq == 0
+        newest = max((ring[-1][0] for ring in (notes, batches) if ring), default=since_seq)
+        is_all = len(events) == len(found) or is_latest
         return Recorded(
             instance=instance,
             service=service,
@@ -145,7 +147,7 @@ class Recorder:
             now_s=self._clock(),
             unix_s=unix_s(),
             oldest_seq=oldest,
-            next_seq=max(newest, question.since_seq) if is_all else events[-1].seq,
+            next_seq=max(newest, since_seq) if is_all else events[-1].seq,
             events=tuple(events),
         )
 
@@ -155,18 +157,18 @@ def _seq(event: RecordedEvent) -> int:
 
 
 def _of_notes(notes: Sequence[_Note], question: TellRecorded) -> Iterator[RecordedEvent]:
-    wanted, kinds = question.request_id, question.kinds
+    wanted, kinds, since_seq = question.request_id, question.kinds, question.since_seq or 0
     for seq, at_s, kind, request_id, fields in notes:
-        if seq <= question.since_seq or (kinds and kind not in kinds):
+        if seq <= since_seq or (kinds and kind not in kinds):
             continue
         if not wanted or request_id == wanted:
             yield RecordedEvent(seq=seq, at_s=at_s, kind=kind, request_id=request_id, fields=fields)
 
 
 def _of_batches(batches: Sequence[_Filed], question: TellRecorded) -> Iterator[RecordedEvent]:
-    wanted, kinds = question.request_id, question.kinds
+    wanted, kinds, since_seq = question.request_id, question.kinds, question.since_seq or 0
     for seq, at_s, kind, batch in batches:
-        if seq <= question.since_seq or (kinds and kind not in kinds):
+        if seq <= since_seq or (kinds and kind not in kinds):
             continue
         fields = batch.of_request(wanted) if wanted else batch.whole()
         if fields is not None:

@@ -6,6 +6,7 @@ Knows the bus; decides nothing.
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -146,6 +147,7 @@ class Dispatch:
                 try:
                     spec = sequence.spec(self._bus.instance, self._bus.incarnation, self._now_s())
                     command = SubmitSequence(spec=spec)
+                    self._note("submit", stream.ref, causes=dict(stream.handovers), tokens=len(stream.tokens))
                     await self._bus.request(
                         subjects.scheduler_submit(self._bus.instance),
                         command,
@@ -155,15 +157,22 @@ class Dispatch:
                 except Exception as error:
                     known = _known(error)
                     self._counters.submits.labels(known.code).inc()
+                    self._note("refused", stream.ref, error=known.code)
                     effects = stream.on_submit_failed(effect.serial, known, self._now_s())
                 else:
                     self._counters.submits.labels("taken").inc()
+                    self._note("taken", stream.ref)
                     effects = stream.on_submitted(effect.serial, self._now_s())
             self._apply(sequence, effects)
+
+    def _note(self, kind: str, ref: SequenceRef, **fields: Any) -> None:
+        """For whoever asks later why it took so long."""
+        self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
 
     async def _fetch(self, sequence: OpenChoice, effect: Fetch) -> None:
         with fenced(_COMMAND):
             self._counters.fetches.inc()
+            self._note("fetch", effect.ref, worker=effect.worker[0], held=effect.first_index)
             me = self._bus.instance
             subject = subjects.worker_fetch(effect.worker[0], me)
             question = FetchTokens(ref=effect.ref, sender=me, first_index=effect.first_index)

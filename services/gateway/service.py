@@ -180,7 +180,7 @@ async def run(config: GatewayConfig) -> None:
             keys = KeyRing(config.tenants())
             page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=admins)
             main = make_app(sessions, models, config, store, page)
-            app: ASGIApp = Edge(main, keys, sessions.counters, OPEN_PATHS | PAGE_PATHS)
+            app: ASGIApp = Edge(main, keys, sessions.counters, OPEN_PATHS | PAGE_PATHS, recorder=bus.recorder)
             app = with_cors(app, config.cors_origins)
             page = partial(add_page, watch=watch, colleagues=colleagues, admin_key_sha256=None)
             operator_app = Edge(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextvars import copy_context
 from itertools import islice
 from secrets import token_bytes
+from typing import Any
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.effects import StreamEffects, WorkerStart, disown
@@ -169,6 +170,10 @@ class Sessions:
         for sequence in exchange.sequences:
             self.apply(sequence, sequence.stream.cancel())
 
+    def note_blocked(self, request_id: str, for_s: float) -> None:
+        """A write of its answer has waited for the client so long, until now."""
+        self._bus.recorder.note("reader slow", request_id, for_s=for_s)
+
     def drain(self) -> None:
         """This process is about to end: not ready for more; what runs goes on."""
         self._is_draining = True
@@ -191,7 +196,10 @@ class Sessions:
             self.counters.stale_deltas.inc()
             return
         self.output_tokens += len(delta.tokens)
+        is_first = not sequence.stream.tokens
         self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
+        if is_first and sequence.stream.tokens:
+            self._note("first tokens", sequence, worker=worker[0], cached_tokens=delta.cached_tokens)
 
     def on_worker_reported(self, report: WorkerReported, now_s: float) -> None:
         """A heartbeat: signs of life, gaps, and sequences that nobody waits for."""
@@ -268,8 +276,16 @@ class Sessions:
         else:
             self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
 
+    def _note(self, kind: str, sequence: OpenChoice, **fields: Any) -> None:
+        ref = sequence.stream.ref
+        self._bus.recorder.note(kind, ref.request_id, choice=ref.choice, attempt=ref.attempt, **fields)
+
     def _retire(self, sequence: OpenChoice) -> None:
         stream = sequence.stream
+        reason = None if stream.finish_reason is None else str(stream.finish_reason)
+        self._note(
+            "tokens complete", sequence, phase=str(stream.phase), reason=reason, tokens=len(stream.tokens)
+        )
         for cause, count in stream.handovers.items():
             self.counters.handovers.labels(cause).inc(count)
         if stream.phase is StreamPhase.ENDED and stream.finish_reason is not None:

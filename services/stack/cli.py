@@ -1,4 +1,4 @@
-"""The command line: `python -m services up | down | status | logs | chat | models | credentials`."""
+"""The command line: `python -m services up | down | status | logs | explain | record | chat | …`."""
 
 import argparse
 import asyncio
@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="One service alone: python -m services.NAME --help, where NAME is gateway, scheduler, "
         "predictor, placement, ledger or worker.",
     )
-    commands = parser.add_subparsers(required=True, metavar="up|down|status|logs|chat|models|credentials")
+    commands = parser.add_subparsers(
+        required=True, metavar="up|down|status|logs|explain|record|chat|models|credentials"
+    )
     common = _Parser(add_help=False)
     common.add_argument(
         "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="state, logs, credentials [%(default)s]"
@@ -142,6 +144,18 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what comes, until Ctrl-C")
     logs.add_argument("--lines", "-n", type=int, default=40, metavar="N", help="how many [%(default)s]")
     logs.set_defaults(command=_logs)
+
+    explain = commands.add_parser("explain", parents=[common], help="where the time of a request went")
+    explain.add_argument("request", metavar="REQUEST_ID", help="as the header x-kvasir-request-id has it")
+    explain.add_argument("--events", action="store_true", help="and all that was recorded of it")
+    explain.add_argument("--json", action="store_true", help="for programs")
+    explain.set_defaults(command=_explain)
+
+    record = commands.add_parser(
+        "record", parents=[common], help="write down what all remember of the last while"
+    )
+    record.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
+    record.set_defaults(command=_record)
 
     chat = commands.add_parser(
         "chat", parents=[common], help="talk to the model; with a question, ask it once"
@@ -215,6 +229,19 @@ def _logs(arguments: argparse.Namespace, console: Console) -> int:
 
     run, follow = RunDirectory(arguments.run_dir), arguments.follow
     return logs(run, console, arguments.names, lines=arguments.lines, follow=follow)
+
+
+def _explain(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.explain import explain
+
+    run = RunDirectory(arguments.run_dir)
+    return explain(run, console, arguments.request, with_events=arguments.events, as_json=arguments.json)
+
+
+def _record(arguments: argparse.Namespace, console: Console) -> int:
+    from services.stack.record import record
+
+    return asyncio.run(record(RunDirectory(arguments.run_dir), console, arguments.out))
 
 
 def _credentials(arguments: argparse.Namespace, console: Console) -> int:

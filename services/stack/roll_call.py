@@ -14,6 +14,7 @@ from shared import subjects
 from shared.config import BusConfig
 from shared.errors import BusUnavailable, DeadlineExceeded, InvalidMessage, KvasirError, NoResponder
 from shared.messages.base import Empty
+from shared.messages.recordings import Recorded, TellRecorded
 from shared.messages.reports import ServiceStatus
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class RollCall:
         if (status.service, status.instance) != (service, instance):
             raise InvalidMessage(f"{instance} calls itself {status.service} {status.instance}")
         return status
+
+    async def recorded(self, service: str, instance: str, since_seq: int, *, deadline_s: float) -> Recorded:
+        """What it remembers after that event, as much as fits one message. Raises KvasirError."""
+        bus = await self._connected()
+        subject, question = subjects.recorded(service, instance), TellRecorded(since_seq=since_seq)
+        return await bus.request(subject, question, Recorded, deadline_s=deadline_s)
 
     async def ask_all(self, expected: Mapping[str, int], *, deadline_s: float) -> list[ServiceStatus]:
         """Every answer of every service, in the order of `subjects.SERVICES`, then by instance.

@@ -13,7 +13,9 @@ from services.worker.core.sampling import FAILED, KV_LOST, Sampled, SamplePoint
 from services.worker.cores import bind_to
 from services.worker.door import Door
 from services.worker.engine.contract import Engine, Row
+from services.worker.recording import StepRecord
 from shared.errors import CreditorLost, InternalError
+from shared.recorder import Recorder
 
 
 class Occupancy:
@@ -62,7 +64,9 @@ class Runner:
         cores: Sequence[int] = (),
         between: Callable[[], None] = lambda: None,
         lost_blocks: Callable[[CreditorLost], set[int]] = lambda _: set(),
+        recorder: Recorder | None = None,
     ) -> None:
+        self._record = None if recorder is None else StepRecord(recorder)
         self.door = door
         self._core = door.core
         self._clock = door.clock
@@ -111,8 +115,12 @@ class Runner:
             self._on_tick()
 
     def _step(self) -> None:
+        record = self._record
         work, effects = self._core.begin_step(self._clock())
         self.door.emit(effects)
+        if record is not None:
+            record.waits(self._core.put_off, self._clock())
+            record.said(effects, self._clock())
         if work is None:
             self.occupancy.on_nothing()
             return
@@ -120,7 +128,12 @@ class Runner:
         began_s = self._clock()
         tokens = self._compute(rows)
         ended_s = self._clock()
-        self.door.emit(self._core.finish_step(work, tokens, ended_s, ended_s - began_s))
+        effects = self._core.finish_step(work, tokens, ended_s, ended_s - began_s)
+        self.door.emit(effects)
+        if record is not None:
+            record.found(work)
+            record.ran(work, began_s, ended_s - began_s)
+            record.said(effects, ended_s)
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()
             self.door.emit(self._core.on_kv_lost(gone, ended_s))

@@ -124,6 +124,7 @@ class Worker:
             cores=config.engine_cores,
             between=lambda: work_ahead(engine, self._transfer_engine, prefixes),
             lost_blocks=self._neighbours.lost_blocks,
+            recorder=bus.recorder,
         )
         self._transfers = transfers_of(
             bus,

@@ -11,14 +11,14 @@ from shared.messages.values import Count, Id, Number, SignedSeconds, Text, UnixS
 class TellRecorded(Message, frozen=True, kw_only=True):
     """Which of an instance's events are wanted: those after a number, of one request, of certain kinds."""
 
-    since_seq: Number = 0
-    """Only what came after the event of this number."""
+    since_seq: Number | None = None
+    """Only what came after the event of this number; None: the latest, as many as are told."""
     request_id: Text = ""
     """Only what happened to this request; and of steps and plans how it was part of them. Empty: all."""
     kinds: tuple[Text, ...] = ()
     """Empty: all."""
     most: Count = 4096
-    """The latest so many, where `since_seq` is 0; else the next so many."""
+    """No more than these."""
 
 
 class RecordedEvent(Message, frozen=True, kw_only=True):

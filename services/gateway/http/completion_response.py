@@ -6,7 +6,8 @@ events sends comments while there is nothing to say. Knows nothing of the bus.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -43,10 +44,22 @@ HEADERS = [
 ]
 
 
+BLOCKED_S = 0.005
+"""A write that took longer waited for its reader."""
+
+
 class EventStream:
     """Begins with the first thing written, or when nothing was for `keep_alive_s`."""
 
-    def __init__(self, send: Send, keep_alive_s: float, writer: DirectWriter | None = None) -> None:
+    def __init__(
+        self,
+        send: Send,
+        keep_alive_s: float,
+        writer: DirectWriter | None = None,
+        on_blocked: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`on_blocked` is told for how long a write has waited for its reader."""
+        self._on_blocked = on_blocked
         self._send = send
         self._writer = writer
         self._is_writing = False
@@ -65,12 +78,15 @@ class EventStream:
     async def write(self, events: bytes, *, is_last: bool = False) -> None:
         """Send events, after the headers."""
         self._is_writing = True
+        began_s = self._loop.time()
         try:
             await self.begin()
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
         finally:
             self._is_writing = False
-        self._wrote_s = self._loop.time()
+            self._wrote_s = self._loop.time()
+            if self._wrote_s - began_s > BLOCKED_S:
+                self._on_blocked(self._wrote_s - began_s)
 
     @property
     def can_push(self) -> bool:
@@ -165,7 +181,8 @@ class CompletionResponse(Response):
         try:
             await admitted(exchange, self._config.admit_timeout_s)
             if self._job.stream:
-                out = EventStream(send, self._config.sse_keep_alive_s, scope.get(DIRECT_WRITER))
+                note = partial(self._sessions.note_blocked, self._record.request_id)
+                out = EventStream(send, self._config.sse_keep_alive_s, scope.get(DIRECT_WRITER), note)
                 await self._stream(exchange, answers, out)
             else:
                 await self._whole(exchange, answers, send)

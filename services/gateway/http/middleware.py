@@ -25,6 +25,7 @@ from shared.bus import tracing
 from shared.clock import monotonic_s
 from shared.errors import InternalError, KvasirError, Unauthorized, UnavailableError
 from shared.messages.sequence import NOBODY, Tenant
+from shared.recorder import Recorder
 
 _ECHOED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -84,6 +85,22 @@ class RequestRecord:
             self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
             for cause, count in answer.stream.handovers.items():
                 self.handovers[cause] = self.handovers.get(cause, 0) + count
+
+    def account(self, now_s: float) -> dict[str, object]:
+        """For the flight recorder: when it began and was accepted, seconds before `now_s`."""
+        accepted_s = self.began_s if self.accepted_s is None else self.accepted_s
+        return {
+            "took_s": now_s - self.began_s,
+            "since_accepted_s": now_s - accepted_s,
+            "first_token_s": self.first_token_s,
+            "status": self.status,
+            "key": self.tenant[:8],
+            "stream": bool(self.stream),
+            "prompt_tokens": self.prompt_tokens or 0,
+            "completion_tokens": self.completion_tokens or 0,
+            "cached_tokens": self.cached_tokens or 0,
+            "client_gone": self.is_gone,
+        }
 
     def fields(self, now_s: float) -> dict[str, object]:
         """Everything known, by name; None is not."""
@@ -169,6 +186,7 @@ class Edge:
         counters: Counters,
         open_paths: frozenset[str] = OPEN_PATHS,
         open_below: str | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """No key is wanted for `open_paths`, and for what begins with `open_below`."""
         self._app = app
@@ -176,6 +194,7 @@ class Edge:
         self._counters = counters
         self._open_paths = open_paths
         self._open_below = open_below
+        self._recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -226,7 +245,10 @@ class Edge:
         # "Not ready yet" is an answer to a probe, which asks twenty times a second while a stack starts.
         is_probed = self._is_open(record.path)
         if not is_probed or not isinstance(record.error, UnavailableError | None):
-            log.canonical(_logger, "request", **record.fields(monotonic_s()))
+            now_s = monotonic_s()
+            log.canonical(_logger, "request", **record.fields(now_s))
+            if self._recorder is not None and record.accepted_s is not None:
+                self._recorder.note("request", record.request_id, **record.account(now_s))
 
     def _count(self, record: RequestRecord, route: str) -> None:
         counters = self._counters

@@ -34,7 +34,7 @@ class Colleagues:
         self._names: dict[str, str] = {}
         """Instance to service."""
         self._told: dict[str, ServiceStatus] = {}
-        self._heard: dict[str, tuple[int, int]] = {}
+        self._heard: dict[str, tuple[int, int | None]] = {}
         """Of a recorder: incarnation, and the event heard last."""
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
@@ -80,7 +80,7 @@ class Colleagues:
         for name, service in self._names.items():
             if service != "scheduler":
                 continue
-            incarnation, seq = self._heard.get(name, (0, 0))
+            incarnation, seq = self._heard.get(name, (0, None))
             question = TellRecorded(since_seq=seq, kinds=tuple(kinds), most=_MOST_EVENTS)
             told = await self._recorded(service, name, question)
             if told is None:
@@ -96,6 +96,19 @@ class Colleagues:
         question = TellRecorded(request_id=request_id)
         told = await asyncio.gather(
             *(self._recorded(service, name, question) for name, service in self._names.items())
+        )
+        return [each for each in told if each is not None]
+
+    async def everybodys(self, kinds: Sequence[str]) -> list[Recorded]:
+        """The latest events of these kinds, of all requests, that schedulers and gateways remember."""
+        await self.find()
+        question = TellRecorded(kinds=tuple(kinds))
+        told = await asyncio.gather(
+            *(
+                self._recorded(service, name, question)
+                for name, service in self._names.items()
+                if service in ("scheduler", "gateway")
+            )
         )
         return [each for each in told if each is not None]
 

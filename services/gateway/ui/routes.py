@@ -5,6 +5,7 @@ for whoever is on this machine, they want no key, and a `Host` that is an addres
 page of another name in a browser can read them.
 """
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.gateway.http.middleware import RECORD
 from services.gateway.ui.colleagues import Colleagues
 from services.gateway.ui.explained import explained
 from services.gateway.ui.watch import Watch
+from shared.clock import unix_s
 
 _STATIC = Path(__file__).parent / "static"
 _TYPES = {
@@ -73,7 +75,10 @@ def add_page(
     @app.get("/ui/requests/{request_id}")
     async def request_of(request_id: str, request: Request) -> Response:
         check(request)
-        return _json(explained(request_id, await colleagues.remembered(request_id)))
+        told, others = await asyncio.gather(
+            colleagues.remembered(request_id), colleagues.everybodys(("placed", "started", "request"))
+        )
+        return _json(await asyncio.to_thread(explained, request_id, told, others, unix_s()))
 
     @app.get("/ui/{name:path}")
     async def file(name: str) -> Response:

@@ -4,7 +4,7 @@ The caller alternates `begin_step` and `finish_step`, and calls the `on_…` met
 step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.worker.core.frames import AddressedFrame, assemble, fetched
@@ -27,7 +27,7 @@ from shared.messages.plans import (
     WorkerStepped,
 )
 from shared.messages.reports import GatewayReported, WorkerReported
-from shared.messages.sequence import SequenceRef
+from shared.messages.sequence import SequenceKey, SequenceRef
 from shared.messages.tokens import AcknowledgeEnds, ExtendSequence, FetchedTokens, FetchTokens
 
 _MOST_TOKENS, _LEAST_RESUMED = 512, 64
@@ -75,6 +75,11 @@ class StepCore:
     def is_held(self) -> bool:
         """Whether nothing could run when a step was asked for last, because all wait for stored blocks."""
         return self._is_held
+
+    @property
+    def put_off(self) -> Collection[SequenceKey]:
+        """Sequences that wait for stored blocks."""
+        return self._table.put_off.keys()
 
     def on_plan(self, plan: BatchPlan, now_s: float) -> StepEffects:
         if plan.starts and self._table.prefixes is not None:

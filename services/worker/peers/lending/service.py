@@ -150,6 +150,7 @@ class Search:
             reply = None
         if reply is not None and reply.grant is not None:
             await self._admit(reply.grant, self._debts.on_granted(reply.grant, sent_s))
+            self._bus.recorder.note("borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
             canonical(_log, "borrowed", creditor=question.creditor_id, blocks=len(reply.grant.blocks))
         return self._borrowing.on_reply(question.creditor_id, reply, self._clock())
 

@@ -1,0 +1,335 @@
+"""Where the time of one request went: a sweep over its wall time, each moment given to one cause.
+
+Made from what every service remembers of it (`shared.recorder`), by the wall clock. Causes overlap (a plan is
+under way while a step runs), so each has a rank: computing wins over waiting, and what explains most closely
+over what surrounds it. Only what a record shows is given a cause; the rest is `unexplained`. Pure.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Any
+
+
+class Cause(StrEnum):
+    """What a moment went to. The order is the rank: of several at a moment, the first is it."""
+
+    READER = "the client read slowly"
+    PREFILL = "computing the prompt"
+    DECODE = "computing the answer"
+    BLOCKS = "waiting for stored blocks"
+    MOVING = "moving to another worker"
+    LOST = "its worker was lost"
+    FORGOTTEN = "in steps of a worker that is gone"
+    PREEMPTED = "preempted: memory for others"
+    OTHERS = "other sequences' steps"
+    QUEUED = "queued for a worker"
+    AT_WORKER = "queued at its worker"
+    NO_PLAN = "no plan for it yet"
+    PLAN_BUS = "its plan on the bus"
+    BETWEEN = "between steps at the worker"
+    READ = "reading and tokenizing the request"
+    SUBMITTING = "gateway to scheduler"
+    TOKENS_BUS = "the last tokens on the bus"
+    WRITING = "writing the answer"
+
+
+RANK = {cause: rank for rank, cause in enumerate(Cause)}
+UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """An event of some instance, by the wall clock."""
+
+    at_s: float
+    service: str
+    instance: str
+    kind: str
+    fields: dict[str, Any]
+    request_id: str = ""
+
+    @property
+    def attempt(self) -> int:
+        return int(self.fields.get("attempt", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of the request's wall time, in seconds since 1970."""
+
+    begin_s: float
+    end_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a worker that the request was part of."""
+
+    begin_s: float
+    end_s: float
+    worker: str
+    attempts: frozenset[int]
+    is_prefill: bool
+    busy_s: float
+    """That the engine had computed before it, since its start."""
+    heard_s: float
+    """When its plan reached the worker."""
+    plan: tuple[int, int]
+    rows: int
+
+
+@dataclass(slots=True)
+class Account:
+    """The result. `parts` cover `begin_s` to `end_s` without a gap."""
+
+    begin_s: float
+    end_s: float
+    parts: list[Part]
+    facts: dict[str, Any] = field(default_factory=dict)
+    is_over: bool = True
+
+    @property
+    def accounted_share(self) -> float:
+        """Of the wall time, what has a cause; 1 for a request that took none."""
+        unexplained_s = self.seconds().get(UNEXPLAINED, 0.0)
+        whole_s = self.end_s - self.begin_s
+        return 1.0 - unexplained_s / whole_s if whole_s > 0 else 1.0
+
+    def seconds(self) -> dict[str, float]:
+        """By cause, the longest first."""
+        sums: dict[str, float] = defaultdict(float)
+        for part in self.parts:
+            sums[part.cause] += part.end_s - part.begin_s
+        return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+
+def account_of(events: Sequence[Happened], now_s: float) -> Account | None:
+    """Of one request's events, whoever said them, in any order. None where no gateway's are among them.
+
+    One that is not over is accounted for until `now_s`.
+    """
+    events = sorted(events, key=lambda event: event.at_s)
+    whole = _last(events, "gateway", "request")
+    submits = _of(events, "gateway", "submit")
+    if whole is None and not submits:
+        return None
+    end_s = now_s if whole is None else whole.at_s
+    begin_s = submits[0].at_s if whole is None else end_s - whole.fields["took_s"]
+    steps = _steps(events)
+    claims = [
+        *_of_gateway(events, steps, begin_s, end_s),
+        *_of_steps(events, steps),
+        *_of_queue(events, end_s),
+        *_of_handovers(events, steps, end_s),
+    ]
+    account = Account(begin_s, end_s, sweep(claims, begin_s, end_s), is_over=whole is not None)
+    account.facts = _facts(events, steps, whole)
+    return account
+
+
+Claim = tuple[float, float, Cause]
+
+
+def sweep(claims: Sequence[Claim], begin_s: float, end_s: float) -> list[Part]:
+    """Cuts the time from `begin_s` to `end_s` at every claim's ends; each piece goes to the first in rank of
+    those that claim it. Neighbouring pieces of a cause are one."""
+    ordered = sorted(
+        (max(first, begin_s), min(last, end_s), RANK[cause], cause)
+        for first, last, cause in claims
+        if min(last, end_s) > max(first, begin_s)
+    )
+    cuts = sorted({begin_s, end_s, *(cut for first, last, _, _ in ordered for cut in (first, last))})
+    parts: list[Part] = []
+    active: list[tuple[int, float, Cause]] = []
+    waiting = iter(ordered)
+    upcoming = next(waiting, None)
+    for first, last in pairwise(cuts):
+        while upcoming is not None and upcoming[0] <= first:
+            heappush(active, (upcoming[2], upcoming[1], upcoming[3]))
+            upcoming = next(waiting, None)
+        while active and active[0][1] <= first:
+            heappop(active)
+        cause = str(active[0][2]) if active else UNEXPLAINED
+        if parts and parts[-1].cause == cause:
+            parts[-1] = Part(parts[-1].begin_s, last, cause)
+        else:
+            parts.append(Part(first, last, cause))
+    return parts
+
+
+# --- claims
+
+
+def _of_gateway(
+    events: Sequence[Happened], steps: Sequence[Step], begin_s: float, end_s: float
+) -> Iterator[Claim]:
+    submits = _of(events, "gateway", "submit")
+    taken = _of(events, "scheduler", "submitted")
+    yield begin_s, submits[0].at_s if submits else end_s, Cause.READ
+    for submit in submits:
+        arrived = next((each.at_s for each in taken if each.at_s >= submit.at_s - _SLACK_S), submit.at_s)
+        yield submit.at_s, arrived, Cause.SUBMITTING
+    complete = _last(events, "gateway", "tokens complete")
+    if complete is None:
+        return
+    if steps:
+        yield steps[-1].end_s, complete.at_s, Cause.TOKENS_BUS
+    yield complete.at_s, end_s, Cause.WRITING
+    for blocked in _of(events, "gateway", "reader slow"):
+        begun_s = blocked.at_s - blocked.fields["for_s"]
+        yield max(begun_s, complete.at_s), blocked.at_s, Cause.READER
+
+
+def _of_steps(events: Sequence[Happened], steps: Sequence[Step]) -> Iterator[Claim]:
+    plans = _plans(events)
+    for step in steps:
+        yield step.begin_s, step.end_s, Cause.PREFILL if step.is_prefill else Cause.DECODE
+        sent_s = plans.get((step.worker, *step.plan), step.heard_s)
+        yield sent_s, step.heard_s, Cause.PLAN_BUS
+        yield step.heard_s, step.begin_s, Cause.BETWEEN
+    for before, after in pairwise(steps):
+        if before.worker != after.worker:
+            continue
+        own_s = before.end_s - before.begin_s
+        others_s = max(0.0, after.busy_s - before.busy_s - own_s)
+        yield before.end_s, min(after.begin_s, before.end_s + others_s), Cause.OTHERS
+        sent_s = plans.get((after.worker, *after.plan), after.heard_s)
+        yield before.end_s, sent_s, Cause.NO_PLAN
+    yield from _between(events, "worker", "waits for blocks", "has blocks", Cause.BLOCKS)
+    for preempted in _of(events, "scheduler", "preempted"):
+        again = next((step.begin_s for step in steps if step.begin_s > preempted.at_s), None)
+        if again is not None:
+            yield preempted.at_s, again, Cause.PREEMPTED
+
+
+def _of_queue(events: Sequence[Happened], end_s: float) -> Iterator[Claim]:
+    """From each submission to its place, and from there to the first plan that computes it."""
+    places = _of(events, "scheduler", "placed")
+    plans = _of(events, "scheduler", "plan")
+    for submitted in _of(events, "scheduler", "submitted"):
+        if submitted.fields.get("known"):
+            continue
+        mine = submitted.attempt
+        first = next((each for each in plans if mine in _attempts(each)), None)
+        placed = next((each for each in places if each.attempt == mine), first)
+        yield submitted.at_s, end_s if placed is None else placed.at_s, Cause.QUEUED
+        if placed is not None:
+            yield placed.at_s, end_s if first is None else first.at_s, Cause.AT_WORKER
+
+
+def _of_handovers(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -> Iterator[Claim]:
+    """What lies between the last that is known of one attempt and the first step of the next. A worker that
+    was lost took its record along; that it was sent plans is known."""
+    plans = _of(events, "scheduler", "plan")
+    causes: dict[str, int] = {}
+    for submit in _of(events, "gateway", "submit"):
+        told = dict(submit.fields.get("causes", {}))
+        fresh = [cause for cause, count in told.items() if count > causes.get(cause, 0)]
+        causes = told
+        if not fresh:
+            continue
+        former = submit.attempt - 1
+        ended = [step.end_s for step in steps if former in step.attempts and step.end_s <= submit.at_s]
+        sent = [each.at_s for each in plans if former in _attempts(each) and each.at_s <= submit.at_s]
+        if sent and not ended:
+            yield sent[0], sent[-1], Cause.FORGOTTEN
+        first_s = max(ended or sent, default=submit.at_s)
+        if "moved" in fresh:
+            after = [step.begin_s for step in steps if submit.attempt in step.attempts]
+            yield first_s, min(after, default=end_s), Cause.MOVING
+        else:
+            yield first_s, submit.at_s, Cause.LOST
+
+
+def _attempts(batch: Happened) -> set[int]:
+    """Of the request, in a step or a plan."""
+    return {attempt for _, attempt, *_ in (*batch.fields["chunks"], *batch.fields["own"])}
+
+
+# --- reading events
+
+_SLACK_S = 0.002
+"""By which the clocks of two services on one machine, as they tell them, may differ."""
+
+
+def _of(events: Sequence[Happened], service: str, kind: str) -> list[Happened]:
+    return [event for event in events if event.kind == kind and event.service == service]
+
+
+def _last(events: Sequence[Happened], service: str, kind: str) -> Happened | None:
+    return next(reversed(_of(events, service, kind)), None)
+
+
+def _steps(events: Sequence[Happened]) -> list[Step]:
+    found = []
+    for event in _of(events, "worker", "step"):
+        said = event.fields
+        found.append(
+            Step(
+                begin_s=event.at_s,
+                end_s=event.at_s + said["step_s"],
+                worker=event.instance,
+                attempts=frozenset(_attempts(event)),
+                is_prefill=bool(said["chunks"]),
+                busy_s=said["busy_s"],
+                heard_s=min(said["heard_at_s"], event.at_s),
+                plan=(said["epoch"], said["plan"]),
+                rows=said["prefills"] + said["decodes"],
+            )
+        )
+    return found
+
+
+def _plans(events: Sequence[Happened]) -> dict[tuple[str, int, int], float]:
+    """When each plan was sent, by worker, epoch and number."""
+    return {
+        (event.fields["worker"], event.fields["epoch"], event.fields["plan"]): event.at_s
+        for event in _of(events, "scheduler", "plan")
+    }
+
+
+def _between(
+    events: Sequence[Happened], service: str, begins: str, ends: str, cause: Cause
+) -> Iterator[Claim]:
+    open_s: float | None = None
+    for event in events:
+        if event.service == service and event.kind == begins and open_s is None:
+            open_s = event.at_s
+        elif event.service == service and event.kind == ends and open_s is not None:
+            yield open_s, event.at_s, cause
+            open_s = None
+
+
+def _facts(events: Sequence[Happened], steps: Sequence[Step], whole: Happened | None) -> dict[str, Any]:
+    """What a person wants to know beside the times."""
+    submitted = next(iter(_of(events, "scheduler", "submitted")), None)
+    predicted = next(iter(_of(events, "scheduler", "predicted")), None)
+    complete = _last(events, "gateway", "tokens complete")
+    found = _of(events, "worker", "found")
+    facts: dict[str, Any] = {
+        "prompt_tokens": None if submitted is None else submitted.fields["prompt_tokens"],
+        "most_tokens": None if submitted is None else submitted.fields["max_tokens"],
+        "predicted_tokens": None if predicted is None else predicted.fields["tokens"],
+        "tokens": None if complete is None else complete.fields["tokens"],
+        "steps": len(steps),
+        "rows": round(sum(step.rows for step in steps) / len(steps), 1) if steps else 0,
+        "most_rows": max((step.rows for step in steps), default=0),
+        "rows_at_first": steps[0].rows if steps else 0,
+        "workers": list(dict.fromkeys(step.worker for step in steps)),
+        "found_blocks": {
+            tier: sum(event.fields[f"{tier}_blocks"] for event in found)
+            for tier in ("device", "host", "disk")
+        },
+        "found_tokens": max((event.fields["tokens"] for event in found), default=0),
+        "preemptions": len(_of(events, "scheduler", "preempted")),
+        "moves": len([each for each in _of(events, "scheduler", "moved") if not each.fields["failed"]]),
+        "attempts": max((event.attempt for event in _of(events, "gateway", "submit")), default=1),
+    }
+    if whole is not None:
+        facts |= {"status": whole.fields["status"], "client_gone": whole.fields["client_gone"]}
+    return facts

@@ -1,0 +1,65 @@
+"""`record`: what every instance remembers of the last while, in one file, in the order of the wall clock."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from services.stack.access import BusAccess
+from services.stack.display import command_line, say
+from services.stack.roll_call import RollCall
+from services.stack.rundir import RunDirectory
+from shared import subjects
+from shared.errors import ConfigError
+
+_DEADLINE_S = 5.0
+_MOST_PAGES = 1000
+FORMAT = "kvasir-recording-1"
+
+
+async def record(run: RunDirectory, console: Console, out: Path) -> int:
+    """Writes JSON lines: first what it is, then an event each. Returns 0. Raises ConfigError where no stack
+    runs, KvasirError where an instance that answered says nothing more."""
+    pid, state = run.holder(), run.read_state()
+    if pid is None or state.get("pid") != pid:
+        raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
+    roll = RollCall(BusAccess.from_state(state, run.credentials()).config(subjects.OPERATOR))
+    events: list[dict[str, Any]] = []
+    instances: list[str] = []
+    try:
+        for service in subjects.SERVICES:
+            for status in await roll.ask(service, deadline_s=1.0):
+                instances.append(status.instance)
+                events += await _remembered(roll, service, status.instance)
+    finally:
+        await roll.close()
+    events.sort(key=lambda event: event["unix_s"])
+    with out.open("w") as file:
+        head = {"format": FORMAT, "model": state.get("model"), "instances": instances, "events": len(events)}
+        file.write(json.dumps(head) + "\n")
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    since_s = events[-1]["unix_s"] - events[0]["unix_s"] if events else 0.0
+    say(console, f"{out}: {len(events)} events of {len(instances)} instances, the last {since_s:.0f} s")
+    return 0
+
+
+async def _remembered(roll: RollCall, service: str, instance: str) -> list[dict[str, Any]]:
+    """All that it has, oldest first; what comes while it is asked is left out."""
+    first = await roll.recorded(service, instance, 0, deadline_s=_DEADLINE_S)
+    told, pages, until_s = first, [first], first.now_s
+    while told.events and len(pages) < _MOST_PAGES and told.events[-1].at_s < until_s:
+        told = await roll.recorded(service, instance, told.next_seq, deadline_s=_DEADLINE_S)
+        pages.append(told)
+    return [
+        {
+            "unix_s": event.at_s + (first.unix_s - first.now_s),
+            "instance": instance,
+            "kind": event.kind,
+            **({"request": event.request_id} if event.request_id else {}),
+            **event.fields,
+        }
+        for page in pages
+        for event in page.events
+        if event.at_s <= until_s
+    ]

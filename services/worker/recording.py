@@ -1,0 +1,83 @@
+"""What the engine's thread leaves with the worker's flight recorder: steps, hits, waits for stored blocks.
+
+Reads what the core and the engine did; changes nothing. All of it runs on the engine's thread.
+"""
+
+from collections.abc import Collection
+
+from services.worker.core.plans import StepWork
+from services.worker.core.steps import StepEffects
+from shared.messages.sequence import SequenceKey
+from shared.recorder import Batch, Recorder
+
+
+class StepRecord:
+    """Of one worker. Steps say how long the engine computed before them, so that the time between two of
+    a sequence's steps parts into other sequences' steps and waiting."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._busy_s = 0.0
+        """That the engine computed since the start."""
+        self._waiting: set[SequenceKey] = set()
+        """Those that wait for stored blocks."""
+
+    def found(self, work: StepWork) -> None:
+        """What the prefix cache had for sequences of this step."""
+        for hit in work.hits:
+            ref, (device, host, disk) = hit.ref, hit.blocks
+            self._recorder.note(
+                "found",
+                ref.request_id,
+                choice=ref.choice,
+                attempt=ref.attempt,
+                tokens=hit.cached_tokens,
+                device_blocks=device,
+                host_blocks=host,
+                disk_blocks=disk,
+            )
+
+    def ran(self, work: StepWork, began_s: float, step_s: float) -> None:
+        """The engine has computed this."""
+        plan = work.queued.plan
+        chunks = []
+        decodes = []
+        for item in work.items:
+            if item.is_decode:
+                decodes.append(item.sequence.ref)
+            else:
+                chunks.append((item.sequence.ref, item.first_token, item.end_token))
+        fields = {
+            "step_s": step_s,
+            "busy_s": self._busy_s,
+            "plan": plan.seq,
+            "epoch": plan.epoch,
+            "heard_s": work.queued.received_s,
+        }
+        self._busy_s += step_s
+        self._recorder.file(began_s, "step", Batch(chunks, decodes, fields))
+
+    def said(self, effects: StepEffects, now_s: float) -> None:
+        """Sequences that a report says are over."""
+        for stepped in effects.stepped:
+            for ended in stepped.ended:
+                self._recorder.note_at(
+                    now_s,
+                    "ended",
+                    ended.ref.request_id,
+                    choice=ended.ref.choice,
+                    attempt=ended.ref.attempt,
+                    reason=str(ended.finish_reason),
+                    generated_tokens=ended.generated_tokens,
+                )
+
+    def waits(self, put_off: Collection[SequenceKey], now_s: float) -> None:
+        """Who waits for stored blocks, as of now."""
+        if not put_off and not self._waiting:
+            return
+        present = set(put_off)
+        for key in present - self._waiting:
+            self._recorder.note_at(now_s, "waits for blocks", key[0], choice=key[1])
+        for key in self._waiting - present:
+            self._recorder.note_at(now_s, "has blocks", key[0], choice=key[1])
+        self._waiting = present

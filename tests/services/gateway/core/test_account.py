@@ -1,0 +1,94 @@
+"""The account of a request covers its time without gaps and gives each moment to the first in rank."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.core.account import RANK, UNEXPLAINED, Cause, Happened, account_of, sweep
+
+times = st.integers(0, 40).map(float)
+claims = st.lists(st.tuples(times, times, st.sampled_from(list(Cause))), max_size=12)
+
+
+@given(claims, times, st.integers(1, 40))
+def test_every_moment_goes_to_the_first_in_rank_that_claims_it(
+    made: list[tuple[float, float, Cause]], begin_s: float, length: int
+) -> None:
+    end_s = begin_s + length
+    parts = sweep(made, begin_s, end_s)
+    assert (parts[0].begin_s, parts[-1].end_s) == (begin_s, end_s)
+    for before, after in pairwise(parts):
+        assert before.end_s == after.begin_s
+        assert before.cause != after.cause
+    for tick in range(length):
+        middle = begin_s + tick + 0.5
+        wanted = (
+            min((RANK[cause], cause) for first, last, cause in made if first < middle < last)
+            if any(first < middle < last for first, last, _ in made)
+            else None
+        )
+        got = next(part.cause for part in parts if part.begin_s < middle < part.end_s)
+        assert got == (UNEXPLAINED if wanted is None else str(wanted[1]))
+
+
+def event(at_s: float, service: str, kind: str, **fields: Any) -> Happened:
+    return Happened(at_s, service, f"{service}-0", kind, {"attempt": 1, **fields}, "req_1")
+
+
+def step(at_s: float, step_s: float, *, busy_s: float, plan: int, is_prefill: bool = False) -> Happened:
+    own = {"chunks": [(0, 1, 0, 8)], "own": []} if is_prefill else {"chunks": [], "own": [(0, 1)]}
+    numbers = {"prefills": int(is_prefill), "decodes": 3, "epoch": 1, "plan": plan, "heard_at_s": at_s - 0.01}
+    return event(at_s, "worker", "step", step_s=step_s, busy_s=busy_s, **own, **numbers)
+
+
+def test_a_story_is_told_in_its_parts() -> None:
+    """Read for 0.1 s, queued for 1 s, at the worker for 0.5 s, computed; others' steps for 0.3 s in between;
+    and a client that takes 2 s to read."""
+    story = [
+        event(10.1, "gateway", "submit", causes={}),
+        event(10.1, "scheduler", "submitted", known=False, queued=4, prompt_tokens=8, max_tokens=9),
+        event(11.1, "scheduler", "placed", worker="worker-0"),
+        event(11.6, "scheduler", "plan", worker="worker-0", epoch=1, plan=5, chunks=[(0, 1, 0, 8)], own=[]),
+        event(11.6, "scheduler", "started", worker="worker-0", plan=5),
+        step(11.7, 0.2, busy_s=50.0, plan=5, is_prefill=True),
+        step(12.2, 0.1, busy_s=50.5, plan=6),
+        event(12.31, "gateway", "tokens complete", phase="ended", reason="stop", tokens=2),
+        event(14.3, "gateway", "reader slow", for_s=1.9),
+        event(14.4, "gateway", "request", took_s=4.4, status=200, client_gone=False),
+    ]
+    account = account_of(list(reversed(story)), now_s=99.0)
+    assert account is not None
+    spent = account.seconds()
+    expected = {
+        Cause.READER: 1.9,
+        Cause.QUEUED: 1.0,
+        Cause.AT_WORKER: 0.5,
+        Cause.OTHERS: 0.3,
+        Cause.PREFILL: 0.2,
+        Cause.DECODE: 0.1,
+        Cause.READ: 0.1,
+    }
+    for cause, length_s in expected.items():
+        assert spent[cause] == pytest.approx(length_s, abs=0.1), cause
+    assert next(iter(spent)) == Cause.READER
+    assert account.accounted_share == pytest.approx(1.0)
+    assert sum(spent.values()) == pytest.approx(4.4)
+
+
+def test_what_nobody_recorded_is_unexplained() -> None:
+    story = [
+        event(10.0, "gateway", "submit", causes={}),
+        event(12.0, "gateway", "tokens complete", phase="ended", reason="stop", tokens=2),
+        event(12.0, "gateway", "request", took_s=2.0, status=200, client_gone=False),
+    ]
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    assert account.seconds() == {UNEXPLAINED: pytest.approx(2.0)}
+    assert account.accounted_share == pytest.approx(0.0)
+
+
+def test_without_its_gateway_there_is_no_account() -> None:
+    assert account_of([step(1.0, 0.1, busy_s=0.0, plan=1)], now_s=2.0) is None
