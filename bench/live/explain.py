@@ -1,0 +1,276 @@
+"""`python -m bench explain`: how much of requests' time `services explain` accounts for, and whether it names
+what was planted first.
+
+A mixed run of 200 requests on three workers of little memory that move answers and lend, one of which is
+killed; then stacks in which one thing is wrong on purpose: a tenant that floods, a reader who reads slowly, a
+disk that is slow, a worker that freezes. What the recorder costs is an estimate: the events that it took,
+times what one takes when nothing else runs, over the CPU seconds that the stack used meanwhile.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from bench.kit.context import Context
+from bench.kit.load import Answer, full_answer, run_batch
+from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
+from bench.kit.outcome import Outcome, Table
+from bench.kit.provenance import ROOT
+from bench.kit.stacks import Stack, start_stack
+from shared.messages.sequence import SequenceRef
+from shared.recorder import Batch, Recorder
+
+REQUESTS = 200
+_DEADLINE_S = 240.0
+MIXED: Mapping[str, object] = {
+    "worker.kv_blocks": 48,
+    "worker.threads": 1,
+    "placement.policy": "mell_eager",
+    "worker.lending.borrow": True,
+    "worker.lending.max_lent_fraction": 0.5,
+    "worker.pie.enabled": False,
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, help=f"of the mixed run [{REQUESTS}; --quick 40]")
+    parser.add_argument("--only", choices=("mixed", *PLANTED), help="this part alone")
+
+
+def run(context: Context) -> Outcome:
+    only = context.arguments.only
+    figures: dict[str, float] = {}
+    rows: list[Sequence[object]] = []
+    failures = 0
+    if only in (None, "mixed"):
+        figures, failures = mixed(context, context.arguments.requests or (40 if context.quick else REQUESTS))
+    for name, (plant, wanted) in PLANTED.items():
+        if only not in (None, name):
+            continue
+        account = plant(context)
+        named = account["causes"][0]
+        is_right = named["cause"] in wanted
+        rows.append((name, named["cause"], f"{named['share']:.0%}", named["note"][:60], is_right))
+        context.record({"planted": name, **account}, "planted.jsonl")
+    if rows:
+        figures["planted_found"] = sum(bool(row[-1]) for row in rows) / len(rows)
+    tables = [Table("Planted causes", ("planted", "named first", "share", "note", "right"), rows)]
+    return Outcome(
+        figures, failures, tables=tables, notes=["recorder_cost is an estimate: see the docstring"]
+    )
+
+
+def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
+    """The figures of a run in whose middle a worker is killed, and how many answers failed."""
+    dice, ids = context.random("mixed"), vocabulary(TINY_CHAT)
+    shared = [drawn_tokens(dice, ids, 96) for _ in range(4)]
+    bodies = [
+        full_answer(
+            [*dice.choice(shared), *drawn_tokens(dice, ids, dice.choice((8, 40, 160, 600)))],
+            dice.choice((8, 40, 120)),
+        )
+        for _ in range(count)
+    ]
+    with start_stack(context.run_dir / "mixed", MIXED, workers=3) as stack:
+        cpu_s = sum(stack.cpu_s().values())
+        answers: list[Answer] = []
+        timer = threading.Timer(3.0, lambda: stack.process("worker-2").send_signal(signal.SIGKILL))
+        timer.start()
+        for first in range(0, count, 50):
+            answers += run_batch(stack.target, bodies[first : first + 50], _DEADLINE_S)
+        timer.join()
+        cpu_s = sum(stack.cpu_s().values()) - cpu_s
+        accounts = [account for name in served(stack) if (account := account_of(stack, name))]
+        noted_s = recorded_s(stack)
+    shares = [account["accounted"] for account in accounts]
+    for account in accounts:
+        context.record({"accounted": account["accounted"], "causes": account["causes"], **account["facts"]})
+    figures = {
+        "accounted_p50": median(shares),
+        "accounted_min": min(shares),
+        "accounted_requests": float(len(shares)),
+        "moved_requests": float(sum(account["facts"]["moves"] > 0 for account in accounts)),
+        "resumed_requests": float(sum(account["facts"]["attempts"] > 1 for account in accounts)),
+        "preempted_requests": float(sum(account["facts"]["preemptions"] > 0 for account in accounts)),
+        "recorder_cost": noted_s / cpu_s,
+    }
+    return figures, sum(not answer.ok for answer in answers)
+
+
+# --- what is planted
+
+
+def flood(context: Context) -> dict[str, Any]:
+    """Many long answers before one short one, on a worker that holds few."""
+    dice, ids = context.random("flood"), vocabulary(TINY_CHAT)
+    settings: dict[str, object] = {"worker.kv_blocks": 40, "worker.threads": 1, "worker.pie.enabled": False}
+    settings |= {"scheduler.policy": "vllm"}
+    bodies = [full_answer(drawn_tokens(dice, ids, 160), 120) for _ in range(24)]
+    with start_stack(context.run_dir / "flood", settings) as stack:
+        late = threading.Thread(target=lambda: run_batch(stack.target, bodies, _DEADLINE_S))
+        late.start()
+        time.sleep(0.8)
+        return explained_one(stack, lambda: run_batch(stack.target, [full_answer([5] * 16, 8)], _DEADLINE_S))
+
+
+def slow_reader(context: Context) -> dict[str, Any]:
+    """A client that takes its answer, a few MB of log-probabilities, at a trickle."""
+    with start_stack(context.run_dir / "reader", {"worker.threads": 1}) as stack:
+        target = stack.target
+        body = {"model": target.model, "prompt": "Once", "max_tokens": 500, "n": 16, "stream": True}
+        body |= {"logprobs": 5, "ignore_eos": True, "seed": 1}
+        return explained_one(stack, lambda: _trickle(target.port, target.key, json.dumps(body).encode()))
+
+
+def _trickle(port: int, key: str, body: bytes) -> None:
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(_DEADLINE_S)
+        client.connect(("127.0.0.1", port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        began_s = time.monotonic()
+        while client.recv(65536):
+            if time.monotonic() - began_s < 20.0:
+                time.sleep(0.05)
+
+
+def slow_disk(context: Context) -> dict[str, Any]:
+    """A prompt whose blocks are on a disk that reads 4 MB a second."""
+    dice, ids = context.random("disk"), vocabulary(TINY_CHAT)
+    cache = "worker.prefix_cache"
+    settings: dict[str, object] = {"worker.kv_blocks": 64, "worker.threads": 1, "worker.pie.enabled": False}
+    settings |= {
+        f"{cache}.host_blocks": 4,
+        f"{cache}.disk_mb": 64,
+        f"{cache}.disk_path": str(context.run_dir / "disk-tier"),
+    }
+    settings |= {f"{cache}.disk_bytes_per_s": 4e5, f"{cache}.lookahead_sequences": 0}
+    prompts = [drawn_tokens(dice, ids, 800) for _ in range(3)]
+    with start_stack(context.run_dir / "disk", settings) as stack:
+        for prompt in (*prompts, prompts[1]):
+            run_batch(stack.target, [full_answer(prompt, 2)], _DEADLINE_S)
+            time.sleep(3.0)
+        return explained_one(
+            stack, lambda: run_batch(stack.target, [full_answer(prompts[0], 2)], _DEADLINE_S)
+        )
+
+
+def lost_worker(context: Context) -> dict[str, Any]:
+    """The worker of an answer is stopped for good in its middle."""
+    settings = {"worker.threads": 1, "gateway.worker_timeout_s": 3}
+    with start_stack(context.run_dir / "lost", settings, workers=2) as stack:
+
+        def ask() -> None:
+            body = full_answer([5] * 16, 900)
+            asking = threading.Thread(target=lambda: run_batch(stack.target, [body], _DEADLINE_S))
+            asking.start()
+            time.sleep(0.6)
+            for name in ("worker-0", "worker-1"):
+                if holds_something(stack, name):
+                    stack.process(name).send_signal(signal.SIGSTOP)
+            asking.join()
+
+        try:
+            return explained_one(stack, ask)
+        finally:
+            for name in ("worker-0", "worker-1"):
+                stack.process(name).send_signal(signal.SIGCONT)
+
+
+def holds_something(stack: Stack, worker: str) -> bool:
+    told = _get(stack, f"/ui/workers/{worker}")
+    return any(row["state"] != "ended" for row in told.get("batch", []))
+
+
+PLANTED: Mapping[str, tuple[Callable[[Context], dict[str, Any]], frozenset[str]]] = {
+    "flood": (flood, frozenset({"queued for a worker", "queued at its worker"})),
+    "slow reader": (slow_reader, frozenset({"the client read slowly"})),
+    "slow disk": (slow_disk, frozenset({"waiting for stored blocks"})),
+    "lost worker": (lost_worker, frozenset({"its worker was lost"})),
+}
+
+
+# --- asking
+
+
+def explained_one(stack: Stack, ask: Callable[[], object]) -> dict[str, Any]:
+    """The account of the request that `ask` makes."""
+    before = set(served(stack))
+    ask()
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while True:
+        fresh = [name for name in served(stack) if name not in before]
+        accounts = [account for name in fresh if (account := account_of(stack, name))]
+        if accounts:
+            return min(accounts, key=lambda account: -account["begin_s"])
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the gateway has logged no such request")
+        time.sleep(0.1)
+
+
+def served(stack: Stack) -> list[str]:
+    """Requests that had an answer, by the gateway's log."""
+    lines = (stack.run_dir / "logs" / "gateway-0.log").read_text().splitlines()
+    entries = [json.loads(line) for line in lines if '"event":"request"' in line]
+    return [entry["request_id"] for entry in entries if entry.get("completion_tokens")]
+
+
+def account_of(stack: Stack, request_id: str) -> dict[str, Any] | None:
+    return _get(stack, f"/ui/requests/{request_id}").get("account")
+
+
+def _get(stack: Stack, path: str) -> dict[str, Any]:
+    state = json.loads((Path(stack.run_dir) / "state.json").read_text())
+    return dict(httpx.get(f"{state['operator_url']}{path}", timeout=60).json())
+
+
+# --- what recording costs
+
+
+def recorded_s(stack: Stack) -> float:
+    """Seconds that noting took all instances since they began: their events, at the price of one."""
+    note_s, file_s, row_s = prices()
+    steps = rows = notes = 0
+    path = stack.run_dir / "recording.jsonl"
+    argv = [sys.executable, "-m", "services", "record", "--run-dir", str(stack.run_dir), "--out", str(path)]
+    subprocess.run(argv, cwd=ROOT, capture_output=True, check=True, timeout=_DEADLINE_S)
+    for event in map(json.loads, path.read_text().splitlines()[1:]):
+        if event["kind"] in ("step", "plan"):
+            steps += 1
+            rows += event["prefills"] + event["decodes"]
+        else:
+            notes += 1
+    return notes * note_s + steps * file_s + rows * row_s
+
+
+def prices(rounds: int = 20_000) -> tuple[float, float, float]:
+    """CPU seconds of an event, of a step without rows, and of each row of a step."""
+    recorder = Recorder("bench", "bench-0", 1)
+    refs = [SequenceRef(request_id=f"req_{at}", choice=0, attempt=1) for at in range(64)]
+
+    def timed(work: Callable[[], None]) -> float:
+        began_s = time.process_time()
+        for _ in range(rounds):
+            work()
+        return (time.process_time() - began_s) / rounds
+
+    def file(rows: int) -> None:
+        fields = {"step_s": 0.1, "busy_s": 1.0, "plan": 5, "epoch": 1, "heard_s": 2.0}
+        recorder.file(0.0, "step", Batch([], refs[:rows], fields))
+
+    note_s = timed(lambda: recorder.note("submitted", "req_1", choice=0, attempt=1, prompt_tokens=9))
+    empty_s, full_s = timed(lambda: file(0)), timed(lambda: file(64))
+    return note_s, empty_s, max(0.0, full_s - empty_s) / 64
