@@ -91,6 +91,8 @@ def mixed(context: Context, count: int) -> tuple[dict[str, float], int]:
             answers += run_batch(stack.target, bodies[first : first + 50], _DEADLINE_S)
         timer.join()
         cpu_s = sum(stack.cpu_s().values()) - cpu_s
+        for error in {answer.error for answer in answers if answer.error}:
+            context.record({"error": error}, "errors.jsonl")
         accounts = [account for name in served(stack) if (account := account_of(stack, name))]
         noted_s = recorded_s(stack)
     shares = [account["accounted"] for account in accounts]
@@ -128,8 +130,9 @@ def slow_reader(context: Context) -> dict[str, Any]:
     """A client that takes its answer, a few MB of log-probabilities, at a trickle."""
     with start_stack(context.run_dir / "reader", {"worker.threads": 1}) as stack:
         target = stack.target
-        body = {"model": target.model, "prompt": "Once", "max_tokens": 500, "n": 16, "stream": True}
-        body |= {"logprobs": 5, "ignore_eos": True, "seed": 1}
+        messages = [{"role": "user", "content": "Tell me a long story."}]
+        body = {"model": target.model, "messages": messages, "max_tokens": 400, "n": 8, "stream": True}
+        body |= {"logprobs": True, "top_logprobs": 20, "ignore_eos": True, "seed": 1}
         return explained_one(stack, lambda: _trickle(target.port, target.key, json.dumps(body).encode()))
 
 
@@ -138,33 +141,31 @@ def _trickle(port: int, key: str, body: bytes) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(_DEADLINE_S)
         client.connect(("127.0.0.1", port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
         head += f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         began_s = time.monotonic()
         while client.recv(65536):
-            if time.monotonic() - began_s < 20.0:
+            if time.monotonic() - began_s < 25.0:
                 time.sleep(0.05)
 
 
 def slow_disk(context: Context) -> dict[str, Any]:
-    """A prompt whose blocks are on a disk that reads 4 MB a second."""
+    """A prompt whose blocks are on a disk that is slow, and still faster than computing them: else the cache
+    would not load them. So a worker that computes slowly."""
     dice, ids = context.random("disk"), vocabulary(TINY_CHAT)
     cache = "worker.prefix_cache"
-    settings: dict[str, object] = {"worker.kv_blocks": 64, "worker.threads": 1, "worker.pie.enabled": False}
-    settings |= {
-        f"{cache}.host_blocks": 4,
-        f"{cache}.disk_mb": 64,
-        f"{cache}.disk_path": str(context.run_dir / "disk-tier"),
-    }
-    settings |= {f"{cache}.disk_bytes_per_s": 4e5, f"{cache}.lookahead_sequences": 0}
-    prompts = [drawn_tokens(dice, ids, 800) for _ in range(3)]
+    settings: dict[str, object] = {"worker.kv_blocks": 32, "worker.engine": "simulated"}
+    settings |= {"worker.simulated.speed": 0.02, f"{cache}.host_blocks": 34, f"{cache}.disk_mb": 64}
+    settings |= {f"{cache}.disk_path": str(context.run_dir / "tier"), f"{cache}.disk_bytes_per_s": 900}
+    settings |= {f"{cache}.lookahead_sequences": 0}
+    prompts = [drawn_tokens(dice, ids, 400) for _ in range(5)]
     with start_stack(context.run_dir / "disk", settings) as stack:
-        for prompt in (*prompts, prompts[1]):
-            run_batch(stack.target, [full_answer(prompt, 2)], _DEADLINE_S)
-            time.sleep(3.0)
+        for prompt in prompts:
+            run_batch(stack.target, [full_answer(prompt, 1)], _DEADLINE_S)
+            time.sleep(2.0)
         return explained_one(
-            stack, lambda: run_batch(stack.target, [full_answer(prompts[0], 2)], _DEADLINE_S)
+            stack, lambda: run_batch(stack.target, [full_answer(prompts[0], 1)], _DEADLINE_S)
         )
 
 

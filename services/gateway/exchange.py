@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.core.stream import Stream, StreamPhase
 from services.gateway.errors import ClientGone
+from services.gateway.vllm_metrics import ModelFigures
 from shared import log
 from shared.clock import monotonic_s
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, KvasirError, NoResponder
@@ -84,6 +85,10 @@ class OpenChoice:
     model: str = ""
     priority: int = 0
     tenant: Tenant = NOBODY
+    figures: ModelFigures | None = None
+    """Of its model, once it has tokens."""
+    heard_s: float = 0.0
+    """When tokens of it came last."""
 
     _told: tuple[int, StreamPhase, bool] = (0, StreamPhase.OPEN, False)
 

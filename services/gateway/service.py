@@ -173,6 +173,7 @@ async def run(config: GatewayConfig) -> None:
             await bus.attach(recorder_handlers("gateway"), bus.recorder)
             colleagues = Colleagues(bus, monotonic_s)
             watch = Watch(sessions, colleagues, now_s)
+            metrics.collected("vllm", sessions.figures.collect)
             metrics.collected("fleet", FleetMetrics(sessions.workers, sessions.scheduler, now_s).collect)
             for loop in (sessions.dispatch.outbox.run(), gateway.report(), gateway.tick(), watch.run()):
                 tasks.create_task(loop)

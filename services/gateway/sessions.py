@@ -24,6 +24,7 @@ from services.gateway.exchange import NONE, Deadline, Exchange, OpenChoice
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText, Given
 from services.gateway.text.tokenizer import Codec
+from services.gateway.vllm_metrics import VllmMetrics
 from shared import log, subjects
 from shared.bus import Bus
 from shared.clock import Clock
@@ -59,6 +60,7 @@ class Sessions:
         self.counters = Counters()
         self.workers = WorkerTable((config.served_name, *config.models), config.worker_timeout_s)
         self.scheduler = SchedulerView(config.scheduler_timeout_s)
+        self.figures = VllmMetrics((config.served_name, *config.models), self.workers, self.scheduler)
         self.dispatch = Dispatch(config, bus, tasks, now_s, self.counters, self.apply)
 
     @property
@@ -198,6 +200,8 @@ class Sessions:
         self.output_tokens += len(delta.tokens)
         is_first = not sequence.stream.tokens
         self.apply(sequence, sequence.stream.on_delta(delta, worker, now_s))
+        if delta.tokens:
+            self._count(sequence, len(delta.tokens), now_s)
         if is_first and sequence.stream.tokens:
             self._note("first tokens", sequence, worker=worker[0], cached_tokens=delta.cached_tokens)
 
@@ -275,6 +279,16 @@ class Sessions:
             self.dispatch.tell(disown(listed, worker, goes_on=False))
         else:
             self.apply(sequence, sequence.stream.on_report(listed, worker, now_s))
+
+    def _count(self, sequence: OpenChoice, tokens: int, now_s: float) -> None:
+        """A frame has tokens of it."""
+        figures, before_s = sequence.figures, sequence.heard_s
+        sequence.heard_s = now_s
+        if figures is None:
+            figures = sequence.figures = self.figures.of(sequence.model or self._config.served_name)
+        figures.counts["generation_tokens"] += tokens
+        if before_s:
+            figures.on_gap(now_s - before_s)
 
     def _note(self, kind: str, sequence: OpenChoice, **fields: Any) -> None:
         ref = sequence.stream.ref

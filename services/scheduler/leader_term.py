@@ -5,6 +5,7 @@ What the core asks others is in `rpc`.
 """
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,8 +50,14 @@ from shared.messages.commands import CancelSequence, SubmitReply, SubmitSequence
 from shared.messages.lengths import LengthsRevised
 from shared.messages.moves import MoveSequences, MovesTaken, SequenceMove
 from shared.messages.plans import BatchPlan, WorkerStepped
-from shared.messages.reports import GatewayReported, SchedulerAnnounced, WorkerLost, WorkerReported
-from shared.messages.values import as_count
+from shared.messages.reports import (
+    WAIT_BOUNDS_S,
+    GatewayReported,
+    SchedulerAnnounced,
+    WorkerLost,
+    WorkerReported,
+)
+from shared.messages.values import as_count, as_seconds
 
 
 class PlanTally:
@@ -127,6 +134,8 @@ class Term:
         self.end_reason: str | None = None
         self.heard_epoch = 0
         self._tally = PlanTally()
+        self._waits = [0] * (len(WAIT_BOUNDS_S) + 1)
+        self._waited_s = 0.0
         self._record = TermRecord(bus.recorder)
         self._services = ServiceTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
@@ -332,6 +341,8 @@ class Term:
     def _note(self, left: SequenceLeft) -> None:
         self._left.labels(left.phase).inc()
         self._services.count(left)
+        self._waits[bisect_left(WAIT_BOUNDS_S, left.queued_s)] += 1
+        self._waited_s += max(0.0, left.queued_s)
         canonical(
             _log,
             "sequence",
@@ -399,7 +410,10 @@ class Term:
                     policy=self._config.policy,
                     queued=self._queued,
                     running=self._running,
+                    queued_by_model={cell.model: cell.core.queued for cell in self._cells},
                     preemptions=as_count(self._tally.preemptions),
+                    waits=tuple(map(as_count, self._waits)),
+                    waited_s=as_seconds(self._waited_s),
                 ),
             )
             await asyncio.sleep(self._config.announce_s)

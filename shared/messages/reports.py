@@ -174,6 +174,10 @@ class WorkerReported(Message, frozen=True, kw_only=True):
     """Where its bulk plane listens, by transport; who dials asks it for a ticket first (`AskTicket`)."""
 
 
+WAIT_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+"""Of `SchedulerAnnounced.waits`: each counts waits up to its bound, the last one what is longer."""
+
+
 class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     """At start, then at a fixed interval. A new incarnation asks gateways to resubmit what runs."""
 
@@ -183,8 +187,13 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     policy: Text
     queued: Count = 0
     running: Count = 0
+    queued_by_model: dict[Text, Count] = msgspec.field(default_factory=dict)
     preemptions: Count = 0
-    """In this term."""
+    """In this term, as what follows."""
+    waits: tuple[Count, ...] = ()
+    """How long sequences waited for their first plan, counted by `WAIT_BOUNDS_S`."""
+    waited_s: Seconds = 0.0
+    """All of it together."""
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):

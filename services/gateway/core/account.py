@@ -226,24 +226,29 @@ def _of_handovers(events: Sequence[Happened], steps: Sequence[Step], end_s: floa
     """What lies between the last that is known of one attempt and the first step of the next. A worker that
     was lost took its record along; that it was sent plans is known."""
     plans = _of(events, "scheduler", "plan")
+    complete = _last(events, "gateway", "tokens complete")
+    submits = _of(events, "gateway", "submit")
     causes: dict[str, int] = {}
-    for submit in _of(events, "gateway", "submit"):
-        told = dict(submit.fields.get("causes", {}))
+    for submit, following in zip(submits, [*submits[1:], None], strict=True):
+        told = dict(following.fields.get("causes", {})) if following is not None else causes
         fresh = [cause for cause, count in told.items() if count > causes.get(cause, 0)]
         causes = told
-        if not fresh:
+        mine = submit.attempt
+        ended = [step.end_s for step in steps if mine in step.attempts]
+        sent = [each.at_s for each in plans if mine in _attempts(each)]
+        if following is None or not fresh:
+            over_s = end_s if complete is None else complete.at_s
+            if sent and not ended:
+                yield sent[0], over_s, Cause.FORGOTTEN
             continue
-        former = submit.attempt - 1
-        ended = [step.end_s for step in steps if former in step.attempts and step.end_s <= submit.at_s]
-        sent = [each.at_s for each in plans if former in _attempts(each) and each.at_s <= submit.at_s]
         if sent and not ended:
             yield sent[0], sent[-1], Cause.FORGOTTEN
-        first_s = max(ended or sent, default=submit.at_s)
+        first_s = max((each for each in ended or sent if each <= following.at_s), default=following.at_s)
         if "moved" in fresh:
-            after = [step.begin_s for step in steps if submit.attempt in step.attempts]
+            after = [step.begin_s for step in steps if following.attempt in step.attempts]
             yield first_s, min(after, default=end_s), Cause.MOVING
         else:
-            yield first_s, submit.at_s, Cause.LOST
+            yield first_s, following.at_s, Cause.LOST
 
 
 def _attempts(batch: Happened) -> set[int]:

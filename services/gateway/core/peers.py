@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.gateway.core.effects import WorkerStart
 from shared.liveness import Liveness
-from shared.messages.reports import SchedulerAnnounced, WorkerReported
+from shared.messages.reports import WAIT_BOUNDS_S, SchedulerAnnounced, WorkerReported
 
 
 @dataclass(slots=True)
@@ -126,8 +126,15 @@ class SchedulerView:
         self.queued = 0
         """Sequences without a worker, as it said last; and those that a worker has."""
         self.running = 0
+        self.queued_by_model: dict[str, int] = {}
         self.preemptions = 0
         """In its term."""
+        self.preemptions_total = 0
+        """In all terms heard of, as what follows."""
+        self.waits = [0] * (len(WAIT_BOUNDS_S) + 1)
+        """How long sequences waited for their first plan, counted by `WAIT_BOUNDS_S`."""
+        self.waited_s = 0.0
+        self._counted: SchedulerAnnounced | None = None
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
         """True when this is another scheduler than before: what is running has to be submitted to it.
@@ -140,8 +147,23 @@ class SchedulerView:
         self.scheduler_id, self._incarnation, self._epoch = event.scheduler_id, event.incarnation, event.epoch
         self._heard_s = now_s
         self.policy, self.queued, self.running = event.policy, event.queued, event.running
-        self.preemptions = event.preemptions
+        self.queued_by_model, self.preemptions = dict(event.queued_by_model), event.preemptions
+        self._count(event)
         return is_new
+
+    def _count(self, event: SchedulerAnnounced) -> None:
+        """Adds what came since the last announcement of the same term."""
+        before = self._counted
+        if before is None or before.incarnation != event.incarnation:
+            before = SchedulerAnnounced(
+                scheduler_id=event.scheduler_id, incarnation=event.incarnation, epoch=0, policy=""
+            )
+        self._counted = event
+        self.preemptions_total += max(0, event.preemptions - before.preemptions)
+        self.waited_s += max(0.0, event.waited_s - before.waited_s)
+        for at, count in enumerate(event.waits[: len(self.waits)]):
+            known = before.waits[at] if at < len(before.waits) else 0
+            self.waits[at] += max(0, count - known)
 
     def is_present(self, now_s: float) -> bool:
         """Heard of lately."""

@@ -20,6 +20,7 @@ from services.gateway.errors import HttpError, ShuttingDown, error_response, sho
 from services.gateway.http.connection import ENGAGE
 from services.gateway.openai.admission import AdmittedRequest
 from services.gateway.text.choice_text import ChoiceText
+from services.gateway.vllm_metrics import ModelFigures
 from shared import log
 from shared.bus import tracing
 from shared.clock import monotonic_s
@@ -66,6 +67,10 @@ class RequestRecord:
     unknown_fields: Sequence[str] = ()
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    figures: ModelFigures | None = None
+    """Of the model that was asked."""
+    choices: int = 1
+    most_tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     handovers: dict[str, int] = field(default_factory=dict)
 
@@ -74,6 +79,8 @@ class RequestRecord:
         self.accepted_s = monotonic_s()
         self.stream = job.stream
         self.prompt_tokens = job.prompt_tokens
+        self.choices = job.n * len(job.prompts)
+        self.most_tokens = max((sampling.max_tokens for sampling in job.samplings), default=0)
         self.unknown_fields = job.unknown_fields
 
     def note_answers(self, answers: Sequence[ChoiceText]) -> None:
@@ -85,6 +92,20 @@ class RequestRecord:
             self.finish_reasons[reason] = self.finish_reasons.get(reason, 0) + 1
             for cause, count in answer.stream.handovers.items():
                 self.handovers[cause] = self.handovers.get(cause, 0) + count
+
+    def count(self, took_s: float) -> None:
+        """Its answer is over, so long after the request was accepted."""
+        if self.figures is not None:
+            self.figures.on_request(
+                took_s=took_s,
+                first_token_s=self.first_token_s,
+                prompt_tokens=self.prompt_tokens or 0,
+                output_tokens=self.completion_tokens or 0,
+                cached_tokens=self.cached_tokens or 0,
+                choices=self.choices,
+                most_tokens=self.most_tokens,
+                reasons=[reason for reason, count in self.finish_reasons.items() for _ in range(count)],
+            )
 
     def account(self, now_s: float) -> dict[str, object]:
         """For the flight recorder: when it began and was accepted, seconds before `now_s`."""
@@ -258,6 +279,7 @@ class Edge:
         counters.output_tokens.inc(record.completion_tokens or 0)
         if record.accepted_s is not None and record.completion_tokens is not None:
             counters.request_s.observe(monotonic_s() - record.accepted_s)
+            record.count(monotonic_s() - record.accepted_s)
             if record.first_token_s is not None:
                 counters.first_token_s.observe(record.first_token_s)
 

@@ -161,6 +161,7 @@ def _completions(
             naming = Naming(record, served.config, store)
             job, writer = await SURFACES[path](served.acceptance, body, limit, naming)
         record.note_accepted(job)
+        record.figures = sessions.figures.of(served.name)
         return CompletionResponse(sessions, job, writer, record, deadline, served)
 
     return {path: partial(complete, path) for path in SURFACES}
