@@ -39,6 +39,9 @@ ANY_WORKER_STEPPED = f"{PREFIX}.evt.worker.stepped.*"
 ANY_WORKER_CACHED = f"{PREFIX}.evt.worker.cached.*"
 ANY_WORKER_OBSERVED = f"{PREFIX}.evt.worker.observed.*"
 ANY_PREDICTOR_REVISED = f"{PREFIX}.evt.predictor.revised.*"
+BUS_CONNECTED = f"{PREFIX}.evt.bus.connected"
+BUS_DISCONNECTED = f"{PREFIX}.evt.bus.disconnected"
+"""From nats-server, in JSON: a connection has begun, or ended."""
 LEDGER_OFFERED = f"{PREFIX}.evt.ledger.offered"
 LEDGER_ANNOUNCED = f"{PREFIX}.evt.ledger.announced"
 
@@ -232,6 +235,8 @@ def _scheduler(me: str) -> Permissions:
             ANY_WORKER_STEPPED,
             ANY_GATEWAY_REPORTED,
             ANY_PREDICTOR_REVISED,
+            BUS_CONNECTED,
+            BUS_DISCONNECTED,
         ),
     )
 
@@ -252,6 +257,8 @@ def _placement(_: str) -> Permissions:
             ANY_WORKER_STEPPED,
             ANY_WORKER_CACHED,
             SCHEDULER_MOVED,
+            BUS_CONNECTED,
+            BUS_DISCONNECTED,
         ),
     )
 

@@ -48,6 +48,11 @@ class Models:
         if (placement := self._of_worker(stepped.worker_id)) is not None:
             placement.on_stepped(stepped)
 
+    def on_gone(self, instance: str, incarnation: int) -> None:
+        """It has left the bus."""
+        if (placement := self._of_worker(instance)) is not None:
+            placement.on_gone(instance, incarnation)
+
     def on_cached(self, news: WorkerPrefixes) -> None:
         if (placement := self._of_worker(news.worker_id)) is not None:
             placement.on_cached(news)

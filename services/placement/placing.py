@@ -69,6 +69,11 @@ class Placement:
         if self.relocation is not None:
             self.relocation.packer.on_stepped(stepped)
 
+    def on_gone(self, worker_id: str, incarnation: int) -> None:
+        """It has left the bus: nothing is placed there."""
+        if self.fleet.on_gone(worker_id, incarnation):
+            canonical(_log, "worker dropped", worker=worker_id)
+
     def on_cached(self, news: WorkerPrefixes) -> None:
         self.fleet.prefixes.on_news(news)
         self._missed.set()

@@ -40,6 +40,7 @@ async def run(config: PlacementConfig) -> None:
             models = Models(bus, make, tasks)
             await bus.attach(HANDLERS, models)
             await bus.attach(recorder_handlers("placement"), bus.recorder)
+            await bus.watch_departures(models.on_gone)
             if is_packing:
                 await bus.attach(MOVE_HANDLERS, models)
             canonical(_log, "placement serving", policy=config.policy)

@@ -248,6 +248,12 @@ class Term:
             return
         self._feed(cell.model, cell.core.on_worker_reported, report)
 
+    def on_gone(self, instance: str, incarnation: int) -> None:
+        """It has left the bus."""
+        cell = self._cells.of_worker(instance)
+        if cell is not None:
+            self._feed(cell.model, cell.core.on_worker_gone, (instance, incarnation))
+
     def on_stepped(self, event: WorkerStepped) -> None:
         cell = self._cells.of_worker(event.worker_id)
         if cell is not None:

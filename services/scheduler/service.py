@@ -64,6 +64,7 @@ class SchedulerService:
         """For ever: wait for the lease, lead until it ends. Cancel to stop."""
         await self._bus.attach(HANDLERS, self)
         await self._bus.attach(recorder_handlers("scheduler"), self._bus.recorder)
+        await self._bus.watch_departures(self._on_gone)
         while True:
             lease = await self._bus.acquire_lease(_ROLE, ttl_s=self._config.lease_ttl_s)
             try:
@@ -74,6 +75,10 @@ class SchedulerService:
             finally:
                 self._term = None
                 await lease.release()
+
+    def _on_gone(self, instance: str, incarnation: int) -> None:
+        if self._term is not None:
+            self._term.on_gone(instance, incarnation)
 
     async def _lead(self, lease: Lease) -> None:
         most_epoch = lease.epoch + EPOCH_REACH

@@ -51,6 +51,7 @@ def _subjects(allowed: tuple[str, ...]) -> str:
     return f"{{ allow: {json.dumps(allowed)} }}" if allowed else '{ deny: ">" }'
 
 
+_ADVISORIES = "$SYS.ACCOUNT.KVASIR"
 _CHECK_DEADLINE_S = 20.0
 _USERS_BEGIN, _USERS_END = "    users: [\n", "\n    ]\n"
 
@@ -68,9 +69,10 @@ def binary() -> str:
 
 
 def config_text(config: StackConfig, access: BusAccess, store: Path) -> str:
-    """The server's configuration: loopback, one account, one user per instance, JetStream on files.
+    """The server's configuration: loopback, an account, one user per instance, JetStream on files.
 
-    There is no user that may do everything, and no entry without a password.
+    The account of the system has no user, and hands over who connects and disconnects. There is no user that
+    may do everything, and no entry without a password.
     """
     return f"""\
 listen: "127.0.0.1:{access.port}"
@@ -82,8 +84,19 @@ jetstream {{
   max_memory_store: {config.nats_max_memory_store_bytes}
   max_file_store: {config.nats_max_file_store_bytes}
 }}
-{_tls_text(access)}accounts {{
+{_tls_text(access)}system_account: SYS
+accounts {{
+  SYS {{
+    exports: [
+      {{ stream: "{_ADVISORIES}.CONNECT", accounts: [KVASIR] }}
+      {{ stream: "{_ADVISORIES}.DISCONNECT", accounts: [KVASIR] }}
+    ]
+  }}
   KVASIR {{
+    imports: [
+      {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.CONNECT" }}, to: "{subjects.BUS_CONNECTED}" }}
+      {{ stream: {{ account: SYS, subject: "{_ADVISORIES}.DISCONNECT" }}, to: "{subjects.BUS_DISCONNECTED}" }}
+    ]
     jetstream {{ max_file: {config.nats_max_file_store_bytes}, max_streams: 1 }}
 {_USERS_BEGIN}{users_text(access.credentials.nats_passwords)}{_USERS_END}  }}
 }}

@@ -5,6 +5,7 @@ wait has the caller's deadline. Commands carry W3C trace context, events do not.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from shared.bus import tracing
 from shared.bus.clearance import Clearance, publish_refused
 from shared.bus.counters import BusCounters
+from shared.bus.departures import Departures, OnGone, connection_name
 from shared.bus.express import Express, close_unwanted
 from shared.bus.inbox import Gathering, Inbox, is_unserved, reply_in
 from shared.bus.lease import Lease, acquire
@@ -37,6 +39,7 @@ from shared.messages.base import encode
 from shared.recorder import Recorder
 from shared.subjects import checked_id, inbox_prefix, micro_name
 
+_log = logging.getLogger("kvasir.bus")
 _VERSION = "0.1.0"
 _HEADER_BYTES = 256
 """Reserved for trace context, which counts against the server's payload limit."""
@@ -60,7 +63,10 @@ class Bus:
         self.recorder = Recorder(service, instance, self.incarnation)
         self._counters = BusCounters(registry)
         prefix = inbox_prefix(config.user or instance)
-        self._link = Link(config, name=instance, inbox_prefix=prefix, counters=self._counters)
+        self.departures = Departures()
+        """Of others; empty until `watch_departures`."""
+        name = connection_name(instance, self.incarnation)
+        self._link = Link(config, name=name, inbox_prefix=prefix, counters=self._counters)
         self._clearance = Clearance(self._link)
         self._inbox = Inbox(prefix)
         self._served: list[ServedEndpoint | ServedListener] = []
@@ -219,7 +225,17 @@ class Bus:
             incarnation=self.incarnation,
             ttl_s=ttl_s,
             is_new=is_new,
+            is_gone=self.departures.is_gone,
         )
+
+    async def watch_departures(self, on_gone: OnGone) -> None:
+        """Calls `on_gone` for each start of any instance that leaves the bus from now on, where nats-server
+        tells. Raises BusUnavailable without a connection."""
+        self.departures.watch(on_gone)
+        try:
+            await self.attach(Departures.HANDLERS, self.departures)
+        except PermissionRefused as error:
+            _log.warning("who leaves the bus is known by silence only: %s", error.message)
 
     async def close(self) -> None:
         """Stop serving, let running handlers finish within `drain_timeout_s`, disconnect. May be called
@@ -227,6 +243,7 @@ class Bus:
         if self._closed:
             return
         self._closed = True
+        self.departures.close()
         await self.detach([served.spec for served in self._served])
         self._inbox.fail(BusUnavailable("the bus is closed"))
         await self._link.close(self.config.drain_timeout_s)

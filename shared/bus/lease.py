@@ -8,7 +8,7 @@ also over restarts of the server.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -153,12 +153,20 @@ class Silence:
 
 
 async def acquire(
-    link: Link, role: str, *, instance: str, incarnation: int, ttl_s: float, is_new: bool = True
+    link: Link,
+    role: str,
+    *,
+    instance: str,
+    incarnation: int,
+    ttl_s: float,
+    is_new: bool = True,
+    is_gone: Callable[[str, int], bool] = lambda instance, incarnation: False,
 ) -> Lease:
     """Wait until the role is this instance's.
 
     At once when it is free, given back, or, for a process that `is_new` (it has not stood for the role yet),
-    held by an earlier start of the same instance; otherwise after `ttl_s` without a renewal. Waits for ever,
+    held by an earlier start of the same instance, or by a start that `is_gone` from the bus; otherwise after
+    `ttl_s` without a renewal. Waits for ever,
     as a standby must; cancel to stop. Raises PermissionRefused when leases are not for this user.
     """
     store = LeaseStore(link)
@@ -173,6 +181,7 @@ async def acquire(
             if (
                 entry is None
                 or _is_takeable(entry.holder, holder, is_new=is_new)
+                or is_gone(entry.holder.instance, entry.holder.incarnation)
                 or silence.lasting_s >= ttl_s
             ):
                 acquired = await store.write(role, holder, last=revision)

@@ -37,7 +37,7 @@ from shared.errors import (
     UnavailableError,
     to_wire,
 )
-from shared.messages.base import Empty, Message, decode, encode
+from shared.messages.base import Empty, Message, decode, decode_json, encode
 from shared.messages.recordings import TellRecorded
 from shared.subjects import checked_id, instance_status, recorded, status
 
@@ -103,6 +103,8 @@ class Listener:
     pending_limit: int = 16_384
     sender: str | None = None
     """As of an `Endpoint`."""
+    is_json: bool = False
+    """Of what nats-server itself says."""
 
 
 Handler = Endpoint | Gatherable | Listener
@@ -236,7 +238,8 @@ class ServedListener:
             _report(error, self.subject, self._counters)
 
     def _message_in(self, msg: Msg) -> Any:
-        message = decode(msg.data, self.spec.message)
+        read = decode_json if self.spec.is_json else decode
+        message = read(msg.data, self.spec.message)
         self._check_sender(msg.subject, message)
         return message
 

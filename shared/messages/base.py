@@ -24,6 +24,14 @@ class Empty(Message, frozen=True, kw_only=True):
     """A reply that says only that the command was carried out, or a question without parameters."""
 
 
+def decode_json(data: bytes | memoryview, message_type: type[M]) -> M:
+    """What others say in JSON. Raises InvalidMessage, whatever the bytes are."""
+    try:
+        return msgspec.json.decode(data, type=message_type)
+    except Exception as error:  # as of `decode`
+        raise InvalidMessage(f"not a {getattr(message_type, '__name__', message_type)}: {error}") from error
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """MessagePack bytes of one message."""
     return _encoder.encode(message)

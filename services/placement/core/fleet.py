@@ -228,14 +228,26 @@ class FleetCapacity:
         """Drops silent workers and expired reservations; returns the ids of the workers dropped."""
         silent = self.liveness.silent(now_s)
         for worker_id in silent:
-            del self.workers[worker_id]
-            self.prefixes.forget(worker_id)
+            self._drop(worker_id)
         self.prefixes.on_tick(now_s)
         for worker in self.workers.values():
             worker.reservations = {
                 key: r for key, r in worker.reservations.items() if now_s - r.placed_s <= self.reservation_s
             }
         return silent
+
+    def on_gone(self, worker_id: str, incarnation: int) -> bool:
+        """That start of it has left the bus. Whether it counted until now."""
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.incarnation != incarnation:
+            return False
+        self.liveness.forget(worker_id)
+        self._drop(worker_id)
+        return True
+
+    def _drop(self, worker_id: str) -> None:
+        del self.workers[worker_id]
+        self.prefixes.forget(worker_id)
 
     def place(
         self,

@@ -151,6 +151,10 @@ class SchedulerCore:
             return self._step_down(report.epoch, f"{report.worker_id} obeys epoch {report.epoch}")
         return self._after(self._fleet.on_reported(report, now_s), now_s)
 
+    def on_worker_gone(self, start: tuple[str, int], now_s: float) -> list[Effect]:
+        """Worker id and incarnation of what has left the bus."""
+        return self._after(self._fleet.on_gone(*start, now_s), now_s)
+
     def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
         return self._after(self._fleet.on_stepped(event, now_s), now_s)
 

@@ -245,6 +245,14 @@ class Fleet:
             return Trouble("it holds sequences that are not known to be there")
         return None
 
+    def on_gone(self, worker_id: str, incarnation: int, now_s: float) -> list[Effect]:
+        """That start of it has left the bus: nobody waits for its silence."""
+        pipeline = self.roster.pipelines.get(worker_id)
+        if pipeline is None or pipeline.incarnation != incarnation:
+            return []
+        self._liveness.forget(worker_id)
+        return self.lose(pipeline, now_s)
+
     def on_stepped(self, event: WorkerStepped, now_s: float) -> list[Effect]:
         pipeline = self.roster.pipelines.get(event.worker_id)
         if pipeline is None or pipeline.incarnation != event.incarnation:

@@ -13,6 +13,7 @@ import pytest
 from services.scheduler import leader_term
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.service import run
+from shared.bus.departures import BusAdvisory, BusClient, connection_name
 from shared.clock import monotonic_s
 from shared.config import BusConfig
 from shared.errors import ConfigError
@@ -76,6 +77,23 @@ async def test_a_higher_epoch_makes_it_stand_for_the_lease_again(stack: BusStack
         assert stack.reader.announced[-1].incarnation != incarnation
         await stack.reader.submit(stack.reader.spec("a"))
         await until(lambda: "a" in stack.reader.ended)
+
+
+async def test_a_worker_that_leaves_the_bus_is_lost_without_waiting_for_its_silence(stack: BusStack) -> None:
+    """What nats-server says of it is in `tests/shared/bus/test_departures.py`."""
+    worker, scheduler = await stack.worker(), await stack.scheduler(worker_timeout_s=3600.0)
+    start = (worker.bus.instance, worker.bus.incarnation)
+    async with running(scheduler.serve()):
+        async with running(worker.run()):
+            await until(lambda: bool(stack.reader.announced))
+            await stack.reader.submit(stack.reader.spec("a", answer_tokens=150, max_tokens=200))
+            await until(lambda: worker.process.used_blocks > 4)
+        for other in ((start[0], start[1] + 1), ("worker-9", start[1]), start):
+            client = BusClient(1, other[0], connection_name(*other))
+            scheduler._bus.departures.on_disconnected(BusAdvisory(client))
+        await until(lambda: bool(stack.reader.lost))
+        assert [(lost.worker_id, lost.incarnation) for lost in stack.reader.lost] == [start]
+        assert [ref.request_id for ref in stack.reader.lost[0].refs] == ["a"]
 
 
 async def test_a_pause_of_its_own_costs_no_worker(stack: BusStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import errors, subjects
 from shared.bus import Bus, Lease
+from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, connection_name
 from shared.bus.lease import LeaseHolder, Silence, _is_takeable
 from shared.config import BusConfig
 from tests.conftest import ConnectBus, MakeServer
@@ -71,6 +72,19 @@ async def test_a_restart_of_the_same_instance_waits_for_nothing(connect_bus: Con
     assert after.epoch > before.epoch and after.holder.incarnation != before.holder.incarnation
     with pytest.raises(errors.NotLeader):
         await before.renew()
+
+
+async def test_the_role_of_who_has_left_the_bus_is_free(connect_bus: ConnectBus) -> None:
+    first, second = [await connect_bus("scheduler", f"scheduler-{index}") for index in (0, 1)]
+    lease = await acquired(first)
+    second.departures.on_disconnected(BusAdvisory(BusClient(1, first.instance, f"{first.instance}/1")))
+    client = BusClient(1, first.instance, connection_name(first.instance, first.incarnation))
+    waiting = asyncio.create_task(acquired(second, ttl_s=3600))
+    await asyncio.sleep(3 * GRACE_S)
+    assert not waiting.done(), "another start of it has left"
+    second.departures.on_disconnected(BusAdvisory(client))
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await waiting).epoch > lease.epoch
 
 
 async def test_a_role_given_back_is_free_at_once(connect_bus: ConnectBus) -> None:

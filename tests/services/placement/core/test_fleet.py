@@ -57,6 +57,16 @@ def test_excluded_and_silent_workers_take_nothing() -> None:
     assert not fleet.workers
 
 
+def test_who_has_left_the_bus_takes_nothing_from_then_on() -> None:
+    left = report("w0")
+    fleet = fleet_of(left, report("w1"))
+    assert not fleet.on_gone("w0", left.incarnation + 1), "another start of it"
+    assert place(fleet, item("a"), excluded=("w1",)) == ["w0"]
+    assert fleet.on_gone("w0", left.incarnation) and not fleet.on_gone("w0", left.incarnation)
+    assert place(fleet, item("b"), item("c")) == ["w1", "w1"]
+    assert fleet.on_tick(0.1) == []
+
+
 def test_what_left_before_its_start_holds_no_place() -> None:
     fleet = fleet_of(report("w0", total=4))
     assert place(fleet, item("a", size=3 * BLOCK, attempt=2)) == ["w0"]

@@ -1,0 +1,126 @@
+"""Who leaves the bus is told by the server at once, and who comes back in time has not left."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.bus import Bus
+from shared.bus.departures import GRACE_S, BusAdvisory, BusClient, Departures, connection_name
+from tests.patience import PATIENCE_S
+from tests.services.stack.secured import secured_server
+
+PROGRAM = """
+import asyncio, sys
+from shared.bus import Bus
+from shared.config import BusConfig
+
+async def main():
+    config = BusConfig(url=sys.argv[1], user=sys.argv[2], password=sys.argv[3])
+    bus = await Bus.connect(config, service="worker", instance=sys.argv[2])
+    print(bus.incarnation, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.gone: list[tuple[str, int]] = []
+        self.is_told = asyncio.Event()
+
+    def __call__(self, instance: str, incarnation: int) -> None:
+        self.gone.append((instance, incarnation))
+        self.is_told.set()
+
+
+def event(number: int, name: str = "worker-0/7", user: str = "worker-0") -> BusAdvisory:
+    return BusAdvisory(BusClient(number, user, name))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_process_that_ends_is_told_of_by_a_stacks_server(tmp_path: Path, how: signal.Signals) -> None:
+    async with secured_server(tmp_path / "run") as access:
+        bus = await Bus.connect(
+            access.config("scheduler-0", connect_timeout_s=PATIENCE_S),
+            service="scheduler",
+            instance="scheduler-0",
+        )
+        heard = Heard()
+        await bus.watch_departures(heard)
+        password = access.credentials.nats_passwords["worker-0"]
+        argv = [sys.executable, "-c", PROGRAM, access.url, "worker-0", password]
+        process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            incarnation = int(await process.stdout.readline())
+            await asyncio.sleep(2 * GRACE_S)
+            assert heard.gone == []
+            process.send_signal(how)
+            await heard.is_told.wait()
+            await process.wait()
+        assert heard.gone == [("worker-0", incarnation)]
+        assert bus.departures.is_gone("worker-0", incarnation)
+        assert not bus.departures.is_gone("worker-0", incarnation + 1)
+        await bus.close()
+
+
+async def test_who_may_not_listen_waits_for_silence(tmp_path: Path) -> None:
+    async with secured_server(tmp_path / "run") as access:
+        config = access.config("predictor-0", connect_timeout_s=PATIENCE_S)
+        bus = await Bus.connect(config, service="predictor", instance="predictor-0")
+        await bus.watch_departures(Heard())
+        await bus.close()
+
+
+async def test_who_is_back_in_time_has_not_left() -> None:
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    departures.on_connected(event(1))
+    departures.on_disconnected(event(1))
+    departures.on_connected(event(2))
+    departures.on_disconnected(event(1))
+    await asyncio.sleep(2 * GRACE_S)
+    assert heard.gone == [] and not departures.is_gone("worker-0", 7)
+    departures.on_disconnected(event(2))
+    async with asyncio.timeout(PATIENCE_S):
+        await heard.is_told.wait()
+    assert heard.gone == [("worker-0", 7)] and departures.is_gone("worker-0", 7)
+    departures.on_connected(event(3))
+    assert not departures.is_gone("worker-0", 7)
+
+
+async def test_a_connection_that_is_nobodys_says_nothing() -> None:
+    """Another one of the same process, an operator's tool, and one that bears another's name."""
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    for name, user in [
+        ("worker-0", "worker-0"),
+        ("worker-0/7", "worker-1"),
+        ("worker-0/x", "worker-0"),
+        ("worker-0/" + "9" * 40, "worker-0"),
+        ("", "worker-0"),
+        ("/7", ""),
+    ]:
+        departures.on_disconnected(event(1, name, user))
+    await asyncio.sleep(2 * GRACE_S)
+    assert heard.gone == []
+
+
+async def test_nobody_is_called_after_the_end() -> None:
+    departures, heard = Departures(), Heard()
+    departures.watch(heard)
+    departures.on_disconnected(event(1))
+    departures.close()
+    await asyncio.sleep(2 * GRACE_S)
+    assert heard.gone == []
+
+
+def test_a_name_says_which_start_of_whom() -> None:
+    client = BusClient(1, "worker-0", connection_name("worker-0", 2**62))
+    assert client.start == ("worker-0", 2**62)
+    with pytest.raises(ValueError, match="no instance id"):
+        connection_name("worker/0", 1)
