@@ -17,6 +17,8 @@ _MOST_TOKENS = 512
 """What takes longer to close is not closed."""
 _OF_STRINGS = tuple(bytes([letter]) for letter in b"bcdghijkmopqvwxyzBCDGHIJKMOPQVWXYZ")
 """Letters with which neither true, false nor null begins: where they may follow, a string is open."""
+_MOST_LOOKS = 8
+"""So often a way to close is looked for one token ahead, and not found, before that is given up."""
 _OPENING = (b"{", b"[", b" {", b" [")
 """Taken only where nothing else is allowed: each opens what has to be closed."""
 
@@ -34,6 +36,7 @@ class Closer:
         self._letters = self._of(lambda token: texts[token][:1] in _OF_STRINGS, len(texts))
         self._digits = self._of(lambda token: texts[token][:1].isdigit(), len(texts))
         self._quotes = self._of(lambda token: texts[token] == b'"', len(texts))
+        self._singles = self._of(lambda token: len(texts[token]) == 1 and texts[token].isalnum(), len(texts))
         self._brackets = self._of(lambda token: texts[token] in (b"}", b"]"), len(texts))
         self._others = self._of(lambda token: not texts[token].startswith(_OPENING), len(texts))
         self._commas = self._of(lambda token: texts[token] in (b",", b":"), len(texts))
@@ -49,27 +52,47 @@ class Closer:
         margin = unit_tokens + 2 * every_tokens
         return self._tokens_to_close(matcher, min(left_tokens, _MOST_TOKENS)) + margin >= left_tokens
 
-    def restrict(self, words: Words) -> None:
-        """Of what the grammar allows, leave what leads to the end; in place."""
+    def restrict(self, words: Words, matcher: GrammarMatcher | None = None) -> bool:
+        """Of what the grammar allows, leave what leads to the end; in place. Where a string may not end yet,
+        `matcher`, which stands there, is asked after which letter it may; False if after none."""
         if _has(words, self._ends):
             words &= self._ends
         elif _has(words, self._letters):
-            for kind in (self._quotes, ~self._digits):
-                if _has(words, kind):
-                    words &= kind
-                    return
+            if _has(words, self._quotes):
+                words &= self._quotes
+                return True
+            before = None if matcher is None else self._before_a_quote(words, matcher)
+            if before is not None:
+                words[:] = 0
+                words[before >> 5] = np.uint32(1 << (before & 31))
+                return True
+            if _has(words, ~self._digits):
+                words &= ~self._digits
+            return False
         else:
             for kind in (self._brackets, self._quotes, self._commas):
                 if _has(words, kind):
                     words &= kind
-                    return
+                    return True
             if _has(words, self._others):
                 words &= self._others
             self._shorten(words)
+        return True
+
+    def _before_a_quote(self, words: Words, matcher: GrammarMatcher) -> int | None:
+        """A letter or digit after which a string may end."""
+        following = np.zeros(self._words_per_row, dtype=np.uint32)
+        for token in _ids(words & self._singles).tolist():
+            follower = matcher.copy()
+            follower.accept(token)
+            follower.mask(following)
+            if _has(following, self._quotes):
+                return int(token)
+        return None
 
     def _shorten(self, words: Words) -> None:
         """Where the text is given, leave the token that has most of it."""
-        ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        ids = _ids(words)
         if len(ids) and (self._first[ids] == self._first[ids[0]]).all():
             longest = ids[self._length[ids].argmax()]
             words[:] = 0
@@ -80,7 +103,7 @@ class Closer:
         `restrict` leaves."""
         follower = matcher.copy()
         words, is_list = np.zeros(self._words_per_row, dtype=np.uint32), False
-        count = 0
+        count = looks = 0
         while count < most:
             if forced := follower.forced():
                 is_list = self._is_list[forced[-1]]
@@ -93,8 +116,8 @@ class Closer:
                 return count + 1
             if fills_lists and is_list and _has(words, ~self._brackets):
                 words &= ~self._brackets
-            self.restrict(words)
-            ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            looks += not self.restrict(words, follower if looks < _MOST_LOOKS else None)
+            ids = _ids(words)
             longest = ids[self._length[ids] == self._length[ids].max()]
             token = int(longest[count % len(longest)])
             is_list = self._is_list[token]
@@ -106,6 +129,11 @@ class Closer:
         bits = np.zeros(self._words_per_row * 32, dtype=np.uint8)
         bits[: min(tokens, len(bits))] = [belongs(token) for token in range(tokens)]
         return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _ids(words: Words) -> np.typing.NDArray[np.int64]:
+    """Tokens whose bit is set."""
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
 def _has(words: Words, kind: Words) -> bool:

@@ -168,7 +168,7 @@ class GrammarMasks:
             return
         answer.matcher.mask(words)
         if answer.is_closing:
-            self._closer.restrict(words)
+            self._closer.restrict(words, answer.matcher)
         if not words.any():
             _log.warning("an answer left its grammar: %s", answer.matcher.error)
         self._row_s = averaged(self._row_s, thread_time() - began_s, _WEIGHT)

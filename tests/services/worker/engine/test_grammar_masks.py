@@ -56,7 +56,21 @@ TREE = {
     },
     "$ref": "#/$defs/node",
 }
-SCHEMAS: list[dict[str, Any]] = [PERSON, TREE, {"type": "object"}, {"type": "array"}, {"type": "string"}]
+WITHIN: dict[str, Any] = {
+    "type": "object",
+    "properties": {"value": {"type": "number"}, "name": {"pattern": "e+"}},
+    "required": ["value", "name"],
+    "additionalProperties": False,
+}
+"""A string that may end only after a letter that is not there yet; numbers beside it were cut off, too."""
+SCHEMAS: list[dict[str, Any]] = [
+    PERSON,
+    TREE,
+    WITHIN,
+    {"type": "object"},
+    {"type": "array"},
+    {"type": "string"},
+]
 
 
 @pytest.fixture(scope="module")
