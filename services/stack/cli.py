@@ -155,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         "record", parents=[common], help="write down what all remember of the last while"
     )
     record.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
+    record.add_argument("--perfetto", action="store_true", help="as Chrome trace events instead")
     record.set_defaults(command=_record)
 
     chat = commands.add_parser(
@@ -241,7 +242,8 @@ def _explain(arguments: argparse.Namespace, console: Console) -> int:
 def _record(arguments: argparse.Namespace, console: Console) -> int:
     from services.stack.record import record
 
-    return asyncio.run(record(RunDirectory(arguments.run_dir), console, arguments.out))
+    run = RunDirectory(arguments.run_dir)
+    return record(run, console, arguments.out, as_trace=arguments.perfetto)
 
 
 def _credentials(arguments: argparse.Namespace, console: Console) -> int:

@@ -1,5 +1,6 @@
 """`record`: what every instance remembers of the last while, in one file, in the order of the wall clock."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from services.stack.access import BusAccess
+from services.stack.chrome_trace import chrome_trace
 from services.stack.display import command_line, say
 from services.stack.roll_call import RollCall
 from services.stack.rundir import RunDirectory
@@ -18,13 +20,30 @@ _MOST_PAGES = 1000
 FORMAT = "kvasir-recording-1"
 
 
-async def record(run: RunDirectory, console: Console, out: Path) -> int:
-    """Writes JSON lines: first what it is, then an event each. Returns 0. Raises ConfigError where no stack
-    runs, KvasirError where an instance that answered says nothing more."""
+def record(run: RunDirectory, console: Console, out: Path, *, as_trace: bool = False) -> int:
+    """Writes JSON lines, first what it is, then an event each; or Chrome trace events. Returns 0.
+
+    Raises ConfigError where no stack runs, KvasirError where an instance that answered says nothing more.
+    """
     pid, state = run.holder(), run.read_state()
     if pid is None or state.get("pid") != pid:
         raise ConfigError(f"nothing runs from {run.path}; `{command_line('up', run)}` starts it")
-    roll = RollCall(BusAccess.from_state(state, run.credentials()).config(subjects.OPERATOR))
+    instances, events = asyncio.run(_everybodys(BusAccess.from_state(state, run.credentials())))
+    if as_trace:
+        out.write_text(json.dumps(chrome_trace(events)))
+    else:
+        head = {"format": FORMAT, "model": state.get("model"), "instances": instances, "events": len(events)}
+        out.write_text("".join(json.dumps(line) + "\n" for line in (head, *events)))
+    since_s = events[-1]["unix_s"] - events[0]["unix_s"] if events else 0.0
+    say(console, f"{out}: {len(events)} events of {len(instances)} instances, the last {since_s:.0f} s")
+    if as_trace:
+        say(console, "open it in https://ui.perfetto.dev")
+    return 0
+
+
+async def _everybodys(access: BusAccess) -> tuple[list[str], list[dict[str, Any]]]:
+    """Who is there, and all their events in order."""
+    roll = RollCall(access.config(subjects.OPERATOR))
     events: list[dict[str, Any]] = []
     instances: list[str] = []
     try:
@@ -34,14 +53,7 @@ async def record(run: RunDirectory, console: Console, out: Path) -> int:
                 events += await _remembered(roll, service, status.instance)
     finally:
         await roll.close()
-    events.sort(key=lambda event: event["unix_s"])
-    with out.open("w") as file:
-        head = {"format": FORMAT, "model": state.get("model"), "instances": instances, "events": len(events)}
-        file.write(json.dumps(head) + "\n")
-        file.writelines(json.dumps(event) + "\n" for event in events)
-    since_s = events[-1]["unix_s"] - events[0]["unix_s"] if events else 0.0
-    say(console, f"{out}: {len(events)} events of {len(instances)} instances, the last {since_s:.0f} s")
-    return 0
+    return instances, sorted(events, key=lambda event: event["unix_s"])
 
 
 async def _remembered(roll: RollCall, service: str, instance: str) -> list[dict[str, Any]]:

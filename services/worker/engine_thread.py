@@ -132,7 +132,7 @@ class Runner:
         self.door.emit(effects)
         if record is not None:
             record.found(work)
-            record.ran(work, began_s, ended_s - began_s)
+            record.ran(work, began_s, ended_s - began_s, effects)
             record.said(effects, ended_s)
         if self._gone_blocks:
             gone, self._gone_blocks = self._gone_blocks, set()

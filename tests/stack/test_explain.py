@@ -4,12 +4,15 @@ import asyncio
 import json
 import signal
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.patience import STACK_PATIENCE_S
+from tests.services.stack.test_chrome_trace import check_trace
 from tests.stack.client import Question
 from tests.stack.prompts import mixed
 from tests.stack.running import RunningStack, running_stack
@@ -38,13 +41,16 @@ def accounts(stack: RunningStack) -> list[dict[str, Any]]:
     answers = asyncio.run(stack.client().ask_all(questions, midway=kill, after=300))
     assert all(answer.complete for answer in answers), [answer.errors for answer in answers]
     stack.until_restarted("worker-1", restarts=1)
+    deadline_s = time.monotonic() + STACK_PATIENCE_S
+    while len(served(stack)) < STREAMS and time.monotonic() < deadline_s:
+        time.sleep(0.1)  # a request is logged just after its client has the end
     return [explained(stack, request_id) for request_id in served(stack)]
 
 
 def served(stack: RunningStack) -> list[str]:
     lines = (stack.run_dir / "logs" / "gateway-0.log").read_text().splitlines()
     entries = [json.loads(line) for line in lines if '"event":"request"' in line]
-    return [entry["request_id"] for entry in entries if entry.get("completion_tokens")]
+    return [entry["request_id"] for entry in entries if "completion_tokens" in entry]
 
 
 def explained(stack: RunningStack, request_id: str) -> dict[str, Any]:
@@ -101,3 +107,16 @@ def test_a_recording_has_what_everybody_remembers(
     assert times == sorted(times)
     submitted = {event["request"] for event in events if event["kind"] == "submitted"}
     assert {each["request"] for each in accounts} <= submitted
+
+
+def test_a_trace_for_perfetto_has_the_request_that_was_resumed(
+    stack: RunningStack, accounts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    done = stack.command("record", "--perfetto", "--out", str(tmp_path / "trace.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    traced = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    check_trace(traced)
+    resumed = next(each["request"] for each in accounts if each["account"]["facts"]["attempts"] > 1)
+    stays = [each["name"] for each in traced if each.get("id") == resumed and each["ph"] == "b"]
+    assert any("attempt 2" in name for name in stays), stays
+    assert {"X", "b", "e", "C", "M"} <= {each["ph"] for each in traced}

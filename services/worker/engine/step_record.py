@@ -37,8 +37,8 @@ class StepRecord:
                 disk_blocks=disk,
             )
 
-    def ran(self, work: StepWork, began_s: float, step_s: float) -> None:
-        """The engine has computed this."""
+    def ran(self, work: StepWork, began_s: float, step_s: float, effects: StepEffects) -> None:
+        """The engine has computed this; `effects` are what the core made of it."""
         plan = work.queued.plan
         chunks = []
         decodes = []
@@ -54,6 +54,8 @@ class StepRecord:
             "epoch": plan.epoch,
             "heard_s": work.queued.received_s,
         }
+        if effects.stepped:
+            fields["free_blocks"] = effects.stepped[-1].free_blocks
         self._busy_s += step_s
         self._recorder.file(began_s, "step", Batch(chunks, decodes, fields))
 
