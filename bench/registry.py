@@ -53,7 +53,7 @@ BENCHES: tuple[Bench, ...] = (
         "experiment", "bench.simulated.experiment.bench", "a YAML grid of policies, predictors, traces, rates"
     ),
     Bench("explain", "bench.live.explain", "how much of requests' time is accounted for"),
-    Bench("fleet", "bench.simulated.fleet", "one queue for several workers against first come, simulated"),
+    Bench("fleet", "bench.simulated.fleet", "one queue for several workers; which worker a prompt goes to"),
     Bench("pie", "bench.live.pie.bench", "KV layers swapped behind the computation, live or simulated"),
     Bench("pie-gpu", "bench.micro.pie_gpu", "Pie's copies beside Llama-2-13B's computation on a GPU"),
     Bench("migrate", "bench.live.migrate.bench", "live migrations while clients read: pauses, gaps, text"),

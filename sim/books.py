@@ -31,6 +31,8 @@ class Held:
     generated_tokens: int = 0
     computed_tokens: int = 0
     allocated_blocks: int = 0
+    cached_tokens: int = 0
+    """A chunk may begin up to here: the worker has what precedes it."""
     is_decoding: bool = False
     was_evicted: bool = False
     """Its next prefill repeats what was computed before."""
@@ -103,7 +105,8 @@ class WorkerBooks:
 
     def _take_prefill(self, item: PlannedPrefill) -> Held:
         held = self._find(item.key)
-        is_chunk = held.computed_tokens == item.first_token < item.end_token <= held.prefill_tokens
+        begins = held.computed_tokens <= item.first_token <= max(held.computed_tokens, held.cached_tokens)
+        is_chunk = begins and item.first_token < item.end_token <= held.prefill_tokens
         if held.is_decoding or not is_chunk:
             raise PlanError(
                 f"{item.key}: chunk [{item.first_token}, {item.end_token}) of {held.prefill_tokens}, "

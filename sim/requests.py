@@ -5,6 +5,7 @@ No policy ever sees `output_tokens`, except through the oracle predictor.
 
 from dataclasses import dataclass
 
+from shared.blocks import BlockHash
 from shared.messages.sequence import NOBODY, SequenceKey, Tenant
 
 
@@ -20,6 +21,8 @@ class SimRequest:
     predicted_tokens: int | None = None
     """What a model said of it, as the trace has it (tokens, or a class of lengths): for `learned`."""
     tenant: Tenant = NOBODY
+    names: tuple[BlockHash, ...] = ()
+    """Of its prompt's whole blocks, where the trace has them: what begins alike is called alike."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 1 <= self.output_tokens <= self.max_tokens:
@@ -50,6 +53,10 @@ class ServedRecord:
     decode_s: float = 0.0
     preempted_s: float = 0.0
     """Later waits, and prefills after an eviction."""
+    cached_tokens: int = 0
+    """Of its prompt, found when it began."""
+    expected_tokens: int = 0
+    """The same, when its worker was chosen."""
     evictions: int = 0
     """Its KV was given up, to be computed again."""
     pauses: int = 0

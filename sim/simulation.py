@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from services.placement.core.fleet import Opening, seat
+from services.placement.core.prefix_index import NOTHING, CachedTokens
 from services.placement.policy.contract import PlacementPolicy
 from services.scheduler.core.rules import PLACEMENT_BATCH
 from services.scheduler.policy import find_policy
@@ -34,6 +35,7 @@ from sim.books import Held, WorkerBooks
 from sim.events import EventQueue, Priority
 from sim.meters import WorkerMeter
 from sim.predictors import SimPredictor
+from sim.prefixes import SimPrefixes
 from sim.requests import ServedRecord, SimRequest
 from sim.routers import LeastWork
 from sim.worker import SimWorker
@@ -63,6 +65,9 @@ class Setup:
     """Where steps are short, plans reach so far ahead; the live scheduler's value is 0.008."""
     prediction_delay_s: float = 0.0
     """0: the prediction is there when the request arrives."""
+    cache_blocks: int = 0
+    """Each worker keeps so many blocks of prompts, of the trace's own size; 0: none."""
+    cache_block_tokens: int = 512
     most_waiting: int | None = None
     """Of one tenant's; more are refused, as the live scheduler does. None: any number."""
     is_checked: bool = False
@@ -111,6 +116,9 @@ class Simulation:
         self._names = [f"{index:05d}" for index in range(setup.workers)]
         for name in self._names:
             self._feed.join(name)
+        self._prefixes: SimPrefixes | None = None
+        if setup.cache_blocks:
+            self._prefixes = SimPrefixes(self._names, setup.cache_blocks, setup.cache_block_tokens)
         self._is_plan_due = [False] * setup.workers
         self._tasks: dict[SequenceKey, Task] = {}
         """Of those in the queue."""
@@ -190,7 +198,7 @@ class Simulation:
             if ahead is None:
                 return
             items = [self._item(key) for key in keys]
-            answers = seat(items, self._openings(ahead), self._setup.router)
+            answers = seat(items, self._openings(ahead), self._setup.router, self._cached)
             for key, chosen in zip(keys, answers, strict=True):
                 if chosen is not None:
                     self._give(key, int(chosen))
@@ -201,11 +209,21 @@ class Simulation:
         rank = self._ranks[key] = self._queue.start(key)
         record.worker = index
         worker.books.held[key] = Held(record)
+        if self._prefixes is not None and record.request.names:
+            name, names, now_s = self._names[index], record.request.names, self._events.now_s
+            record.expected_tokens = sum(self._prefixes.expected(name, names, now_s))
+            self._prefixes.expect(name, names, now_s)
         self._feed.add(self._names[index], key, rank, task.prompt_tokens)
         self._waits[record.request.tenant.name] -= 1
         worker.policy.on_arrival(structs.replace(task, priority=rank[0]), self._events.now_s)
         worker.is_urgent = True
         self._push_plan(index)
+
+    def _cached(self, item: PlacementItem, worker_id: str) -> CachedTokens:
+        names = self._records[item.ref.key].request.names
+        if self._prefixes is None or not names:
+            return NOTHING
+        return self._prefixes.expected(worker_id, names, self._events.now_s)
 
     def _item(self, key: SequenceKey) -> PlacementItem:
         task = self._tasks[key]
@@ -232,6 +250,9 @@ class Simulation:
             free_blocks=shape.capacity_blocks - _spoken_for(worker, shape.block_tokens),
             sequences=len(worker.books.held),
             places=places,
+            pending_tokens=_pending(worker),
+            prefill_tokens_per_s=worker.meter.prefill_tokens_per_s,
+            decode_step_s=worker.meter.decode_step_s,
         )
 
     def _push_answer(self, request: SimRequest, generated_tokens: int) -> None:
@@ -278,6 +299,8 @@ class Simulation:
                     self._feed.add(self._names[index], preemption.key, rank, held.prefill_tokens)
             for prefill in batch.prefills:
                 self._feed.discard(self._names[index], prefill.key)
+                if self._prefixes is not None and prefill.first_token == 0:
+                    self._find_prefix(index, prefill.key)
             for question in batch.questions:
                 self._push_answer(self._records[question.key].request, question.generated_tokens)
 
@@ -285,7 +308,11 @@ class Simulation:
         worker = self._workers[index]
         if not worker.is_current(serial):
             return
-        for held in worker.advance(self._events.now_s):
+        running = list(worker.books.held.values()) if self._prefixes is not None else []
+        ended = worker.advance(self._events.now_s)
+        for held in running:
+            self._keep_prefix(index, held)
+        for held in ended:
             self._feed.discard(self._names[index], held.record.request.key)
             self._note_end(held.record)
         self._refresh(worker)
@@ -295,6 +322,23 @@ class Simulation:
         if after is not None:
             self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
         self._push_plan(index)
+
+    def _find_prefix(self, index: int, key: SequenceKey) -> None:
+        """It begins: what the worker has of its prompt, in whole blocks, all but the last token."""
+        held = self._workers[index].books.held.get(key)
+        if self._prefixes is None or held is None:
+            return
+        found = self._prefixes.find(self._names[index], held.record.request.names)
+        if held.record.first_token_s < 0:
+            held.record.cached_tokens = found
+        held.cached_tokens = min(found, held.prefill_tokens - 1)
+        if held.cached_tokens:
+            self._workers[index].policy.on_prefix_hit(key, held.cached_tokens, self._events.now_s)
+
+    def _keep_prefix(self, index: int, held: Held) -> None:
+        """Its prompt has just been computed."""
+        if self._prefixes is not None and held.record.first_token_s == self._events.now_s:
+            self._prefixes.keep(self._names[index], held.record.request.names)
 
     def _refresh(self, worker: SimWorker) -> None:
         """What a predictor that reads along says anew of the answers there."""
@@ -334,3 +378,9 @@ def _spoken_for(worker: SimWorker, block_tokens: int) -> int:
         max(held.allocated_blocks, -(-held.prefill_tokens // block_tokens))
         for held in worker.books.held.values()
     )
+
+
+def _pending(worker: SimWorker) -> int:
+    """Tokens of prompts there that are not computed."""
+    held = (each for each in worker.books.held.values() if not each.is_decoding)
+    return sum(max(0, each.prefill_tokens - max(each.computed_tokens, each.cached_tokens)) for each in held)

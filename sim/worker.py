@@ -172,7 +172,7 @@ class SimWorker:
         steps = 1
         if not running.prefills and not (running.has_skips and running.steps_done == 0):
             steps = min(due - running.steps_done, *(held.remaining_tokens for held in running.decodes))
-        parts = [(item.first_token, item.end_token) for _, item in running.prefills]
+        parts = [(_begins(held, item), item.end_token) for held, item in running.prefills]
         chunks, count, context_tokens = split_singles(parts)
         count += len(running.decodes)
         context_tokens += sum(held.computed_tokens for held in running.decodes) + len(running.decodes)
@@ -190,7 +190,7 @@ class SimWorker:
         assert running is not None
         assert stretch is not None
         steps = len(stretch.ends_s)
-        chunk_tokens = sum(item.end_token - item.first_token for _, item in running.prefills)
+        chunk_tokens = sum(item.end_token - _begins(held, item) for held, item in running.prefills)
         self.meter.on_stretch(self.books, chunk_tokens, len(running.decodes), steps, now_s - stretch.start_s)
         ended = self._account(running, stretch.start_s, now_s, steps)
         for held in ended:
@@ -247,3 +247,8 @@ class SimWorker:
                 missing_tokens = item.tokens - min(item.tokens, steps_done)
                 if missing_tokens:
                     self.policy.on_short(item.key, missing_tokens, now_s)
+
+
+def _begins(held: Held, item: PlannedPrefill) -> int:
+    """Where what is computed of a chunk begins: what is cached of it is not. Its last token always is."""
+    return min(max(item.first_token, held.cached_tokens), item.end_token - 1)

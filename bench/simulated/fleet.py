@@ -2,7 +2,8 @@
 
 `--queue`: the fleet's queue by work, from which workers are fed, against first come, first served in front of
 every worker and a place only where memory is free, as it was. The same policy, predictions and requests on
-both sides, at 1.2 times the rate that one worker under `vllm` sustains, for each worker.
+both sides, at 1.2 times the rate that one worker under `vllm` sustains, for each worker. `--routes`: see
+`bench/simulated/routes.py`.
 """
 
 from argparse import ArgumentParser
@@ -13,6 +14,7 @@ from statistics import fmean
 from bench.kit.context import Context
 from bench.kit.datasets import data_folder
 from bench.kit.outcome import Outcome, Table
+from bench.simulated import routes
 from bench.simulated.ecoserve.measures import (
     KneeQuestion,
     RateQuestion,
@@ -53,6 +55,14 @@ class Cell:
 def add_arguments(parser: ArgumentParser) -> None:
     """The bench's own flags."""
     parser.add_argument("--queue", action="store_true", help="the queue by work against first come (default)")
+    parser.add_argument("--routes", action="store_true", help="which worker, where prompts begin alike")
+    parser.add_argument("--live", action="store_true", help="routes: a real stack as well")
+    parser.add_argument("--live-rate", type=float, default=12.0, help="requests per second [%(default)s]")
+    parser.add_argument("--requests", type=int, help="routes: of the trace [3000, quick: 400]")
+    parser.add_argument("--load", type=float, default=0.8, help="routes: of capacity [%(default)s]")
+    parser.add_argument(
+        "--cache-blocks", type=int, default=2000, help="routes: of 512 tokens, at each worker [%(default)s]"
+    )
     parser.add_argument("--trace", default="sharegpt", help="a workload by name [%(default)s]")
     parser.add_argument("--workers", type=int, nargs="+", help="[4 8 16, quick: 4]")
     parser.add_argument("--predictor", default="histogram", choices=sorted(PREDICTORS), help="[%(default)s]")
@@ -64,6 +74,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(context: Context) -> Outcome:
     """Raises ConfigError for a trace that there is not."""
     flags = context.arguments
+    if flags.routes:
+        return routes.run(context)
     duration_s = flags.duration or (60.0 if context.quick else 300.0)
     seeds = tuple(range(context.seed, context.seed + (flags.seeds or (1 if context.quick else 3))))
     counts = flags.workers or ([4] if context.quick else [4, 8, 16])

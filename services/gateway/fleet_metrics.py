@@ -46,6 +46,11 @@ class FleetMetrics:
             ("preemptions", scheduler.preemptions, "Preemptions in the present scheduler's term"),
         ):
             yield GaugeMetricFamily(f"kvasir_fleet_{name}", text, value=value)
+        text = "Tokens of prompts that are over: placed, expected in caches, found there, wrongly expected"
+        hits = GaugeMetricFamily("kvasir_fleet_prefix_tokens", text, labels=["kind"])
+        for kind, tokens in scheduler.hit_tokens.items():
+            hits.add_metric([kind], tokens)
+        yield hits
 
 
 def _by(rows: list[dict[str, Any]], group: str, label: str, name: str, text: str) -> Metric:

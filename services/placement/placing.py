@@ -20,10 +20,11 @@ from shared.errors import InvalidMessage, KvasirError
 from shared.liveness import AwakeClock
 from shared.log import canonical, get_logger
 from shared.messages.base import Empty
-from shared.messages.commands import Placements, PlaceSequences
+from shared.messages.commands import PlacementItem, Placements, PlaceSequences
 from shared.messages.plans import WorkerStepped
 from shared.messages.prefixes import FindPrefixes, WorkerPrefixes
 from shared.messages.reports import ServiceStatus, WorkerReported
+from shared.messages.sequence import SequenceRef
 
 _TICK_S = 0.5
 _ANSWER_DEADLINE_S = 1.0
@@ -92,7 +93,23 @@ class Placement:
         waits = sum(worker_id is None for worker_id in worker_ids)
         self._placed += len(worker_ids) - waits
         self._waits += waits
-        return Placements(worker_ids=worker_ids)
+        return Placements(worker_ids=worker_ids, expected_tokens=self._note_choices(asked.items))
+
+    def _note_choices(self, items: tuple[PlacementItem, ...]) -> tuple[int, ...]:
+        """What each item is expected to find; a line in the log for each that got a worker."""
+        expected: dict[SequenceRef, int] = {}
+        for choice in self.fleet.take_choices():
+            expected[choice.item.ref] = choice.expected_tokens
+            canonical(
+                _log,
+                "route",
+                ref=str(choice.item.ref),
+                worker=choice.worker_id,
+                prompt_tokens=choice.item.size_tokens,
+                expected_tokens=choice.expected_tokens,
+                costs_s={name: round(cost_s, 4) for name, cost_s in choice.costs_s} or None,
+            )
+        return tuple(expected.get(item.ref, 0) for item in items)
 
     async def watch(self) -> None:
         """Until cancelled: drops workers that fell silent, asks those whose news had a gap."""

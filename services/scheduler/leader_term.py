@@ -38,7 +38,7 @@ from services.scheduler.core.effects import (
 from services.scheduler.policy.contract import PolicyFactory
 from services.scheduler.recording import TermRecord
 from services.scheduler.rpc import Questions
-from services.scheduler.service_tally import ServiceTally
+from services.scheduler.service_tally import HitTally, ServiceTally
 from shared import metrics, subjects
 from shared.bus import Bus, Endpoint, Listener
 from shared.clock import monotonic_s
@@ -138,6 +138,7 @@ class Term:
         self._waited_s = 0.0
         self._record = TermRecord(bus.recorder)
         self._services = ServiceTally()
+        self._hits = HitTally()
         self._left = metrics.counter("kvasir_scheduler_sequences_total", "Sequences over", ("phase",))
         self._moved = metrics.counter("kvasir_scheduler_moves_total", "Migrations over", ("outcome",))
         self._still = metrics.gauge(
@@ -179,7 +180,11 @@ class Term:
         counts = {"queued": self._queued, "running": self._running, **self._tally.describe()}
         charged_s = (each for cell in self._cells for each in cell.core.charged_s())
         tenants = self._services.describe(charged_s)
-        return counts | self._cells.describe() | {"epoch": self.epoch, "tenants": tenants}
+        return (
+            counts
+            | self._cells.describe()
+            | {"epoch": self.epoch, "tenants": tenants, **self._hits.describe()}
+        )
 
     async def run(self) -> None:
         """Until the core steps down, or cancelled."""
@@ -349,6 +354,7 @@ class Term:
         self._services.count(left)
         self._waits[bisect_left(WAIT_BOUNDS_S, left.queued_s)] += 1
         self._waited_s += max(0.0, left.queued_s)
+        self._hits.count(left)
         canonical(
             _log,
             "sequence",
@@ -359,6 +365,7 @@ class Term:
             tenant=left.tenant.name or None,
             prompt_tokens=left.prompt_tokens,
             cached_tokens=left.cached_tokens or None,
+            expected_tokens=left.expected_tokens,
             generated_tokens=left.generated_tokens,
             queued_s=round(left.queued_s, 4),
             total_s=round(left.total_s, 4),
@@ -420,6 +427,7 @@ class Term:
                     preemptions=as_count(self._tally.preemptions),
                     waits=tuple(map(as_count, self._waits)),
                     waited_s=as_seconds(self._waited_s),
+                    **self._hits.describe(),
                 ),
             )
             await asyncio.sleep(self._config.announce_s)

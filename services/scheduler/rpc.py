@@ -5,6 +5,7 @@ Each is a task with a deadline; the core hears the answer, or that there was non
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from services.scheduler.config import SchedulerConfig
@@ -81,18 +82,20 @@ class Questions:
             model=self._model,
         )
         worker_ids: tuple[str | None, ...] | None = None
+        expected_tokens: tuple[int, ...] = ()
         try:
             reply = await self._bus.request(
                 subjects.PLACEMENT_PLACE, command, Placements, deadline_s=self._config.place_deadline_s
             )
-            worker_ids = reply.worker_ids
+            worker_ids, expected_tokens = reply.worker_ids, reply.expected_tokens
             if question.question != NO_QUESTION:
                 for item, worker_id in zip(question.items, worker_ids, strict=False):
                     if worker_id is not None:
                         self._record.placed(item.ref, worker_id)
         except KvasirError as error:
             _log.debug("placement did not answer: %s", error)
-        self._feed(self._core.on_placed, question.question, worker_ids)
+        on_placed = partial(self._core.on_placed, expected_tokens=expected_tokens)
+        self._feed(on_placed, question.question, worker_ids)
 
     async def _tokens(self, question: AskTokens) -> None:
         me = self._bus.instance

@@ -1,4 +1,4 @@
-"""What each tenant was served, for metrics and `status`: tokens computed and found, and KV held.
+"""What was served, for metrics and `status`: to each tenant, and of what placement had foreseen.
 
 The queue charges by its own account (`policy/tenants.py`); this one is in units that people bill by. Bounded:
 of more tenants than it names, those that come later are counted together.
@@ -77,3 +77,31 @@ class ServiceTally:
             }
             for name, service in sorted(self._services.items())
         ]
+
+
+class HitTally:
+    """What placement expected prompts to find in caches, against what they found."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.expected_tokens = self.found_tokens = self.error_tokens = 0
+        """Of sequences that were placed and started."""
+
+    def count(self, left: SequenceLeft) -> None:
+        """A sequence is over."""
+        if left.expected_tokens is None or left.worker_id is None or left.held_s <= 0:
+            return
+        found_tokens = min(left.cached_tokens, left.prompt_tokens)
+        expected_tokens = min(left.expected_tokens, left.prompt_tokens)
+        self.prompt_tokens += left.prompt_tokens
+        self.expected_tokens += expected_tokens
+        self.found_tokens += found_tokens
+        self.error_tokens += abs(expected_tokens - found_tokens)
+
+    def describe(self) -> dict[str, int]:
+        """The counts of this term."""
+        return {
+            "placed_prompt_tokens": self.prompt_tokens,
+            "hits_expected_tokens": self.expected_tokens,
+            "hits_found_tokens": self.found_tokens,
+            "hits_error_tokens": self.error_tokens,
+        }

@@ -126,6 +126,8 @@ class Placements(Message, frozen=True, kw_only=True):
     """One worker id per item, in order; None says wait."""
 
     worker_ids: tuple[Id | None, ...]
+    expected_tokens: tuple[Count, ...] = ()
+    """Of each item's prompt, that its worker is expected to have cached."""
 
 
 class WantKv(Message, frozen=True, kw_only=True):

@@ -194,6 +194,11 @@ class SchedulerAnnounced(Message, frozen=True, kw_only=True):
     """How long sequences waited for their first plan, counted by `WAIT_BOUNDS_S`."""
     waited_s: Seconds = 0.0
     """All of it together."""
+    placed_prompt_tokens: Number = 0
+    """Of sequences that are over, in this term; of these: expected in caches, found, and wrongly expected."""
+    hits_expected_tokens: Number = 0
+    hits_found_tokens: Number = 0
+    hits_error_tokens: Number = 0
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):

@@ -52,6 +52,14 @@ def test_a_prompt_goes_to_the_worker_that_has_its_beginning(stack: RunningStack)
     held = held_blocks(stack)
     assert len(held) == 2 and min(held.values()) > 0, f"one worker had nothing to do: {held}"
 
+    scheduler = stack.details("scheduler-0")
+    assert scheduler["hits_found_tokens"] > 0
+    assert scheduler["hits_error_tokens"] <= 0.1 * scheduler["placed_prompt_tokens"]
+    metrics = httpx.get(f"{stack.operator_url}/metrics", timeout=30).text
+    assert 'kvasir_fleet_prefix_tokens{kind="found"}' in metrics
+    routes = [line for line in stack.logs(1000).splitlines() if "route" in line]
+    assert any("costs_s" in line and "worker-0" in line and "worker-1" in line for line in routes)
+
     restarts = stack.child("placement-0")["restarts"]
     stack.signal("placement-0", signal.SIGKILL)
     stack.until_restarted("placement-0", restarts=restarts + 1)

@@ -135,6 +135,8 @@ class SchedulerView:
         """How long sequences waited for their first plan, counted by `WAIT_BOUNDS_S`."""
         self.waited_s = 0.0
         self._counted: SchedulerAnnounced | None = None
+        self.hit_tokens: dict[str, int] = {}
+        """Of prompts, in its term: placed, expected to be cached, found, and wrongly expected."""
 
     def on_announced(self, event: SchedulerAnnounced, now_s: float) -> bool:
         """True when this is another scheduler than before: what is running has to be submitted to it.
@@ -149,6 +151,12 @@ class SchedulerView:
         self.policy, self.queued, self.running = event.policy, event.queued, event.running
         self.queued_by_model, self.preemptions = dict(event.queued_by_model), event.preemptions
         self._count(event)
+        self.hit_tokens = {
+            "placed": event.placed_prompt_tokens,
+            "expected": event.hits_expected_tokens,
+            "found": event.hits_found_tokens,
+            "error": event.hits_error_tokens,
+        }
         return is_new
 
     def _count(self, event: SchedulerAnnounced) -> None:

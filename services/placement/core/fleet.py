@@ -5,13 +5,14 @@ a step report says it ended, when the scheduler says it left before, or after `r
 and no clock; `now_s` is passed in.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from services.placement.core.move_mode import MoveCosts
 from services.placement.core.order import ORDERS, PlacementRank, Waiting, arrange, distance
 from services.placement.core.prefix_index import NOTHING, CachedTokens, PrefixIndex
-from services.placement.policy.contract import PlacementPolicy, Room
+from services.placement.policy.contract import CostedPolicy, PlacementPolicy, Room
 from shared.liveness import Liveness
 from shared.messages.commands import NOBODY_AHEAD, Crowd, PlacementItem, WaitingAhead
 from shared.messages.plans import WorkerStepped
@@ -32,6 +33,8 @@ class Reservation:
     attempt: int
     blocks: int
     placed_s: float
+    pending_tokens: int = 0
+    """Of its prompt, those that are not expected to be cached."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Resident:
     needed_blocks: int
     tokens: int = 0
     """Prompt and answer so far."""
+    pending_tokens: int = 0
+    """Of those, not computed yet, where it does not decode."""
     is_read: bool = True
     """A gateway waits for it; else it is a rehearsal of a move."""
 
@@ -63,6 +68,19 @@ class WorkerRoom:
     reservations: dict[SequenceKey, Reservation] = field(default_factory=dict)
     host: str = ""
     move_costs: MoveCosts = field(default_factory=MoveCosts)
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+    reported_s: float = 0.0
+
+    def pending_tokens(self, now_s: float) -> int:
+        """Of prompts that are there or were promised a place, what is not likely to be computed by now."""
+        rate = self.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S
+        known = sum(resident.pending_tokens for resident in self.residents.values())
+        pending = max(0.0, known - rate * (now_s - self.reported_s))
+        for promised in self.reservations.values():
+            pending += max(0.0, promised.pending_tokens - rate * (now_s - promised.placed_s))
+        return int(pending)
 
     @property
     def free_blocks(self) -> int:
@@ -96,6 +114,9 @@ class Opening:
     sequences: int
     places: int = 0
     """So many may go there although it has no memory for them yet, and wait there."""
+    pending_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
 
     def admits(self, item: PlacementItem) -> bool:
         """Whether it could ever hold the whole answer."""
@@ -110,8 +131,9 @@ class Opening:
         """Whether it has room, or lets one more wait there."""
         return self.fits(item) or (self.places > 0 and self.admits(item))
 
-    def reserve(self, item: PlacementItem) -> None:
+    def reserve(self, item: PlacementItem, cached_tokens: int = 0) -> None:
         """It goes there."""
+        self.pending_tokens += max(0, item.size_tokens - cached_tokens)
         self.free_blocks -= self._blocks(item)
         self.sequences += 1
         self.places -= 1
@@ -123,10 +145,26 @@ class Opening:
             total_tokens=self.total_blocks * self.block_tokens,
             sequences=self.sequences,
             cached_tokens=cached_tokens,
+            pending_tokens=self.pending_tokens,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_step_s=self.decode_step_s,
         )
 
     def _blocks(self, item: PlacementItem) -> int:
         return -(-item.size_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Why a sequence goes where it goes."""
+
+    item: PlacementItem
+    worker_id: str
+    expected_tokens: int
+    """Of its prompt, that are expected to be found there."""
+    costs_s: tuple[tuple[str, float], ...]
+    """What each worker that could have taken it would have cost, as the policy reckons, the least first; none
+    where it does not."""
 
 
 def seat(
@@ -134,21 +172,25 @@ def seat(
     openings: Iterable[Opening],
     policy: PlacementPolicy,
     cached: Callable[[PlacementItem, str], CachedTokens] = lambda *_: NOTHING,
+    note: Callable[[Choice], None] = lambda choice: None,
 ) -> list[str | None]:
     """A worker for each item, or None: it waits. Taken one after the other.
 
-    Where some have room the policy chooses among them; where none has, it goes to the least crowded of those
-    that let it wait there. Those that find a place pass one that finds none, until that has waited for
-    `PASSED_S`: then all after it wait as well. An item larger than every worker waits alone: room for it can
-    only come with another worker. `cached`: what a worker has of an item.
+    Where some have room the policy chooses among them; where none has, among those that let it wait there,
+    if it knows what that costs; else it goes to the least crowded of those. Those that find a place pass one
+    that finds none, until that has waited for `PASSED_S`: then all after it wait as well. An item larger than
+    every worker waits alone: room for it can only come with another worker. `cached`: what a worker has of an
+    item. `note` hears of each choice.
     """
     openings = list(openings)
     answers: list[str | None] = []
     is_held_up = False
     for item in items:
-        chosen = None if is_held_up else _seat_one(item, openings, policy, cached)
-        if chosen is not None:
-            chosen.reserve(item)
+        choice = None if is_held_up else _seat_one(item, openings, policy, cached)
+        chosen = None if choice is None else next(o for o in openings if o.worker_id == choice.worker_id)
+        if chosen is not None and choice is not None:
+            note(choice)
+            chosen.reserve(item, choice.expected_tokens)
         elif item.waited_s >= PASSED_S:
             is_held_up = is_held_up or any(opening.admits(item) for opening in openings)
         answers.append(None if chosen is None else chosen.worker_id)
@@ -160,13 +202,31 @@ def _seat_one(
     openings: list[Opening],
     policy: PlacementPolicy,
     cached: Callable[[PlacementItem, str], CachedTokens],
-) -> Opening | None:
+) -> Choice | None:
     able = [opening for opening in openings if opening.fits(item)]
-    if able:
-        chosen = policy.choose(item.size_tokens, [one.room(cached(item, one.worker_id)) for one in able])
-        return next(one for one in able if one.worker_id == chosen)
-    able = [opening for opening in openings if opening.takes(item)]
-    return max(able, key=lambda one: (one.places, one.free_blocks), default=None)
+    has_room = bool(able)
+    able = able or [opening for opening in openings if opening.takes(item)]
+    if not able:
+        return None
+    if not has_room and not isinstance(policy, CostedPolicy):
+        crowd = max(able, key=lambda one: (one.places, one.free_blocks))
+        return Choice(item, crowd.worker_id, sum(cached(item, crowd.worker_id)), ())
+    rooms = [one.room(cached(item, one.worker_id)) for one in able]
+    chosen = policy.choose(item.size_tokens, rooms)
+    expected = next(sum(room.cached_tokens) for room in rooms if room.worker_id == chosen)
+    costs: list[tuple[str, float]] = []
+    if isinstance(policy, CostedPolicy):
+        found = zip((room.worker_id for room in rooms), policy.costs_s(item.size_tokens, rooms), strict=True)
+        costs = sorted(found, key=lambda one: one[1])[:_SHOWN_COSTS]
+    return Choice(item, chosen, expected, tuple(costs))
+
+
+_SHOWN_COSTS = 8
+"""Of workers that could have taken a sequence."""
+_PREFILL_TOKENS_PER_S = 4000.0
+"""Of a worker that has not measured it."""
+_MOST_CHOICES = 256
+"""Kept until they are taken."""
 
 
 class FleetCapacity:
@@ -180,6 +240,13 @@ class FleetCapacity:
         self._rank = order
         self.prefixes = PrefixIndex(expect_s=reservation_s)
         self.liveness = Liveness(silence_s)
+        self._choices: deque[Choice] = deque(maxlen=_MOST_CHOICES)
+
+    def take_choices(self) -> list[Choice]:
+        """Those since the last call, and why they were made."""
+        choices = list(self._choices)
+        self._choices.clear()
+        return choices
 
     def on_reported(self, report: WorkerReported, now_s: float) -> None:
         """Takes a heartbeat in. An older one is ignored; a new incarnation starts without reservations."""
@@ -197,7 +264,7 @@ class FleetCapacity:
             reserved = reservations.get(sequence.ref.key)
             if reserved is not None and reserved.attempt <= sequence.ref.attempt:
                 del reservations[sequence.ref.key]
-        self.workers[report.worker_id] = _worker(report, reservations)
+        self.workers[report.worker_id] = _worker(report, reservations, now_s)
 
     def on_stepped(self, stepped: WorkerStepped) -> None:
         """Frees what ended sequences held, ahead of the next heartbeat."""
@@ -261,23 +328,30 @@ class FleetCapacity:
         may go to a worker without memory for it, to wait there."""
         self.on_tick(now_s)
         self._release(items)
-        openings = self._openings(excluded, ahead)
+        openings = self._openings(excluded, ahead, now_s)
         order = self._arranged(items, openings, now_s)
 
         def cached(item: PlacementItem, worker_id: str) -> CachedTokens:
             return self.prefixes.cached(worker_id, item.prefixes, now_s) if item.prefixes else NOTHING
 
         answers: list[str | None] = [None] * len(items)
-        seats = seat((items[at] for at in order), openings.values(), policy, cached)
+        expected: dict[SequenceKey, int] = {}
+
+        def note(choice: Choice) -> None:
+            expected[choice.item.ref.key] = choice.expected_tokens
+            self._choices.append(choice)
+
+        seats = seat((items[at] for at in order), openings.values(), policy, cached, note)
         for at, chosen in zip(order, seats, strict=True):
             answers[at] = chosen
             if chosen is not None:
-                self._reserve(items[at], self.workers[chosen], now_s)
+                pending_tokens = items[at].size_tokens - expected[items[at].ref.key]
+                self._reserve(items[at], self.workers[chosen], max(0, pending_tokens), now_s)
         return tuple(answers)
 
-    def _reserve(self, item: PlacementItem, worker: WorkerRoom, now_s: float) -> None:
+    def _reserve(self, item: PlacementItem, worker: WorkerRoom, pending_tokens: int, now_s: float) -> None:
         blocks = worker.blocks(item.size_tokens)
-        worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s)
+        worker.reservations[item.ref.key] = Reservation(item.ref.attempt, blocks, now_s, pending_tokens)
         if item.prefixes:
             self.prefixes.expect(worker.worker_id, item.prefixes, now_s)
 
@@ -297,13 +371,15 @@ class FleetCapacity:
         ]
         return arrange(waiting, self._rank)
 
-    def _openings(self, excluded: frozenset[str], ahead: WaitingAhead) -> dict[str, Opening]:
+    def _openings(self, excluded: frozenset[str], ahead: WaitingAhead, now_s: float) -> dict[str, Opening]:
         crowds = {crowd.worker_id: crowd for crowd in ahead.crowds}
         out = excluded.union(ahead.closed)
         names = [name for name in ahead.only or self.workers if name in self.workers and name not in out]
-        return {name: self._opening(self.workers[name], crowds.get(name), ahead.places) for name in names}
+        return {
+            name: self._opening(self.workers[name], crowds.get(name), ahead.places, now_s) for name in names
+        }
 
-    def _opening(self, worker: WorkerRoom, crowd: Crowd | None, places: int) -> Opening:
+    def _opening(self, worker: WorkerRoom, crowd: Crowd | None, places: int, now_s: float) -> Opening:
         """What waits there counts as the scheduler says, or as it was promised: whichever is more."""
         promised = sum(reservation.blocks for reservation in worker.reservations.values())
         waiting = worker.blocks(crowd.tokens) if crowd is not None else 0
@@ -315,6 +391,9 @@ class FleetCapacity:
             free_blocks=worker.free_blocks - max(0, waiting - promised),
             sequences=worker.sequences,
             places=places if crowd is None else crowd.places,
+            pending_tokens=worker.pending_tokens(now_s),
+            prefill_tokens_per_s=worker.prefill_tokens_per_s,
+            decode_step_s=worker.decode_step_s,
         )
 
     def _release(self, items: tuple[PlacementItem, ...]) -> None:
@@ -340,12 +419,18 @@ class FleetCapacity:
             homes |= worker.reservations.keys()
 
 
-def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]) -> WorkerRoom:
+def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation], now_s: float) -> WorkerRoom:
     def resident(sequence: SequenceReport) -> Resident:
         tokens = sequence.prompt_tokens + sequence.generated_tokens
         needed = -(-tokens // report.block_tokens)
+        decodes = sequence.state is SequenceState.DECODING
         return Resident(
-            sequence.ref.attempt, sequence.allocated_blocks, needed, tokens, bool(sequence.gateway_id)
+            sequence.ref.attempt,
+            sequence.allocated_blocks,
+            needed,
+            tokens,
+            0 if decodes else max(0, tokens - sequence.computed_tokens),
+            bool(sequence.gateway_id),
         )
 
     return WorkerRoom(
@@ -361,4 +446,7 @@ def _worker(report: WorkerReported, reservations: dict[SequenceKey, Reservation]
         reservations=reservations,
         host=report.host,
         move_costs=MoveCosts.of(report),
+        prefill_tokens_per_s=report.prefill_tokens_per_s,
+        decode_step_s=report.decode_step_s,
+        reported_s=now_s,
     )

@@ -8,7 +8,7 @@ tokens) is left open; it is decided over all moves of an epoch.
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shared.errors import InvalidRequest
 
@@ -25,6 +25,11 @@ class Room:
     """Live or on their way there."""
     cached_tokens: tuple[int, int, int] = (0, 0, 0)
     """Of the prompt's beginning, in its prefix cache: on the device, on the host, on disk."""
+    pending_tokens: int = 0
+    """Of prompts that are there or on their way, and not computed."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    """As it measured them; 0: it has not."""
 
 
 class PlacementPolicy(Protocol):
@@ -32,6 +37,15 @@ class PlacementPolicy(Protocol):
 
     def choose(self, size_tokens: int, rooms: Sequence[Room]) -> str:
         """The worker for a sequence of `size_tokens`, one of `rooms`: not empty, all fit."""
+        ...
+
+
+@runtime_checkable
+class CostedPolicy(PlacementPolicy, Protocol):
+    """One that can say what each choice would cost; then it also chooses where nobody has room."""
+
+    def costs_s(self, size_tokens: int, rooms: Sequence[Room]) -> list[float]:
+        """In seconds, until the prompt is computed there and what that keeps others from; one for each."""
         ...
 
 

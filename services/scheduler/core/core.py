@@ -7,6 +7,7 @@ placement's.
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from services.scheduler.core.effects import Effect, StepDown
@@ -174,16 +175,24 @@ class SchedulerCore:
         return []
 
     def on_placed(
-        self, question: int, worker_ids: tuple[str | None, ...] | None, now_s: float
+        self,
+        question: int,
+        worker_ids: tuple[str | None, ...] | None,
+        now_s: float,
+        expected_tokens: tuple[int, ...] = (),
     ) -> list[Effect]:
-        """Placement's answer, one worker or None per item; `worker_ids` is None when there was no answer."""
+        """Placement's answer, one worker or None per item; `worker_ids` is None when there was no answer.
+        `expected_tokens`: of each prompt, that its worker should have cached."""
         answered = worker_ids or ()
         more = len(self._roster.backlog) > len(answered) and any(answered)
         refs = self._roster.backlog.close(question, more=more, now_s=now_s)
         effects: list[Effect] = []
-        for ref, worker_id in zip(refs, answered, strict=False):
+        for ref, worker_id, expected in zip_longest(
+            refs, answered[: len(refs)], expected_tokens[: len(refs)]
+        ):
             sequence = self._roster.find(ref)
             if sequence is not None and sequence in self._roster.backlog:
+                sequence.expected_tokens = expected
                 effects += self._place(sequence, worker_id, now_s)
         return self._after(effects, now_s)
 

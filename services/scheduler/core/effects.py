@@ -164,6 +164,8 @@ class SequenceLeft:
     tenant: Tenant
     cached_tokens: int
     """Of its prompt, as its worker said."""
+    expected_tokens: int | None
+    """The same, as placement foresaw it."""
     held_s: float
     """Since its first planned chunk."""
     queued_s: float

@@ -305,6 +305,7 @@ class Roster:
             generated_tokens=generated_tokens,
             tenant=sequence.tenant,
             cached_tokens=sequence.cached_tokens,
+            expected_tokens=sequence.expected_tokens,
             held_s=0.0 if sequence.started_s is None else now_s - sequence.started_s,
             queued_s=(now_s if sequence.started_s is None else sequence.started_s) - sequence.accepted_s,
             total_s=now_s - sequence.accepted_s,

@@ -132,6 +132,8 @@ class Sequence:
     """Like the priority."""
     cached_tokens: int = 0
     """Of what it began with, as its worker said."""
+    expected_tokens: int | None = None
+    """The same, as placement foresaw it; None: it was not asked."""
     prefixes: tuple[tuple[tuple[bytes, int], ...], tuple[PrefixChain, ...]] | None = None
     """Names of its prompt's blocks, and the kinds of workers that call them so (`names_of`)."""
 

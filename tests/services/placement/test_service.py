@@ -133,8 +133,8 @@ async def test_a_prompt_goes_where_its_beginning_is_and_what_was_missed_is_asked
         await until(lambda: heard.prefixes.blocks("w0") == 3)
         assert [(q.incarnation, q.since_seq) for q in caching.asked] == [(1, 0)]
         assert await place("a", 1, 2, 9) == "w0"
-        assert await place("b", 20, 21) == "w1", "nobody has it: to the emptiest"
-        assert await place("c", 20, 21) == "w1", "it is about to be computed there"
+        assert await place("b", *range(20, 26)) == "w1", "nobody has it: to the emptiest"
+        assert await place("c", *range(20, 26)) == "w1", "it is about to be computed there"
         await worker.publish(subjects.worker_cached("w0"), news(9, 30))
         await until(lambda: heard.prefixes.blocks("w0") == 4)
         assert len(caching.asked) == 1, "no gap, no question"

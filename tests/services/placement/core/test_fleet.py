@@ -265,7 +265,7 @@ def _placed(
 def test_best_fit_leaves_the_least_and_worst_fit_the_most(sizes: list[int]) -> None:
     for policy, extreme in ((BestFit(), min), (WorstFit(), max)):
         fleet = fleet_of(*(report(f"w{i}", total=size + GROWTH_BLOCKS) for i, size in enumerate(sizes)))
-        rooms = [fleet._opening(worker, None, 0).room() for worker in fleet.workers.values()]
+        rooms = [fleet._opening(worker, None, 0, 0.0).room() for worker in fleet.workers.values()]
         chosen = fleet.place((item("a", size=1, limit=1),), frozenset(), policy, 0.0)[0]
         free = {room.worker_id: room.free_tokens for room in rooms}
         assert chosen is not None
@@ -296,3 +296,37 @@ def test_the_emptiest_come_first() -> None:
     assert roll.emptiest([("a", 5), ("b", 2), ("a", 4), ("gone", 9)], 8) == ["c", "b"]
     assert roll.state_of("a", has_residents=True) == "draining"
     assert roll.state_of("x", has_residents=False) == "unknown"
+
+
+def test_each_choice_is_told_with_what_the_others_would_have_cost() -> None:
+    fleet = fleet_of(report("w0"), report("w1"))
+    items = (item("a"), item("b"))
+    assert fleet.place(items, frozenset(), POLICIES["prefix_aware"](), 0.0) == ("w0", "w1")
+    first, second = fleet.take_choices()
+    assert (first.item, first.worker_id, first.expected_tokens) == (items[0], "w0", 0)
+    assert [name for name, _ in second.costs_s] == ["w1", "w0"], "the cheapest first"
+    assert fleet.take_choices() == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "worker", "expected"), [("worst_fit", "w0", 0), ("prefix_aware", "w1", BLOCK)]
+)
+def test_where_nobody_has_room_it_waits_where_its_beginning_is(
+    policy: str, worker: str, expected: int
+) -> None:
+    """If the policy looks at that."""
+    names = PrefixChain(block_tokens=BLOCK, names=bytes(range(HASH_BYTES)))
+    held = {name: (listed(name, blocks=8),) for name in ("w0", "w1")}
+    fleet = fleet_of(*(report(name, total=8, free=0, sequences=held[name]) for name in held))
+    fleet.prefixes.expect("w1", (names,), 0.0)
+    asked = item("a", size=BLOCK, prefixes=(names,))
+    placed = fleet.place((asked,), frozenset(), POLICIES[policy](), 0.0, WaitingAhead(places=2))
+    assert placed == (worker,)
+    assert [choice.expected_tokens for choice in fleet.take_choices()] == [expected]
+
+
+def test_what_is_pending_at_a_worker_is_computed_meanwhile() -> None:
+    fleet = fleet_of(report("w0"))
+    fleet.place((item("a", size=400),), frozenset(), POLICIES["prefix_aware"](), 1.0)
+    worker = fleet.workers["w0"]
+    assert [worker.pending_tokens(at_s) for at_s in (1.0, 1.0625, 2.0)] == [400, 150, 0]

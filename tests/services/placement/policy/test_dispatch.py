@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.placement.policy.contract import Action, Operation, PackingPolicy, Room
+from services.placement.policy.contract import Action, CostedPolicy, Operation, PackingPolicy, Room
 from services.placement.policy.dispatch import DispatchPolicy, LoadBalance
 from services.placement.policy.fit import PrefixAware, WorstFit
 from shared.errors import InvalidRequest
@@ -152,8 +152,9 @@ def test_it_chooses_one_of_the_rooms_whatever_their_order(offered: list[Room], s
 
 
 @given(offered=rooms(), size=st.integers(1, 5000))
-def test_without_prefixes_it_is_the_default(offered: list[Room], size: int) -> None:
+def test_without_prefixes_and_with_room_it_is_the_default(offered: list[Room], size: int) -> None:
     bare = [Room(one.worker_id, one.free_tokens, one.total_tokens, one.sequences) for one in offered]
+    size = min(size, *(one.free_tokens for one in bare))
     assert PrefixAware().choose(size, bare) == WorstFit().choose(size, bare)
 
 
@@ -174,3 +175,22 @@ def test_more_cached_never_repels(offered: list[Room], size: int, more: int) -> 
     ]
     if any(sum(one.cached_tokens) for one in offered):
         assert PrefixAware().choose(size, richer) == chosen
+
+
+def test_what_each_choice_costs_is_told_in_seconds() -> None:
+    idle = Room("w0", 10_000, 10_000, 0, prefill_tokens_per_s=1000.0, decode_step_s=0.02)
+    has_it = Room("w1", 10_000, 10_000, 0, (1400, 0, 0), 0, 1000.0, 0.02)
+    waits = Room("w2", 10_000, 10_000, 0, (1400, 0, 0), 3000, 1000.0, 0.02)
+    slow = Room("w3", 10_000, 10_000, 0, (1400, 0, 0), 0, 100.0, 0.02)
+    new = Room("w4", 10_000, 10_000, 0, (1400, 0, 0))
+    costs = PrefixAware().costs_s(1500, [idle, has_it, waits, slow, new])
+    assert costs == pytest.approx([1.5, 0.1, 3.1, 1.0, 0.1])
+    assert isinstance(PrefixAware(), CostedPolicy) and not isinstance(WorstFit(), CostedPolicy)
+
+
+def test_a_full_worker_costs_the_time_until_there_is_room() -> None:
+    full = Room("w0", 0, 10_000, 8, (1400, 0, 0), 0, 1000.0, 0.02)
+    empty = Room("w1", 10_000, 10_000, 0, (0, 0, 0), 0, 1000.0, 0.02)
+    with_room, without = PrefixAware().costs_s(1500, [empty, full])
+    assert with_room == pytest.approx(1.5) and without > 2.5
+    assert PrefixAware().choose(1500, [full, empty]) == "w1"

@@ -1,0 +1,56 @@
+"""The live half of `bench fleet --routes --live`: what placement expects to be cached, against what is found.
+
+A real stack over sockets, workers that take a model's time; prompts begin with one of a few beginnings, some
+much more often than others.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+
+from bench.kit.load import Answer, Target, complete
+from bench.kit.stacks import start_stack
+
+WORKERS = 4
+_BEGINNINGS, _BEGINNING_TOKENS, _OWN_TOKENS, _ANSWER_TOKENS = 40, 512, 64, 24
+_VOCABULARY = range(300, 2000)
+_DEADLINE_S = 120.0
+_CALM_S = 1.0
+
+
+def measure(run_dir: Path, policy: str, *, requests: int, rate: float, seed: int) -> dict[str, float]:
+    """Of one placement policy, on a stack of its own."""
+    settings = {"worker.engine": "simulated", "worker.kv_blocks": 960, "placement.policy": policy}
+    with start_stack(run_dir, settings, workers=WORKERS, name="kvasir") as stack:
+        answers = asyncio.run(_ask_all(stack.target, requests, rate, seed))
+        told = stack.details("hits_expected_tokens")
+    tokens = sum(answer.prompt_tokens for answer in answers)
+    first_s = sorted(answer.first_s for answer in answers if answer.ok)
+    return {
+        "hit_share": sum(answer.cached_tokens for answer in answers) / tokens,
+        "hit_error": told["hits_error_tokens"] / max(1, told["placed_prompt_tokens"]),
+        "ttft_p50_s": first_s[len(first_s) // 2],
+        "ttft_p99_s": first_s[int(0.99 * len(first_s))],
+        "failures": float(sum(not answer.ok for answer in answers)),
+    }
+
+
+async def _ask_all(target: Target, requests: int, rate: float, seed: int) -> list[Answer]:
+    drawn = random.Random(f"{seed}/routes")
+    tasks: list[asyncio.Task[Answer]] = []
+    loop = asyncio.get_running_loop()
+    began_s, at_s = loop.time(), 0.0
+    for number in range(requests):
+        at_s += drawn.expovariate(rate)
+        family = min(int(drawn.paretovariate(0.8)), _BEGINNINGS)
+        prompt = _tokens(f"beginning {family}", _BEGINNING_TOKENS) + _tokens(f"{seed}/{number}", _OWN_TOKENS)
+        body = {"prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        await asyncio.sleep(max(0.0, began_s + at_s - loop.time()))
+        tasks.append(asyncio.create_task(complete(target, body, _DEADLINE_S)))
+    answers = list(await asyncio.gather(*tasks))
+    await asyncio.sleep(_CALM_S)
+    return answers
+
+
+def _tokens(name: str, count: int) -> list[int]:
+    return random.Random(name).choices(_VOCABULARY, k=count)
