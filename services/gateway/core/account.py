@@ -330,7 +330,7 @@ def _facts(events: Sequence[Happened], steps: Sequence[Step], whole: Happened | 
             tier: sum(event.fields[f"{tier}_blocks"] for event in found)
             for tier in ("device", "host", "disk")
         },
-        "found_tokens": max((event.fields["tokens"] for event in found), default=0),
+        "found_tokens": found[0].fields["tokens"] if found else 0,
         "preemptions": len(_of(events, "scheduler", "preempted")),
         "moves": len([each for each in _of(events, "scheduler", "moved") if not each.fields["failed"]]),
         "attempts": max((event.attempt for event in _of(events, "gateway", "submit")), default=1),

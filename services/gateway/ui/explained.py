@@ -99,7 +99,7 @@ def _notes(account: Account, events: Sequence[Happened], others: Sequence[Happen
         Cause.DECODE: shared + (f", at {', '.join(facts['workers'])}" if facts["workers"] else ""),
         Cause.PREFILL: f"blocks found: {found or 'none'}",
         Cause.BLOCKS: f"blocks found: {found or 'none'}",
-        Cause.PREEMPTED: f"{facts['preemptions']} times",
+        Cause.PREEMPTED: "once" if facts["preemptions"] == 1 else f"{facts['preemptions']} times",
         Cause.MOVING: "; ".join(f"{each['source']} to {each['target']}, {each['mode']}" for each in moved),
         Cause.LOST: losses or "or fell silent",
         UNEXPLAINED: "nobody recorded what happened then, or has forgotten it",

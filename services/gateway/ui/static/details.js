@@ -2,7 +2,7 @@
 
 import { byId, clock, element, rows, seconds, short } from "/ui/dom.js";
 
-const COLOURS = ["used", "evictable", "borrowed", "lent", "below", "good", "warn", "bad", "dim"];
+const COLOURS = ["used", "evictable", "borrowed", "lent", "below", "warn", "bad"];
 
 export class Details {
   constructor(ask) {
@@ -60,15 +60,15 @@ function requestBody(told) {
   const began = told.events[0].unix_s;
   const shown = (event) => Object.entries(event).filter(([name]) => !["unix_s", "kind", "instance"].includes(name))
     .map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
-  parts.push(element("h3", { text: `What was recorded, from ${clock(began)} on` }),
-    table(["after", "where", "what", ""], told.events, (event) => [seconds(event.unix_s - began), event.instance, event.kind,
-      element("span", { text: shown(event) })], ""));
-  return parts;
+  const recorded = table(["after", "where", "what", ""], told.events, (event) => [seconds(event.unix_s - began), event.instance, event.kind,
+      element("span", { text: shown(event) })], "");
+  recorded.className = "recorded";
+  return [...parts, element("h3", { text: `What was recorded, from ${clock(began)} on` }), recorded];
 }
 
 function accountBody(account) {
   const lane = element("div", { className: "lane" });
-  const colour = new Map(account.causes.map((cause, index) => [cause.cause, COLOURS[index % COLOURS.length]]));
+  const colour = new Map(account.causes.map((cause, index) => [cause.cause, COLOURS[index] ?? "dim"]));
   for (const part of account.parts) {
     const piece = element("i", { title: `${part.cause}: ${seconds(part.end_s - part.begin_s)}` });
     piece.style.flexGrow = String(part.end_s - part.begin_s);
