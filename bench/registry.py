@@ -52,6 +52,7 @@ BENCHES: tuple[Bench, ...] = (
     Bench(
         "experiment", "bench.simulated.experiment.bench", "a YAML grid of policies, predictors, traces, rates"
     ),
+    Bench("chaos", "bench.live.chaos", "processes killed and frozen under streams: what do clients notice"),
     Bench("explain", "bench.live.explain", "how much of requests' time is accounted for"),
     Bench("fleet", "bench.simulated.fleet", "one queue for several workers; which worker a prompt goes to"),
     Bench("pie", "bench.live.pie.bench", "KV layers swapped behind the computation, live or simulated"),

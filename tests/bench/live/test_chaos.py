@@ -1,0 +1,57 @@
+"""Faults of every kind, pauses where they belong, and a short run against real kills."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.kit.load import Answer
+from bench.kit.provenance import ROOT
+from bench.live.chaos import Fault, Seen, drawn_faults, longest_pause_s
+
+
+def answer(tokens: int = 3, text: str = "abc", event_s: tuple[float, ...] = (1.0, 1.1, 1.2)) -> Answer:
+    return Answer(0.5, list(event_s), 1.3, tokens, pieces=list(text))
+
+
+def test_every_kind_comes_as_often_as_the_others() -> None:
+    faults = drawn_faults(Random(1), 80)
+    kinds = [fault.kind for fault in faults]
+    assert {kinds.count(kind) for kind in set(kinds)} == {10}
+    assert {"worker", "scheduler", "nats", "frozen_worker", "pair"} <= set(kinds)
+    assert all(len(set(fault.victims)) == 2 for fault in faults if fault.kind == "pair")
+
+
+def test_a_pause_counts_from_the_fault_on() -> None:
+    assert longest_pause_s([1.0, 5.0, 5.5, 7.0], 5.2) == pytest.approx(1.5)
+    assert longest_pause_s([1.0, 5.0, 5.5], 4.0) == pytest.approx(4.0), "the gap it fell in"
+
+
+def test_what_is_lost_doubled_or_changed_is_counted_once() -> None:
+    seen, fault = Seen(), Fault(("worker-0",))
+    failed = answer()
+    failed.error = "refused"
+    answers = [answer(), answer(text="abd"), answer(4, "abcd"), answer(2, "ab"), failed]
+    seen.take(fault, 1.05, answers, [answer()] * 5)
+    assert (seen.requests, seen.lost, seen.duplicated, seen.changed) == (5, 2, 1, 2)
+    assert seen.pauses_s["worker"] == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_streams_that_had_ended_or_not_begun_tell_nothing_of_a_fault() -> None:
+    seen = Seen()
+    for at_s in (0.9, 1.2, 9.0):
+        seen.take(Fault(("nats",)), at_s, [answer()], [answer()])
+    assert not seen.pauses_s["nats"]
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_a_short_run_loses_and_changes_nothing(tmp_path: Path) -> None:
+    words = ["--faults", "3", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "bench", "chaos", *words], cwd=ROOT, check=True, timeout=280)
+    figures = json.loads((tmp_path / "result.json").read_text())["figures"]
+    assert (figures["faults"], figures["requests"]) == (3, 24)
+    assert figures["lost"] == figures["duplicated"] == figures["changed"] == 0
