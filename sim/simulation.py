@@ -5,9 +5,9 @@ that breaks a law raises `PlanError`, and work that nobody plans any more raises
 rules: algorithms.md §1; `sim/worker.py` on plans made ahead.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec import structs
 
@@ -68,8 +68,6 @@ class Setup:
     cache_blocks: int = 0
     """Each worker keeps so many blocks of prompts, of the trace's own size; 0: none."""
     cache_block_tokens: int = 512
-    most_waiting: int | None = None
-    """Of one tenant's; more are refused, as the live scheduler does. None: any number."""
     is_checked: bool = False
     """Call the policy's own `check_integrity` after every event: slow."""
 
@@ -82,7 +80,6 @@ class Outcome:
     meters: list[WorkerMeter]
     shape: WorkerShape
     end_s: float
-    refused: int = 0
 
 
 class Simulation:
@@ -119,6 +116,8 @@ class Simulation:
         self._prefixes: SimPrefixes | None = None
         if setup.cache_blocks:
             self._prefixes = SimPrefixes(self._names, setup.cache_blocks, setup.cache_block_tokens)
+            for index, worker in enumerate(self._workers):
+                worker.on_begin = partial(self._find_prefix, index)
         self._is_plan_due = [False] * setup.workers
         self._tasks: dict[SequenceKey, Task] = {}
         """Of those in the queue."""
@@ -127,9 +126,6 @@ class Simulation:
         self._refreshed: dict[SequenceKey, int] = {}
         """How often each answer was predicted anew while it was written."""
         self._arrived = self._ended = 0
-        self._refused: set[SequenceKey] = set()
-        self._waits: Counter[str] = Counter()
-        """By tenant."""
         self._on_end = on_end
 
     def run(self) -> Outcome:
@@ -143,8 +139,7 @@ class Simulation:
         if self._ended < len(self._requests):
             raise WedgeError(f"{self._setup.policy}: {self._stuck()}")
         meters = [worker.meter for worker in self._workers]
-        served = [record for key, record in self._records.items() if key not in self._refused]
-        return Outcome(served, meters, self._setup.shape, self._events.now_s, len(self._refused))
+        return Outcome(list(self._records.values()), meters, self._setup.shape, self._events.now_s)
 
     def _stuck(self) -> str:
         held = [held for worker in self._workers for held in worker.books.held.values()]
@@ -163,16 +158,6 @@ class Simulation:
             self._arrived += 1
 
     def _on_arrival(self, request: SimRequest) -> None:
-        most, name = self._setup.most_waiting, request.tenant.name
-        if most is not None and self._waits[name] >= most:
-            self._refused.add(request.key)
-            self._ended += 1
-        else:
-            self._waits[name] += 1
-            self._accept(request)
-        self._push_arrival()
-
-    def _accept(self, request: SimRequest) -> None:
         is_known = self._setup.prediction_delay_s == 0.0
         told = self._setup.predictor.predict(request, 0) if is_known else None
         task = Task(
@@ -188,6 +173,7 @@ class Simulation:
         if not is_known:
             self._push_answer(request, 0)
         self._hand_out()
+        self._push_arrival()
 
     def _hand_out(self) -> None:
         """From the queue to the workers, as long as some get one: the live scheduler's questions, and their
@@ -214,7 +200,6 @@ class Simulation:
             record.expected_tokens = sum(self._prefixes.expected(name, names, now_s))
             self._prefixes.expect(name, names, now_s)
         self._feed.add(self._names[index], key, rank, task.prompt_tokens)
-        self._waits[record.request.tenant.name] -= 1
         worker.policy.on_arrival(structs.replace(task, priority=rank[0]), self._events.now_s)
         worker.is_urgent = True
         self._push_plan(index)
@@ -299,8 +284,6 @@ class Simulation:
                     self._feed.add(self._names[index], preemption.key, rank, held.prefill_tokens)
             for prefill in batch.prefills:
                 self._feed.discard(self._names[index], prefill.key)
-                if self._prefixes is not None and prefill.first_token == 0:
-                    self._find_prefix(index, prefill.key)
             for question in batch.questions:
                 self._push_answer(self._records[question.key].request, question.generated_tokens)
 
@@ -323,11 +306,11 @@ class Simulation:
             self._events.push(after[0], Priority.STEP, (self._on_stretch_end, (index, after[1])))
         self._push_plan(index)
 
-    def _find_prefix(self, index: int, key: SequenceKey) -> None:
+    def _find_prefix(self, index: int, held: Held) -> None:
         """It begins: what the worker has of its prompt, in whole blocks, all but the last token."""
-        held = self._workers[index].books.held.get(key)
-        if self._prefixes is None or held is None:
+        if self._prefixes is None:
             return
+        key = held.record.request.key
         found = self._prefixes.find(self._names[index], held.record.request.names)
         if held.record.first_token_s < 0:
             held.record.cached_tokens = found

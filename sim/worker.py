@@ -13,6 +13,7 @@ however many steps. Knows nothing of arrivals, predictors and other workers.
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil
@@ -80,6 +81,8 @@ class SimWorker:
     """Where steps are short, so much time ahead instead, in plans that an arrival may cut short."""
     is_urgent: bool = False
     """Something arrived: a long plan may be cut for it."""
+    on_begin: Callable[[Held], None] = lambda held: None
+    """Called with each whose prompt is about to be begun, before its step is timed."""
     _plans: deque[Sent] = field(default_factory=deque)
     _running: Running | None = None
     _stretch: Stretch | None = None
@@ -160,6 +163,9 @@ class SimWorker:
             if prefills or decodes:
                 planned = len(sent.batch.prefills) + len(sent.batch.decodes)
                 has_skips = len(prefills) + len(decodes) < planned
+                for held, item in prefills:
+                    if item.first_token == 0:
+                        self.on_begin(held)
                 self._running = Running(sent, prefills, decodes, has_skips)
                 self._start_stretch(now_s)
                 return
