@@ -124,7 +124,7 @@ def account_of(events: Sequence[Happened], now_s: float) -> Account | None:
     claims = [
         *_of_gateway(events, steps, begin_s, end_s),
         *_of_steps(events, steps),
-        *_of_queue(events, end_s),
+        *_of_queue(events, steps, end_s),
         *_of_handovers(events, steps, end_s),
     ]
     account = Account(begin_s, end_s, sweep(claims, begin_s, end_s), is_over=whole is not None)
@@ -207,8 +207,9 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[Step]) -> Iterator[Cla
             yield preempted.at_s, again, Cause.PREEMPTED
 
 
-def _of_queue(events: Sequence[Happened], end_s: float) -> Iterator[Claim]:
-    """From each submission to its place, and from there to the first plan that computes it."""
+def _of_queue(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -> Iterator[Claim]:
+    """From each submission to its place, from there to the first plan that computes it, and to its first step,
+    which may be of a later plan where the sequence was put off."""
     places = _of(events, "scheduler", "placed")
     plans = _of(events, "scheduler", "plan")
     for submitted in _of(events, "scheduler", "submitted"):
@@ -220,6 +221,9 @@ def _of_queue(events: Sequence[Happened], end_s: float) -> Iterator[Claim]:
         yield submitted.at_s, end_s if placed is None else placed.at_s, Cause.QUEUED
         if placed is not None:
             yield placed.at_s, end_s if first is None else first.at_s, Cause.AT_WORKER
+        begun = next((step for step in steps if mine in step.attempts), None)
+        if first is not None and begun is not None:
+            yield first.at_s, begun.begin_s, Cause.BETWEEN
 
 
 def _of_handovers(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -> Iterator[Claim]:

@@ -92,3 +92,19 @@ def test_what_nobody_recorded_is_unexplained() -> None:
 
 def test_without_its_gateway_there_is_no_account() -> None:
     assert account_of([step(1.0, 0.1, busy_s=0.0, plan=1)], now_s=2.0) is None
+
+
+def test_one_that_was_put_off_and_begins_under_a_later_plan_is_at_its_worker_meanwhile() -> None:
+    story = [
+        event(10.0, "gateway", "submit", causes={}),
+        event(10.0, "scheduler", "submitted", known=False, queued=1, prompt_tokens=8, max_tokens=9),
+        event(10.0, "scheduler", "placed", worker="worker-0"),
+        event(10.0, "scheduler", "plan", worker="worker-0", epoch=1, plan=5, chunks=[(0, 1, 0, 8)], own=[]),
+        step(11.0, 0.2, busy_s=50.0, plan=9, is_prefill=True),
+        event(11.2, "gateway", "tokens complete", phase="ended", reason="stop", tokens=1),
+        event(11.2, "gateway", "request", took_s=1.2, status=200, client_gone=False),
+    ]
+    account = account_of(story, now_s=99.0)
+    assert account is not None
+    assert account.seconds()[Cause.BETWEEN] == pytest.approx(1.0)
+    assert account.accounted_share == pytest.approx(1.0)
