@@ -208,8 +208,8 @@ def _of_steps(events: Sequence[Happened], steps: Sequence[Step]) -> Iterator[Cla
 
 
 def _of_queue(events: Sequence[Happened], steps: Sequence[Step], end_s: float) -> Iterator[Claim]:
-    """From each submission to its place, from there to the first plan that computes it, and to its first step,
-    which may be of a later plan where the sequence was put off."""
+    """From each submission to its place, from there to the first plan that computes it, and to its first
+    step, which may be of a later plan where the sequence was put off."""
     places = _of(events, "scheduler", "placed")
     plans = _of(events, "scheduler", "plan")
     for submitted in _of(events, "scheduler", "submitted"):
