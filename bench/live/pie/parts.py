@@ -62,6 +62,7 @@ def serve(
         "worker.engine_cores": [cores.engine],
         "worker.block_tokens": BLOCK_TOKENS,
         "worker.kv_blocks": ground.device_blocks,
+        "worker.pie.enabled": False,
         "scheduler.max_batch_sequences": MOST_SEQUENCES,
         **settings,
     }
