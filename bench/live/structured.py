@@ -18,8 +18,9 @@ from typing import Any
 
 from bench.kit.context import Context
 from bench.kit.load import Answer, check, first_error, full_answer, run_batch
-from bench.kit.models import TINY_CHAT, drawn_tokens, vocabulary
+from bench.kit.models import TINY_CHAT, checkpoint, drawn_tokens, vocabulary
 from bench.kit.outcome import Outcome, Table
+from bench.kit.provenance import ROOT
 from bench.kit.stacks import PLAIN, Stack, start_stack
 from bench.kit.stats import median_of_ratios
 from bench.kit.turns import alternate
@@ -52,6 +53,7 @@ ENDLESS: dict[str, Any] = {"type": "array", "items": _ITEM, "minItems": 10_000}
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, help="of both sides [9; --quick 3]")
+    parser.add_argument("--model", default=str(TINY_CHAT), help="a folder, or random-50m, random-100m")
     parser.add_argument("--schemas", type=int, help="random ones [1000; --quick 64]")
     parser.add_argument(
         "--suite",
@@ -67,7 +69,9 @@ def run(context: Context) -> Outcome:
     count = flags.schemas or (64 if context.quick else 1000)
     draw = context.random("schemas")
     drawn = [random_schema(draw, depth=2) for _ in range(count)]
-    with start_stack(context.run_dir / "stack", {**PLAIN, "scheduler.policy": "kvasir"}) as stack:
+    model = _model(context)
+    settings = {**PLAIN, "scheduler.policy": "kvasir"}
+    with start_stack(context.run_dir / "stack", settings, model=model) as stack:
         figures: dict[str, float] = {}
         for batch in BATCHES:
             figures[f"constrained_ratio_b{batch}"] = ratio_of(context, stack, batch, turns)
@@ -95,6 +99,10 @@ def run(context: Context) -> Outcome:
     return Outcome(figures, wrong, tables=tables, notes=notes)
 
 
+def _model(context: Context) -> Path:
+    return checkpoint(context.arguments.model, ROOT / "runs" / "bench" / "checkpoints")
+
+
 def _row(name: str, told: Sequence[str]) -> Sequence[object]:
     valid, refused = told.count(""), told.count(REFUSED)
     return name, len(told), valid, len(told) - valid - refused, refused
@@ -102,7 +110,7 @@ def _row(name: str, told: Sequence[str]) -> Sequence[object]:
 
 def ratio_of(context: Context, stack: Stack, batch: int, turns: int) -> float:
     """Tokens per second of constrained answers over that of free ones."""
-    dice, ids = context.random("prompts"), vocabulary(TINY_CHAT)
+    dice, ids = context.random("prompts"), vocabulary(_model(context))
     prompts = [drawn_tokens(dice, ids, 24) for _ in range(batch)]
     free = [full_answer(prompt, TOKENS) for prompt in prompts]
     held = [{**body, "guided_json": ENDLESS, "ignore_eos": False} for body in free]
@@ -124,7 +132,7 @@ def _took_s(stack: Stack, bodies: Sequence[dict[str, Any]]) -> float:
 
 def added_ttft_ms(context: Context, stack: Stack, turns: int) -> float:
     """What a schema of 2 kB that is used for the first time adds to the time to the first token."""
-    serial, dice, ids = iter(range(10**9)), context.random("first"), vocabulary(TINY_CHAT)
+    serial, dice, ids = iter(range(10**9)), context.random("first"), vocabulary(_model(context))
 
     def first_s(held: bool) -> float:
         number = next(serial)

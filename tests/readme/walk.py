@@ -29,7 +29,10 @@ _READY_S = 900.0
 _END_S = 120.0
 _COMMAND_S = 3600.0
 _KEPT = ("PATH", "LANG", "SSL_CERT_FILE", "DOCKER_HOST")
-_PLACEHOLDERS = {"FOLDER_OR_HUB_ID": "models/tiny_chat"}
+_PLACEHOLDERS = {
+    "FOLDER_OR_HUB_ID": "models/tiny_chat",
+    "REQUEST_ID": "$(.venv/bin/python -m services logs | grep -o 'req_[0-9A-Za-z]*' | tail -1)",
+}
 """What README leaves to the reader."""
 _FOREGROUND = "python -m services up"
 _QUESTION = "Hello! Who are you?"

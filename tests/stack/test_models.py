@@ -133,21 +133,24 @@ SCALED = ("placement.policy=mell", "placement.scale=true", "placement.idle_s=1",
 def test_idle_workers_of_each_model_stop_and_the_last_of_each_stays(tmp_path: Path) -> None:
     flags = ("--model", f"twin={TINY_CHAT}")
     with running_stack(tmp_path / "run", workers=4, flags=flags, settings=SCALED) as stack:
-        until_parked(stack, {"worker-2", "worker-3"})
+        until_parked(stack)
         shown = {row["model"]: row for row in stack.details("placement-0")["models"]}
         assert {name: row["wanted_workers"] for name, row in shown.items()} == {"tiny_chat": 1, "twin": 1}
         with openai.OpenAI(
             base_url=f"{stack.url}/v1", api_key=stack.key, timeout=STACK_PATIENCE_S, max_retries=0
         ) as client:
             assert said(client, "tiny_chat") == said(client, "twin")
-        until_parked(stack, {"worker-2", "worker-3"})
+        until_parked(stack)
         learned = {row["model"]: row["finished"] for row in stack.details("predictor-0")["models"]}
         assert learned == {"tiny_chat": 1, "twin": 1}
 
 
-def until_parked(stack: RunningStack, expected: set[str]) -> None:
+def until_parked(stack: RunningStack) -> None:
+    """One of the two workers of each model, whichever."""
     deadline_s = time.monotonic() + STACK_PATIENCE_S
-    names = [f"worker-{number}" for number in range(4)]
-    while {name for name in names if stack.child(name)["state"] == "parked"} != expected:
-        assert time.monotonic() < deadline_s, stack.details("placement-0")
+    while True:
+        parked = [number for number in range(4) if stack.child(f"worker-{number}")["state"] == "parked"]
+        if sorted(number % 2 for number in parked) == [0, 1]:
+            return
+        assert time.monotonic() < deadline_s, (parked, stack.details("placement-0"))
         time.sleep(0.2)

@@ -82,8 +82,9 @@ async def test_each_moves_by_what_was_asked(stack: RunningStack) -> None:
     for name in HISTOGRAMS:
         assert moved[f"{name}_count"] > 0, name
         assert moved[f"{name}_sum"] > 0, name
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert moved[f"{name}_count"] == 2 * STREAMS, name
+    assert moved["request_queue_time_seconds_count"] >= 2 * STREAMS, "who is sent again waits again"
     assert moved["num_preemptions_total"] > 0
     assert most["num_requests_running"] > 1
     assert most["num_requests_waiting"] > 0
