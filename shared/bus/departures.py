@@ -17,7 +17,7 @@ from shared import subjects
 from shared.bus.serving import Handler, Listener
 from shared.log import canonical, get_logger
 
-GRACE_S = 0.25
+GRACE_S = 0.15
 _MOST_KNOWN = 4096
 _MOST_DIGITS = 19
 """Of an incarnation: it is below 2^62."""
