@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -52,8 +52,8 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listened on a moment ago, and that nobody is given by chance in the next.
+def free_port(host: str = "127.0.0.1", taken: Collection[int] = ()) -> int:
+    """A port nobody listened on a moment ago, not `taken`, and that nobody is given by chance in the next.
 
     Below those that the kernel gives to connections and to listeners on port 0; each process looks in a share
     of its own, so that two that start stacks at the same time do not find the same one. Raises OSError when
@@ -62,7 +62,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     share = _FIRST_PORT + os.getpid() % _SHARES * _PORTS_OF_SHARE
     for _ in range(_PORTS_OF_SHARE):
         port = share + next(_turns) % _PORTS_OF_SHARE
-        if is_free(port, host):
+        if port not in taken and is_free(port, host):
             return port
     raise OSError(errno.EADDRINUSE, f"no free port from {share} to {share + _PORTS_OF_SHARE - 1}")
 
@@ -115,10 +115,10 @@ def running_already(run: RunDirectory) -> Obstructed:
     )
 
 
-def choose_port(port: int, flag: str = "--port") -> int:
-    """A port of the gateway's, free; 0 takes any. Raises Obstructed."""
+def choose_port(port: int, flag: str = "--port", taken: Collection[int] = ()) -> int:
+    """A port of the gateway's, free; 0 takes any that is not `taken`. Raises Obstructed."""
     if port == 0:
-        return free_port()
+        return free_port(taken=taken)
     if not _free_soon(port):
         raise _taken(port, "HTTP", flag)
     return port

@@ -65,9 +65,10 @@ class _Stack:
         config = options.config
         self._port = choose_port(config.port)
         self._url = f"http://127.0.0.1:{self._port}"
-        config = config.model_copy(
-            update={"operator_port": choose_port(config.operator_port, "--operator-port")}
-        )
+        # Asked for and not listened on yet: two of them would be one.
+        asked = {self._port, config.nats_port or 0}
+        operator_port = choose_port(config.operator_port, "--operator-port", asked)
+        config = config.model_copy(update={"operator_port": operator_port})
         self._operator_url = f"http://127.0.0.1:{config.operator_port}"
         self._access = BusAccess.to_local(
             choose_nats_port(config.nats_port, self._say),

@@ -74,3 +74,11 @@ def test_a_taken_port_is_not_free_and_its_owner_is_named() -> None:
 
 def test_free_ports_are_free() -> None:
     assert obstructions.is_free(obstructions.free_port())
+
+
+def test_a_port_that_was_asked_for_and_is_not_listened_on_yet_is_given_to_nobody_else() -> None:
+    """A gateway answered its clients as its operator: both listeners had been bound to one port."""
+    asked = obstructions.free_port()
+    every = {asked - 1 + step for step in range(3)}
+    for _ in range(300):
+        assert obstructions.choose_port(0, taken=every) not in every
